@@ -57,9 +57,10 @@ STAGES: dict[int, tuple[int, ...]] = {
 }
 """Blocks of each stage, by the number of layers."""
 
-_THREE_CONVOLUTIONS_FROM = 50
+_MIN_BOTTLENECK_LAYERS = 50
+"""Smallest number of layers from which on blocks have three convolutions instead of two."""
 
-_GROUP = 4
+_GROUP_CHANNELS = 4
 """Channels per group of group norm."""
 
 Norm = Callable[[int], nn.Module]
@@ -67,7 +68,7 @@ Layers = tuple[nn.Module, nn.Module]
 
 NORMS: Mapping[str, Norm] = {
     "batch": nn.BatchNorm2d,
-    "group": lambda channels: nn.GroupNorm(channels // _GROUP, channels),
+    "group": lambda channels: nn.GroupNorm(channels // _GROUP_CHANNELS, channels),
 }
 """Normalisation layers by name; each is made from the number of channels."""
 
@@ -108,40 +109,61 @@ def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch"
         outputs: Outputs of the head.
         norm: A key of :data:`NORMS`.
     """
-    bottleneck, convolution = layers >= _THREE_CONVOLUTIONS_FROM, partial(_convolution, NORMS[norm])
+    bottleneck = layers >= _MIN_BOTTLENECK_LAYERS
+    convolution = partial(_convolution, NORMS[norm])
     parts = OrderedDict[str, nn.Module](stem=nn.Sequential(*convolution(channels, WIDTH, 3), nn.ReLU()))
-    wide = WIDTH
+    c_in = WIDTH
     for number, blocks in enumerate(STAGES[layers]):
-        narrow, stage = WIDTH * 2**number, []
+        inner = WIDTH * 2**number
+        stage = []
         for block in range(blocks):
-            stride = 2 if number > 0 and block == 0 else 1
-            stage.append(_block(convolution, wide, narrow, stride, bottleneck))
-            wide = narrow * (EXPANSION if bottleneck else 1)
+            stride = 2 if number > 0 and block == 0 else 1  # each stage but the first halves the image
+            stage.append(_block(convolution, c_in, inner, stride, bottleneck))
+            c_in = inner * (EXPANSION if bottleneck else 1)
         parts[f"stage{number + 1}"] = nn.Sequential(*stage)
-    parts |= {"pool": Average(), "head": nn.Linear(wide, outputs)}
+    parts |= {"pool": Average(), "head": nn.Linear(c_in, outputs)}
     return nn.Sequential(parts)
 
 
-def _block(convolution: Callable[..., Layers], c_in: int, narrow: int, stride: int, bottleneck: bool) -> Residual:
+def _block(convolution: Callable[..., Layers], c_in: int, inner: int, stride: int, bottleneck: bool) -> Residual:
+    """Return a residual block, with a 1 x 1 convolution as shortcut if the shape changes.
+
+    Args:
+        convolution: Makes a convolution and its norm.
+        c_in: Channels of the input.
+        inner: Channels inside the block; a bottleneck has ``EXPANSION`` times as many outputs, other blocks as many.
+        stride: Stride of the first 3 x 3 convolution.
+        bottleneck: Whether the block has three convolutions instead of two.
+    """
     if bottleneck:
-        c_out = EXPANSION * narrow
-        shapes = [(c_in, narrow, 1, 1), (narrow, narrow, 3, stride), (narrow, c_out, 1, 1)]
+        c_out = EXPANSION * inner
+        shapes = [(c_in, inner, 1, 1), (inner, inner, 3, stride), (inner, c_out, 1, 1)]
     else:
-        c_out = narrow
-        shapes = [(c_in, narrow, 3, stride), (narrow, narrow, 3, 1)]
+        c_out = inner
+        shapes = [(c_in, inner, 3, stride), (inner, inner, 3, 1)]
+    # The last ReLU follows the addition of the shortcut, in ``Residual``.
     body = [layer for shape in shapes for layer in (*convolution(*shape), nn.ReLU())][:-1]
-    same = stride == 1 and c_in == c_out
-    shortcut = nn.Identity() if same else nn.Sequential(*convolution(c_in, c_out, 1, stride))
+    keeps_shape = stride == 1 and c_in == c_out
+    shortcut = nn.Identity() if keeps_shape else nn.Sequential(*convolution(c_in, c_out, 1, stride))
     return Residual(nn.Sequential(*body), shortcut)
 
 
 def _convolution(norm: Norm, c_in: int, c_out: int, kernel: int, stride: int = 1) -> Layers:
-    """Return a convolution that keeps the image's size except for its stride, and its norm."""
+    """Return a convolution that keeps the image's size except for its stride, and its norm.
+
+    Args:
+        norm: Makes the norm from the number of channels.
+        c_in: Channels of the input.
+        c_out: Channels of the output.
+        kernel: Side of the kernel.
+        stride: Stride of the convolution.
+    """
     convolution = nn.Conv2d(c_in, c_out, kernel, stride=stride, padding=kernel // 2, bias=False)
     return convolution, norm(c_out)
 
 
 _VGG_CHANNELS = (16, 32, 64, 128, 512)
+"""Output channels of the five convolutions of VGG-8."""
 
 
 def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
@@ -166,7 +188,7 @@ def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
     Sides are 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64.
     """
     channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)
-    places = _cifar10_side(height) * _cifar10_side(width)
+    positions = _cifar10_side(height) * _cifar10_side(width)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5),
         nn.ReLU(),
@@ -175,13 +197,14 @@ def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(3),
         nn.Flatten(),
-        nn.Linear(64 * places, 64),
+        nn.Linear(64 * positions, 64),
         nn.ReLU(),
         nn.Linear(64, outputs),
     )
 
 
 def _cifar10_side(side: int) -> int:
+    """Return the side of the feature maps after both convolutions and poolings of :func:`cifar10`."""
     return ((side - 4) // 2 - 2) // 3
 
 
@@ -202,13 +225,14 @@ def vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
     for c_in, c_out in zip((channels, *_VGG_CHANNELS), _VGG_CHANNELS, strict=False):
         layers += [_vgg_convolution(c_in, c_out), *([nn.BatchNorm2d(c_out)] if norm else []), nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
-    scale = 2 ** len(_VGG_CHANNELS)
-    features = _VGG_CHANNELS[-1] * (height // scale) * (width // scale)
+    reduction = 2 ** len(_VGG_CHANNELS)
+    features = _VGG_CHANNELS[-1] * (height // reduction) * (width // reduction)
     head = [nn.Dropout(), nn.Linear(features, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), *head, nn.Linear(512, outputs))
 
 
 def _vgg_convolution(c_in: int, c_out: int) -> nn.Conv2d:
+    """Return a 3 x 3 convolution initialised at N(0, 2 / (k k c_out)) with zero bias, k = 3."""
     convolution = nn.Conv2d(c_in, c_out, 3, padding=1)
     nn.init.normal_(convolution.weight, std=math.sqrt(2 / (9 * c_out)))
     assert convolution.bias is not None
@@ -222,6 +246,14 @@ def vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Module:
+    """Return a ResNet for images; partial applications are registered as nets by name.
+
+    Args:
+        layers: A key of :data:`STAGES`.
+        norm: A key of :data:`NORMS`.
+        input_shape: Channels, height and width of the images.
+        outputs: Outputs of the head.
+    """
     name = f"resnet{layers}" if norm == "batch" else f"resnet{layers}-{norm}"
     channels, _, _ = require_shape(input_shape, name, 3, smallest=8)
     return make_resnet(layers, channels=channels, outputs=outputs, norm=norm)

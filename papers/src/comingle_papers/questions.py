@@ -62,7 +62,7 @@ def ask(instruction: str, text: str) -> str:
     return f"### Instruction:\n{instruction}\n\n### Input:\n{text}\n\n### Response:\n"
 
 
-def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
+def _xnli_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
     """Yield the question of a row; its label is a word or a number.
 
     Raises:
@@ -77,19 +77,20 @@ def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
     yield _id(row), Question(prompt=ask(instruction, text), answer=label)
 
 
-def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
+def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
     """Yield the questions of a row: one with SQuAD's columns, or all questions of a paragraph under ``qas``.
 
     Raises:
         ValueError: The row is malformed; the message says how.
     """
-    asked = row.get("qas", [row])
-    if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
-        raise ValueError(f"qas is {reprlib.repr(asked)}; allowed: a list of questions")
-    for one in asked:
-        text = f"Text: {_text(row, 'context')}\nQuestion: {_text(one, 'question')}"
-        answer = _text(one if "answer" in one else {"answer": _first_answer(one.get("answers"))}, "answer")
-        yield _id(one), Question(prompt=ask(instruction, text), answer=answer)
+    questions = row.get("qas", [row])
+    if not isinstance(questions, list) or not all(isinstance(question, dict) for question in questions):
+        raise ValueError(f"qas is {reprlib.repr(questions)}; allowed: a list of questions")
+    for question in questions:
+        text = f"Text: {_text(row, 'context')}\nQuestion: {_text(question, 'question')}"
+        has_answer = "answer" in question
+        answer = _text(question if has_answer else {"answer": _first_answer(question.get("answers"))}, "answer")
+        yield _id(question), Question(prompt=ask(instruction, text), answer=answer)
 
 
 def _first_answer(answers: object) -> object:
@@ -99,13 +100,22 @@ def _first_answer(answers: object) -> object:
 
 
 def _id(row: Row) -> str:
+    """Return the id of a question as text.
+
+    Raises:
+        ValueError: It has none.
+    """
     if row.get("id") is None:
         raise ValueError("no id; allowed: a name or number, the same in all languages")
     return str(row["id"])
 
 
 def _text(row: Row, key: str) -> str:
-    """Return the text in a column; refuse an empty answer, since loss and metrics are computed on answers."""
+    """Return the text in a column; refuse an empty answer, since loss and metrics are computed on answers.
+
+    Raises:
+        ValueError: The column has no text, or the text cannot be encoded.
+    """
     value = row.get(key)
     if not isinstance(value, str) or (key == "answer" and not value.strip()):
         raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
@@ -113,7 +123,10 @@ def _text(row: Row, key: str) -> str:
     return value
 
 
-QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {"xnli": _xnli, "xquad": _xquad}
+QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {
+    "xnli": _xnli_questions,
+    "xquad": _xquad_questions,
+}
 """Functions that yield the questions of a row, by set."""
 
 
@@ -169,15 +182,15 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
     """
     if name not in QUESTIONS:
         raise RecipeError(f"no questions {name!r}.{did_you_mean(name, QUESTIONS)} Allowed: {', '.join(QUESTIONS)}")
-    known = QUESTIONS[name].languages
+    languages_of_set = QUESTIONS[name].languages
     for i, language in enumerate(languages or ()):
-        if language not in known:
-            raise RecipeError(f"{name}: no language {language!r}; allowed: {', '.join(known)}")
+        if language not in languages_of_set:
+            raise RecipeError(f"{name}: no language {language!r}; allowed: {', '.join(languages_of_set)}")
         if language in (languages or ())[:i]:
             raise RecipeError(
                 f"{name}: language {language!r} twice; allowed: each once, since it is the name of a user"
             )
-    return tuple(languages or known)
+    return tuple(languages or languages_of_set)
 
 
 def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
@@ -217,33 +230,57 @@ def draw_parts(
     """
     if not short:
         raise DataError(f"{name}: no question occurs in all of {', '.join(wanted)}; allowed: one id in all languages")
-    few, many = sum(short), len(short)
-    if few < many:
-        logger.info("%s: %d of %d questions are longer than %d tokens", name, many - few, many, context)
+    num_short, num_all = sum(short), len(short)
+    if num_short < num_all:
+        logger.info("%s: %d of %d questions are longer than %d tokens", name, num_all - num_short, num_all, context)
     setting = QUESTIONS[name]
     train, test = train or setting.train, test or setting.test
-    _check_counts(name, wanted, few, many, context, train, valid, test)
-    order = torch.randperm(few, generator=generator(seed, "questions", name))
-    fitting = [number for number, fits in enumerate(short) if fits]
-    numbers = [fitting[place] for place in order.tolist()]
-    ends = (train, train + valid, len(numbers) if test is None else train + valid + test)
-    return numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] : ends[2]]
+    _check_counts(name, wanted, num_short, num_all, context, train, valid, test)
+    order = torch.randperm(num_short, generator=generator(seed, "questions", name))
+    short_numbers = [number for number, fits in enumerate(short) if fits]
+    shuffled = [short_numbers[position] for position in order.tolist()]
+    train_end, valid_end = train, train + valid
+    test_end = len(shuffled) if test is None else valid_end + test
+    return shuffled[:train_end], shuffled[train_end:valid_end], shuffled[valid_end:test_end]
 
 
 def _check_counts(
-    name: str, wanted: Sequence[str], short: int, every: int, context: int, train: int, valid: int, test: int | None
+    name: str,
+    wanted: Sequence[str],
+    num_short: int,
+    num_all: int,
+    context: int,
+    train: int,
+    valid: int,
+    test: int | None,
 ) -> None:
-    if short < train + valid + (test or 1):
-        tests = "the rest" if test is None else test
+    """Check that there are enough questions; without ``test`` one test question is enough.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        wanted: The languages.
+        num_short: Number of questions that fit the context in all languages.
+        num_all: Number of all questions.
+        context: Length of the context in tokens.
+        train: Questions to train on.
+        valid: Questions to validate on.
+        test: Questions to test on; None for the rest.
+
+    Raises:
+        DataError: There are too few questions.
+    """
+    needed = train + valid + (test or 1)
+    if num_short < needed:
+        test_count = "the rest" if test is None else test
         raise DataError(
-            f"{name}: {short} of {every} questions have at most {context} tokens (training.context) in each of "
-            f"{', '.join(wanted)}; train {train}, valid {valid} and test {tests} need {train + valid + (test or 1)}"
+            f"{name}: {num_short} of {num_all} questions have at most {context} tokens (training.context) in each of "
+            f"{', '.join(wanted)}; train {train}, valid {valid} and test {test_count} need {needed}"
         )
 
 
 def user_of(
     name: str,
-    who: str,
+    language: str,
     encoded: Mapping[int, Encoded] | Sequence[Encoded],
     parts: Parts,
     tokenizer: PreTrainedTokenizerBase,
@@ -254,33 +291,40 @@ def user_of(
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        who: The language.
+        language: The language.
         encoded: Encoded questions by index; those of ``parts`` suffice.
         parts: The indices of the questions of each split.
         tokenizer: The tokenizer of the base model.
         train_on_prompts: Whether the loss includes the prompts.
     """
-    measures, end = MEASURES if QUESTIONS[name].labels else MEASURES[1:], tokenizer.eos_token_id
+    measures = MEASURES if QUESTIONS[name].labels else MEASURES[1:]  # accuracy needs labels
+    end = cast(int, tokenizer.eos_token_id)
     chosen = [[encoded[number] for number in part] for part in parts]
-    limit = max(one.longest for part in chosen for one in part)
+    longest = max(question.longest for part in chosen for question in part)
     train, valid, test = (
-        build_answers(part, limit=limit, prompts=train_on_prompts and i == 0, measures=measures, ends=(cast(int, end),))
+        build_answers(part, limit=longest, prompts=train_on_prompts and i == 0, measures=measures, ends=(end,))
         for i, part in enumerate(chosen)
     )
-    return UserAnswers(name=who, train=train, valid=valid, test=test)
+    return UserAnswers(name=language, train=train, valid=valid, test=test)
 
 
 # -------------------------------------------------------------------- reading
 
 
-def source_of(name: str, path: str | Path | None) -> Path | str:
-    """Return the file or folder of a set, or its name on the hub.
+def find_source(name: str, path: str | Path | None) -> Path | str:
+    """Return the file of a set, or its name on the hub.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        path: A file, a folder or a name on the hub; None for ``$COMINGLE_DATA/NAME`` if there is such a folder, else
+            for the hub.
 
     Raises:
         DataError: There is no such file or folder.
     """
     folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name
-    source = path if path is not None else folder if folder.is_dir() else QUESTIONS[name].hub
+    default = folder if folder.is_dir() else QUESTIONS[name].hub
+    source = default if path is None else path
     if str(source).startswith(HUB_PREFIX):
         return str(source)
     return _find_file(name, expand_home(source))
@@ -293,36 +337,47 @@ def iterate_questions(
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        path: As in :func:`stream_questions`.
+        path: As in :func:`stream_select_questions`.
         languages: The languages to read.
 
     Raises:
         DataError: The source is missing, has rows of another set or a question twice, or lacks a language.
     """
-    setting, source, bad = QUESTIONS[name], source_of(name, path), BadRows()
+    setting, source, bad_rows = QUESTIONS[name], find_source(name, path), BadRows()
     if isinstance(source, Path):
-        rows = read_json(source, bad)
+        rows = read_json(source, bad_rows)
     else:
-        rows = _hub_rows(name, source, setting, languages, asked_for=path is not None)
+        rows = _read_hub_rows(name, source, setting, languages, asked_for=path is not None)
     seen = {language: set[str]() for language in languages}
     for place, row in rows:
-        if (keys := seen.get(str(language := row.get("lang")))) is None:
+        language = str(row.get("lang"))
+        keys = seen.get(language)
+        if keys is None:  # a language that is not read
             continue
         try:
             for key, question in QUESTIONS_OF[name](row, setting.instruction):
                 if key in keys:
                     raise ValueError(f"id {key!r} occurs twice; allowed: once per language")
                 keys.add(key)
-                yield str(language), key, question
+                yield language, key, question
         except ValueError as error:
             raise DataError(f"{source}: {place} is not a row of {name}: {error}") from None
-    bad.report()
+    bad_rows.report()
     for language, keys in seen.items():
         if not keys:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")
 
 
 def _find_file(name: str, path: Path) -> Path:
+    """Return a file of JSON lines: the path itself, or the first ``NAME*.jsonl`` of a folder.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        path: A file or a folder.
+
+    Raises:
+        DataError: There is no such file or folder, or the folder has no such file.
+    """
     if path.is_file():
         return path
     if not path.is_dir():
@@ -333,10 +388,21 @@ def _find_file(name: str, path: Path) -> Path:
     return files[0]
 
 
-def _hub_rows(
+def _read_hub_rows(
     name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the hub's rows of each language, with the columns of local files."""
+    """Yield the hub's rows of each language, with the columns of local files, and the place of each for error messages.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        source: The set on the hub.
+        setting: The set's defaults.
+        languages: The languages to read.
+        asked_for: Whether the user gave this source; otherwise an error names the alternatives to the hub.
+
+    Raises:
+        DataError: The hub or a language cannot be read.
+    """
     columns = COLUMNS[name]
     for language in languages:
         address = f"{source}?config={setting.config.format(language)}&split=validation"
@@ -397,7 +463,7 @@ class QuestionsDataSection(DataSection):
         return content
 
 
-Asked = tuple[str, Mapping[int, Encoded], Parts]
+EncodedLanguage = tuple[str, Mapping[int, Encoded], Parts]
 """A language, its selected questions, and the indices of each split."""
 
 
@@ -413,18 +479,19 @@ def stream_questions(
     train: int | None,
     valid: int,
     test: int | None,
-) -> Generator[Asked, None, None]:
+) -> Generator[EncodedLanguage, None, None]:
     """Yield the questions of one language after another, encoded.
 
-    Languages are read twice: which questions are short enough in all of them, and then those that are used.
+    Languages are read twice: first to find the questions that are short enough in all of them, then to encode those
+    that are used.
 
     Args:
         name: A key of :data:`QUESTIONS`.
         languages: The users, in this order.
         rows: Keeps the questions between the two passes.
-        tokenizer_of_base: Called once all questions were read.
-        context: Tokens of a question with its answer, at most.
-        seed: Draws the questions of the splits.
+        tokenizer_of_base: Loads the tokenizer; called once all questions were read.
+        context: Largest number of tokens of a question with its answer.
+        seed: Seed of the draw of the splits.
         path: A file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; without it
             ``$COMINGLE_DATA/NAME`` where there is one, else the hub.
         train: Questions of a user to train on; without it as published, as for ``test``.
@@ -436,41 +503,49 @@ def stream_questions(
     """
     by_language: dict[str, dict[str, None]] = {language: {} for language in languages}
 
-    def found() -> Iterator[tuple[str, str, tuple[str, Question]]]:
+    def read_and_note_keys() -> Iterator[tuple[str, str, tuple[str, Question]]]:
         for language, key, question in iterate_questions(name, path, languages):
             by_language[language][key] = None
             yield language, "", (key, question)
 
-    rows.fill(found(), pack=_pack, unpack=_unpack)
+    rows.fill(read_and_note_keys(), pack=_pack_question, unpack=_unpack_question)
     keys, tokenizer = shared_keys(by_language), tokenizer_of_base()
     short = [True] * len(keys)
     for _, groups in rows.groups(languages):
-        encoded = encode(_questions(groups, keys), tokenizer)
-        short = [fits and len(one) <= context for fits, one in zip(short, encoded, strict=True)]
+        encoded = encode(_select_questions(groups, keys), tokenizer)
+        short = [fits and len(question) <= context for fits, question in zip(short, encoded, strict=True)]
     parts = draw_parts(name, languages, short, context=context, seed=seed, train=train, valid=valid, test=test)
     numbers = sorted(number for part in parts for number in part)
-    used = [keys[number] for number in numbers]
-    for who, groups in rows.groups(languages):
-        yield who, dict(zip(numbers, encode(_questions(groups, used), tokenizer), strict=True)), parts
+    used_keys = [keys[number] for number in numbers]
+    for language, groups in rows.groups(languages):
+        encoded = encode(_select_questions(groups, used_keys), tokenizer)
+        yield language, dict(zip(numbers, encoded, strict=True)), parts
 
 
-def _pack(content: tuple[str, Question]) -> bytes:
+def _pack_question(content: tuple[str, Question]) -> bytes:
+    """Serialise the id and question of a row for storage between the two passes."""
     key, question = content
     return json.dumps([key, question.prompt, question.answer]).encode()
 
 
-def _unpack(content: bytes) -> tuple[str, Question]:
+def _unpack_question(content: bytes) -> tuple[str, Question]:
+    """Parse what :func:`_pack_question` made."""
     key, prompt, answer = json.loads(content)
     return key, Question(prompt=prompt, answer=answer)
 
 
-def _questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys: Sequence[str]) -> list[Question]:
-    """Return the questions of a language that have these keys, in their order."""
-    found = dict(groups[""])
-    return [found[key] for key in keys]
+def _select_questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys: Sequence[str]) -> list[Question]:
+    """Return the questions of a language that have these ids, in the order of the ids.
+
+    Args:
+        groups: Pairs of id and question by split; there is one split, "".
+        keys: The ids.
+    """
+    by_key = dict(groups[""])
+    return [by_key[key] for key in keys]
 
 
-class QuestionReader(LanguageReader[Asked, UserAnswers]):
+class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
     """Reader of one language after another."""
 
     def __init__(
@@ -482,22 +557,22 @@ class QuestionReader(LanguageReader[Asked, UserAnswers]):
 
     def sources(self) -> list[str]:
         """Return the file, or the name on the hub."""
-        return [str(source_of(self.asked.name, self.asked.path))]
+        return [str(find_source(self.asked.name, self.asked.path))]
 
-    def read(self, rows: Rows) -> Generator[Asked, None, None]:
+    def read(self, rows: Rows) -> Generator[EncodedLanguage, None, None]:
         """Yield the selected questions of each language, encoded."""
         asked = self.asked
         counts: dict[str, Any] = {"train": asked.train, "valid": asked.valid, "test": asked.test, "path": asked.path}
         more = {"context": self.context, "seed": self.seed, **counts}
         return stream_questions(asked.name, self.languages, rows, lambda: self.tokenizer, **more)
 
-    def encode(self, read: Asked) -> UserAnswers:
+    def encode(self, read: EncodedLanguage) -> UserAnswers:
         """Return the questions as windows."""
-        who, encoded, parts = read
+        language, encoded, parts = read
         prompts = self.asked.train_on_prompts
-        return user_of(self.asked.name, who, encoded, parts, self.tokenizer, train_on_prompts=prompts)
+        return user_of(self.asked.name, language, encoded, parts, self.tokenizer, train_on_prompts=prompts)
 
-    def inspect(self, read: Asked, user: UserAnswers) -> None:
+    def inspect(self, read: EncodedLanguage, user: UserAnswers) -> None:
         """Check that a user has the validation questions that it needs, and that no token lacks a row."""
         check_answers(user, needs_validation=self.validates)
         super().inspect(read, user)

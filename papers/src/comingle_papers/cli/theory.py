@@ -25,7 +25,7 @@ def theory(
     seed: Annotated[int | None, typer.Option("--seed", help="Use this random seed (default: the recipe's).")] = None,
 ) -> None:
     """Run the schemes of CoMiGS and FLoRAL on small problems, and compare them with the bounds of their theory."""
-    path, read = _read(recipe, seed)
+    path, theory_recipe = _load_recipe(recipe, seed)
     _require_packages()
     from comingle.utils.terminal import words
     from comingle_papers.theory.checks import (
@@ -44,28 +44,42 @@ def theory(
     check_folder(folder, force=force)
     with status("running gradient descent"):
         curves = check_all(
-            read.seed,
-            QuadraticSettings(**read.quadratic.model_dump()),
-            LinearSettings(**read.linear.model_dump()),
-            CoupledSettings(**read.coupled.model_dump()),
-            ClusterSettings(**read.clusters.model_dump()),
+            theory_recipe.seed,
+            QuadraticSettings(**theory_recipe.quadratic.model_dump()),
+            LinearSettings(**theory_recipe.linear.model_dump()),
+            CoupledSettings(**theory_recipe.coupled.model_dump()),
+            ClusterSettings(**theory_recipe.clusters.model_dump()),
         )
-        write_folder(folder, read.as_yaml(), as_json(read.seed, curves), curves)
+        write_folder(folder, theory_recipe.as_yaml(), as_json(theory_recipe.seed, curves), curves)
     console.print(render(summarise(curves)))
     console.print(words(f"{folder}/  residuals.png · residuals.svg · theory.json · recipe.yaml", "dim"))
 
 
-def _read(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
+def _load_recipe(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
+    """Load a theory recipe.
+
+    Args:
+        recipe: The file; None for the published one.
+        seed: Seed that replaces the recipe's; None keeps it.
+
+    Returns:
+        The path of the file, and the recipe.
+    """
     from comingle_papers.recipes import load_theory_recipe, parse_theory_recipe, published_recipes
 
     path = recipe or published_recipes() / "comigs" / "theory.yaml"
-    read = load_theory_recipe(path)
+    loaded = load_theory_recipe(path)
     if seed is None:
-        return path, read
-    return path, parse_theory_recipe({**read.model_dump(), "seed": seed}, where="--seed")
+        return path, loaded
+    return path, parse_theory_recipe({**loaded.model_dump(), "seed": seed}, where="--seed")
 
 
 def _require_packages() -> None:
+    """Check that the packages of the theory's computations and figures are installed.
+
+    Raises:
+        ComingleError: One is missing; the message names it.
+    """
     try:
         import matplotlib  # noqa: F401
         import scipy  # noqa: F401
@@ -90,7 +104,7 @@ def render(rows: list[Row]) -> Table:
         relation = "" if row.bound is None else ("≥" if row.at_least else "≤")
         style = "" if row.held == row.covered else "red"
         bound = "none" if row.bound is None else number(row.bound)
-        table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count(row), style=style)
+        table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count_instances(row), style=style)
     table.caption = (
         "CoMiGS: largest share of the residual left by one step. Clusters: the instance closest to its bound.\n"
         "No bound: the conditions do not hold. 'As printed' is the paper's inequality, which need not hold "
@@ -100,10 +114,11 @@ def render(rows: list[Row]) -> Table:
     return table
 
 
-def _count(row: Row) -> str:
-    without = row.instances - row.covered
-    held = f"{row.held} of {row.covered}" if row.covered else ""
-    return ", ".join(part for part in (held, f"{without} without bound" if without else "") if part)
+def _count_instances(row: Row) -> str:
+    """Return how many instances obey a statement, as "3 of 5, 2 without bound"."""
+    without_bound = row.instances - row.covered
+    held_text = f"{row.held} of {row.covered}" if row.covered else ""
+    return ", ".join(part for part in (held_text, f"{without_bound} without bound" if without_bound else "") if part)
 
 
 def number(value: float) -> str:

@@ -100,15 +100,16 @@ def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
 
 
 def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]:
+    """Yield the curve of each mismatch and instance; instances are the same quadratics for all mismatches."""
     for mismatch in settings.mismatches:
-        same = "f_valid = f_train" if mismatch == 0 else f"f_valid ≠ f_train, mismatch {mismatch:g}"
+        objectives = "f_valid = f_train" if mismatch == 0 else f"f_valid ≠ f_train, mismatch {mismatch:g}"
         for instance in range(settings.instances):
             rng = np.random.default_rng([seed, 0, instance])
             sizes = settings.experts_size, settings.router_size, settings.condition
             valid, other = quadratics.draw_quadratic(rng, *sizes), quadratics.draw_quadratic(rng, *sizes)
             train = quadratics.perturb(valid, other, mismatch)
             start = 3 * rng.standard_normal(settings.experts_size)
-            yield quadratic_curve(f"quadratic, {same}", instance, valid, train, start, settings.steps)
+            yield quadratic_curve(f"quadratic, {objectives}", instance, valid, train, start, settings.steps)
 
 
 def quadratic_curve(
@@ -121,6 +122,8 @@ def quadratic_curve(
 ) -> Curve:
     """Run eq. 12 on one pair of quadratics, in the norms of Theorem F.1's constants.
 
+    The residual is the experts' distance from the fixed point in the norm of the training objective's curvature.
+
     Args:
         scheme: Name of the scheme.
         instance: Number of the instance.
@@ -132,26 +135,26 @@ def quadratic_curve(
     bounds = quadratics.constants(valid, train)
     thetas, phis = quadratics.alternate(valid, train, start, steps)
     experts, router = quadratics.fixed_point(valid, train)
-    of_experts = quadratics.energy_norms(thetas - experts, train.experts_block)
-    of_router = quadratics.energy_norms(phis - router, valid.router_block)
+    expert_distances = quadratics.energy_norms(thetas - experts, train.experts_block)
+    router_distances = quadratics.energy_norms(phis - router, valid.router_block)
     rate = bounds.rate if bounds.rate < 1 else None
-    measured = worst_step(of_experts)
+    measured = worst_step(expert_distances)
     claims = [
         Claim(statement=f"{F1}, experts", measured=measured, bound=rate),
-        Claim(statement=f"{F1}, router", measured=worst_step(of_router), bound=rate),
+        Claim(statement=f"{F1}, router", measured=worst_step(router_distances), bound=rate),
     ]
     if bounds.same_function:
-        printed = float(linalg.norm(quadratics.composition(valid, train), 2))
+        spectral_norm = float(linalg.norm(quadratics.composition(valid, train), 2))
         claims += [
             Claim(statement=WIELANDT, measured=measured, bound=bounds.wielandt_rate),
             Claim(statement=EXAMPLE, measured=measured, bound=bounds.example_rate),
-            Claim(statement=EUCLIDEAN, measured=printed, bound=bounds.example_rate),
+            Claim(statement=EUCLIDEAN, measured=spectral_norm, bound=bounds.example_rate),
         ]
     rates = {F1: rate, EXAMPLE: bounds.example_rate}
     return Curve(
         scheme=scheme,
         instance=instance,
-        residuals=tuple(map(float, of_experts)),
+        residuals=tuple(map(float, expert_distances)),
         claims=tuple(claims),
         rates={name: value for name, value in rates.items() if value is not None},
         notes={"lambda_1": bounds.router_lipschitz, "lambda_2": bounds.experts_lipschitz},
@@ -162,6 +165,10 @@ def quadratic_curve(
 
 
 def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
+    """Yield the curve of each loss, decay and instance.
+
+    The decay is set after the problem is drawn, as the smallest decay that satisfies eq. 27 depends on the problem.
+    """
     for name in settings.losses:
         for multiple in settings.decays:
             for instance in range(settings.instances):
@@ -219,7 +226,12 @@ def linear_curve(
         claims=(
             Claim(statement=BLOCKS, measured=measured, bound=bounds.block_rate),
             Claim(statement=F2, measured=measured, bound=bounds.theorem_rate),
-            Claim(statement=EIGENVALUE, measured=_least(problem, descent.points), bound=modulus, at_least=True),
+            Claim(
+                statement=EIGENVALUE,
+                measured=_smallest_eigenvalue(problem, descent.points),
+                bound=modulus,
+                at_least=True,
+            ),
             Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform),
         ),
         rates={name: value for name, value in rates.items() if value is not None},
@@ -231,10 +243,10 @@ def linear_curve(
     )
 
 
-def _least(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
+def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
     """Return the smallest eigenvalue of the Hessian along the simplex, over five points of a descent."""
-    chosen = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
-    return min(float(linalg.eigvalsh(linear.tangent_hessian(problem, points[i]))[0]) for i in chosen)
+    indices = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
+    return min(float(linalg.eigvalsh(linear.tangent_hessian(problem, points[i]))[0]) for i in indices)
 
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes say the same once more.
@@ -257,7 +269,14 @@ SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", 
 def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
     """Write ``residuals.png`` and ``residuals.svg``: one panel for each scheme, residuals relative to the first.
 
-    One instance is drawn with its predictions, the first that has a bound; the others, with bounds of their own, thin.
+    The first instance with a bound is drawn with its predicted rates, the others as thin lines.
+
+    Args:
+        curves: The curves of all schemes.
+        folder: The folder to write to.
+
+    Returns:
+        The paths of both files.
     """
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -270,11 +289,11 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
         figure = Figure(figsize=(3.9 * columns, 2.9 * rows + 0.6), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(rows, columns, squeeze=False)
-        for place, scheme in zip(grid.flat, schemes, strict=False):
-            _panel(place, [curve for curve in curves if curve.scheme == scheme])
-        for place in list(grid.flat)[len(schemes) :]:
-            place.set_axis_off()
-        lines = {label: line for place in grid.flat for line, label in zip(*_labelled(place), strict=True)}
+        for axes, scheme in zip(grid.flat, schemes, strict=False):
+            _draw_panel(axes, [curve for curve in curves if curve.scheme == scheme])
+        for axes in list(grid.flat)[len(schemes) :]:
+            axes.set_axis_off()
+        lines = {label: line for axes in grid.flat for line, label in zip(*_labelled(axes), strict=True)}
         figure.legend(
             lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, 2 * columns), frameon=False
         )
@@ -288,45 +307,60 @@ def _labelled(place: Axes) -> Any:
     return place.get_legend_handles_labels()
 
 
-def _panel(place: Axes, curves: list[Curve]) -> None:
+def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
+    """Draw the curves of one scheme: one instance with its predicted rates, the others as thin lines.
+
+    Args:
+        axes: The panel.
+        curves: The instances of the scheme.
+    """
     chosen = next((curve for curve in curves if set(curve.rates) - {LOCAL}), curves[0])
-    shown = max(3, _visible(chosen))
+    shown = max(3, _count_visible(chosen))
     for curve in curves:
         if curve is not chosen:
-            upto = max(2, _visible(curve))
-            place.semilogy(range(upto), _relative(curve)[:upto], color=OTHERS, linewidth=0.8, label="other instances")
-    measured = _relative(chosen)[:shown]
+            upto = max(2, _count_visible(curve))
+            axes.semilogy(
+                range(upto), _relative_residuals(curve)[:upto], color=OTHERS, linewidth=0.8, label="other instances"
+            )
+    measured = _relative_residuals(chosen)[:shown]
     for name, rate in chosen.rates.items():
         colour, dashes = STYLES[name]
         start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL else 0
         line = [measured[start] * rate ** (k - start) for k in range(shown)]
-        place.semilogy(range(shown), line, linestyle=dashes, color=colour, linewidth=1.8, label=name)
+        axes.semilogy(range(shown), line, linestyle=dashes, color=colour, linewidth=1.8, label=name)
     every = max(1, shown // 12)
     style = {"color": MEASURED, "markersize": 4, "linewidth": 1.2, "markevery": every, "label": "measured"}
-    place.semilogy(range(len(measured)), measured, "o-", **style)
-    _frame(place, chosen, shown)
+    axes.semilogy(range(len(measured)), measured, "o-", **style)
+    _format_panel(axes, chosen, shown)
 
 
-def _frame(place: Axes, chosen: Curve, shown: int) -> None:
+def _format_panel(axes: Axes, curve: Curve, num_residuals: int) -> None:
+    """Format the axes and the title of a panel.
+
+    Args:
+        axes: The panel.
+        curve: The curve that is drawn with its predictions; its scheme is the title.
+        num_residuals: Number of residuals to show.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    place.set_ylim(FLOOR / 3, 5)
-    place.set_xlim(-0.02 * shown, shown - 1 + 0.02 * shown)
-    place.xaxis.set_major_locator(MaxNLocator(integer=True))
-    place.set_title(chosen.scheme.replace(", ", "\n", 1))
-    place.set_xlabel("step")
-    place.set_ylabel("distance / first" if chosen.scheme.startswith(("quadratic", "coupled")) else "(F − F*) / first")
-    place.grid(visible=True, color="#E4E4E4", linewidth=0.6)
+    axes.set_ylim(FLOOR / 3, 5)
+    axes.set_xlim(-0.02 * num_residuals, num_residuals - 1 + 0.02 * num_residuals)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(curve.scheme.replace(", ", "\n", 1))
+    axes.set_xlabel("step")
+    axes.set_ylabel("distance / first" if curve.scheme.startswith(("quadratic", "coupled")) else "(F − F*) / first")
+    axes.grid(visible=True, color="#E4E4E4", linewidth=0.6)
 
 
-def _relative(curve: Curve) -> list[float]:
+def _relative_residuals(curve: Curve) -> list[float]:
     """Return residuals relative to the first; non-positive ones are set to the floor."""
     return [max(value / curve.residuals[0], FLOOR) for value in curve.residuals]
 
 
-def _visible(curve: Curve) -> int:
-    """Return the number of residuals up to the first that is all rounding, included."""
-    relative = _relative(curve)
+def _count_visible(curve: Curve) -> int:
+    """Return the number of residuals to draw: up to and including the first that is all rounding."""
+    relative = _relative_residuals(curve)
     return next((k + 1 for k, value in enumerate(relative) if value <= FLOOR), len(relative))
 
 

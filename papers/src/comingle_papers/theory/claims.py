@@ -16,7 +16,10 @@ VALUE_FLOOR = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement about one run. ``bound`` is None where its conditions fail; ``at_least`` marks a lower bound."""
+    """A statement of a paper about one run, with the measured value and its bound.
+
+    ``bound`` is None where the statement's conditions fail; ``at_least`` marks a lower bound.
+    """
 
     statement: str
     measured: float
@@ -46,7 +49,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One run: the residual before every step, the claims about it, and predicted rates to draw."""
+    """One run: the residual before every step, the claims about it, and predicted rates per step to draw.
+
+    ``scheme`` names the kind of problem and ``instance`` numbers its random problems. ``rates`` are by statement, and
+    ``notes`` are constants of the problem, by name.
+    """
 
     scheme: str
     instance: int
@@ -58,7 +65,10 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A statement over all instances of a scheme; ``measured`` and ``bound`` are those of the tightest instance."""
+    """A statement over all instances of a scheme; ``measured`` and ``bound`` are those of the tightest instance.
+
+    ``covered`` counts the instances that have a bound, ``held`` those of them that obey it.
+    """
 
     scheme: str
     statement: str
@@ -76,17 +86,24 @@ def summarise(curves: list[Curve]) -> list[Row]:
     for curve in curves:
         for claim in curve.claims:
             groups.setdefault((curve.scheme, claim.statement), []).append(claim)
-    return [_row(scheme, statement, claims) for (scheme, statement), claims in groups.items()]
+    return [_summarise_claims(scheme, statement, claims) for (scheme, statement), claims in groups.items()]
 
 
 def worst_step(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
-    """Return the largest ratio of successive residuals among steps that start above the rounding floor."""
+    """Return the largest ratio of successive residuals among steps that start above the rounding floor.
+
+    Args:
+        residuals: The residual before every step.
+        floor: The rounding floor; None for ``DISTANCE_FLOOR`` times the first residual.
+    """
     floor = DISTANCE_FLOOR * float(residuals[0]) if floor is None else floor
     before, after = residuals[:-1], residuals[1:]
-    return float((after[before > floor] / before[before > floor]).max(initial=0.0))
+    is_measurable = before > floor
+    return float((after[is_measurable] / before[is_measurable]).max(initial=0.0))
 
 
-def _row(scheme: str, statement: str, claims: list[Claim]) -> Row:
+def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
+    """Return the row of one statement about one scheme, from the claims of all instances."""
     tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
     covered = [claim for claim in claims if claim.covered]
     return Row(
