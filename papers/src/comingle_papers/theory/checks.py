@@ -215,6 +215,7 @@ def linear_curve(
     solution = linear.minimum(problem, descent.points[-1])
     lowest = linear.decoupled_objective(problem, solution)
     residuals = np.array(descent.values) - lowest
+    eigenvalue = _smallest_eigenvalue(problem, descent.points)
     measured = worst_step(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
     modulus = bounds.modulus if bounds.modulus > 0 else None
     uniform = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
@@ -226,12 +227,7 @@ def linear_curve(
         claims=(
             Claim(statement=BLOCKS, measured=measured, bound=bounds.block_rate),
             Claim(statement=F2, measured=measured, bound=bounds.theorem_rate),
-            Claim(
-                statement=EIGENVALUE,
-                measured=_smallest_eigenvalue(problem, descent.points),
-                bound=modulus,
-                at_least=True,
-            ),
+            Claim(statement=EIGENVALUE, measured=eigenvalue, bound=modulus, at_least=True),
             Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform),
         ),
         rates={name: value for name, value in rates.items() if value is not None},
@@ -293,7 +289,7 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
             _draw_panel(axes, [curve for curve in curves if curve.scheme == scheme])
         for axes in list(grid.flat)[len(schemes) :]:
             axes.set_axis_off()
-        lines = {label: line for axes in grid.flat for line, label in zip(*_labelled(axes), strict=True)}
+        lines = {label: line for axes in grid.flat for line, label in zip(*_legend_entries(axes), strict=True)}
         figure.legend(
             lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, 2 * columns), frameon=False
         )
@@ -303,7 +299,8 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
     return paths
 
 
-def _labelled(place: Axes) -> Any:
+def _legend_entries(place: Axes) -> Any:
+    """Return the lines of a panel and their labels."""
     return place.get_legend_handles_labels()
 
 
@@ -315,23 +312,28 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
         curves: The instances of the scheme.
     """
     chosen = next((curve for curve in curves if set(curve.rates) - {LOCAL}), curves[0])
-    shown = max(3, _count_visible(chosen))
+    num_residuals = max(3, _count_visible(chosen))
     for curve in curves:
         if curve is not chosen:
-            upto = max(2, _count_visible(curve))
+            num_thin = max(2, _count_visible(curve))
             axes.semilogy(
-                range(upto), _relative_residuals(curve)[:upto], color=OTHERS, linewidth=0.8, label="other instances"
+                range(num_thin),
+                _relative_residuals(curve)[:num_thin],
+                color=OTHERS,
+                linewidth=0.8,
+                label="other instances",
             )
-    measured = _relative_residuals(chosen)[:shown]
+    measured = _relative_residuals(chosen)[:num_residuals]
     for name, rate in chosen.rates.items():
         colour, dashes = STYLES[name]
+        # The slope near the solution goes through the last reliable residual, other rates through the first.
         start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL else 0
-        line = [measured[start] * rate ** (k - start) for k in range(shown)]
-        axes.semilogy(range(shown), line, linestyle=dashes, color=colour, linewidth=1.8, label=name)
-    every = max(1, shown // 12)
-    style = {"color": MEASURED, "markersize": 4, "linewidth": 1.2, "markevery": every, "label": "measured"}
+        prediction = [measured[start] * rate ** (k - start) for k in range(num_residuals)]
+        axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=name)
+    marker_interval = max(1, num_residuals // 12)
+    style = {"color": MEASURED, "markersize": 4, "linewidth": 1.2, "markevery": marker_interval, "label": "measured"}
     axes.semilogy(range(len(measured)), measured, "o-", **style)
-    _format_panel(axes, chosen, shown)
+    _format_panel(axes, chosen, num_residuals)
 
 
 def _format_panel(axes: Axes, curve: Curve, num_residuals: int) -> None:

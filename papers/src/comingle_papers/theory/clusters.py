@@ -107,32 +107,41 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
         guessed: Estimated routers, (clients, clusters).
         models: Model of each client and cluster.
     """
-    split = slice(None, problem.base), slice(problem.base, None)
-    away = models[:, :, None] - problem.centres  # client, cluster, who was drawn
-    each = np.einsum("dij,kcdj->kcdi", problem.hessians, away)
-    of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, each)
-    of_all = np.einsum("d,kcdi->kci", problem.amounts, each)
-    trusted = problem.amounts[:, None] * guessed
-    mean = np.einsum("kc,kci->i", problem.joint, of_cluster)
-    drawn = np.concatenate([of_all[..., split[0]], of_cluster[..., split[1]]], -1)
-    wrong = mean - np.einsum("kc,kci->i", trusted, drawn)
-    in_base = ((each - of_all[:, :, None])[..., split[0]] ** 2).sum(-1) @ problem.amounts
-    apart = ((each - of_cluster[:, :, None])[..., split[1]] ** 2).sum(-1)
-    in_adaptors = np.einsum("dc,kcd->kc", problem.of_cluster, apart)
-    noise = (trusted**2 * (in_base + in_adaptors)).sum()
-    unlike = ((of_cluster - of_all)[..., split[0]] ** 2).sum(-1)
+    base, adaptor = slice(None, problem.base), slice(problem.base, None)
+    away = models[:, :, None] - problem.centres  # (client, cluster, drawn client, size)
+    gradients = np.einsum("dij,kcdj->kcdi", problem.hessians, away)
+    mean_of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, gradients)
+    mean_of_all = np.einsum("d,kcdi->kci", problem.amounts, gradients)
+    guessed_joint = problem.amounts[:, None] * guessed
+    exact = np.einsum("kc,kci->i", problem.joint, mean_of_cluster)
+    expected = np.concatenate([mean_of_all[..., base], mean_of_cluster[..., adaptor]], -1)
+    bias = exact - np.einsum("kc,kci->i", guessed_joint, expected)
+    base_variance = ((gradients - mean_of_all[:, :, None])[..., base] ** 2).sum(-1) @ problem.amounts
+    squared_deviations = ((gradients - mean_of_cluster[:, :, None])[..., adaptor] ** 2).sum(-1)
+    adaptor_variance = np.einsum("dc,kcd->kc", problem.of_cluster, squared_deviations)
+    noise = (guessed_joint**2 * (base_variance + adaptor_variance)).sum()
+    base_difference = ((mean_of_cluster - mean_of_all)[..., base] ** 2).sum(-1)
+    base_moment = ((gradients[..., base] ** 2).sum(-1) @ problem.amounts).max()
     return Errors(
-        error=float((wrong**2).sum() + noise),
-        adaptors=in_adaptors.max(0),
-        base=float(in_base.max()),
-        heterogeneity=float((problem.joint * unlike).sum()),
-        moment=float(((each[..., split[0]] ** 2).sum(-1) @ problem.amounts).max() + _most(each, problem, split[1])),
+        error=float((bias**2).sum() + noise),
+        adaptors=adaptor_variance.max(0),
+        base=float(base_variance.max()),
+        heterogeneity=float((problem.joint * base_difference).sum()),
+        moment=float(base_moment + _largest_adaptor_moment(gradients, problem, adaptor)),
     )
 
 
-def _most(each: Float[np.ndarray, "clients clusters drawn size"], problem: Shared, part: slice) -> float:
-    """Return the largest second moment of an adapter's gradient."""
-    return float(np.einsum("dc,kcd->kc", problem.of_cluster, (each[..., part] ** 2).sum(-1)).max())
+def _largest_adaptor_moment(
+    gradients: Float[np.ndarray, "clients clusters drawn size"], problem: Shared, adaptor: slice
+) -> float:
+    """Return the largest second moment of an adaptor's gradient, over the models of all clients and clusters.
+
+    Args:
+        gradients: Gradients of every drawn client at every model.
+        problem: Clients and their true routers.
+        adaptor: The adaptor's entries.
+    """
+    return float(np.einsum("dc,kcd->kc", problem.of_cluster, (gradients[..., adaptor] ** 2).sum(-1)).max())
 
 
 Points = Float[np.ndarray, "*batch size"]
@@ -156,8 +165,8 @@ class Cluster:
     @property
     def minimiser(self) -> Float[np.ndarray, " size"]:
         """Minimiser of f_c."""
-        pulled = np.einsum("k,kij,kj->i", self.weights, self.hessians, self.centres)
-        return linalg.solve(self.hessian, pulled, assume_a="pos")
+        weighted_centres = np.einsum("k,kij,kj->i", self.weights, self.hessians, self.centres)
+        return linalg.solve(self.hessian, weighted_centres, assume_a="pos")
 
     @property
     def moduli(self) -> tuple[float, float]:
@@ -176,10 +185,10 @@ class Cluster:
 
     def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
         """Return ``grad f_c``, and the variance and second moment of a drawn gradient (Assumptions 4.4 and 4.3)."""
-        each = self.gradients(points)
-        mean = np.einsum("k,...ki->...i", self.weights, each)
-        second = np.einsum("k,...ki,...ki->...", self.weights, each, each)
-        return mean, np.asarray(second - _squares(mean)), np.asarray(second)
+        gradients = self.gradients(points)
+        mean = np.einsum("k,...ki->...i", self.weights, gradients)
+        second_moment = np.einsum("k,...ki,...ki->...", self.weights, gradients, gradients)
+        return mean, np.asarray(second_moment - _squared_norms(mean)), np.asarray(second_moment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,31 +263,44 @@ def descend(
         replicas: Number of independent runs that are averaged.
         rng: Generator of the gradient noise.
     """
-    mu, smooth = cluster.moduli
-    count, weights, best = len(cluster.weights), cluster.weights, cluster.minimiser
-    models = np.broadcast_to(start, (replicas, count, len(start))).copy()
-    trusted, total, summed = guessed, 0.0, np.zeros((replicas, len(start)))
+    mu, smoothness = cluster.moduli
+    num_clients, weights, optimum = len(cluster.weights), cluster.weights, cluster.minimiser
+    models = np.broadcast_to(start, (replicas, num_clients, len(start))).copy()
+    trusted, weight_sum, weighted_sum = guessed, 0.0, np.zeros((replicas, len(start)))
     rows: list[tuple[float, ...]] = []
     variance = moment = 0.0
     for step in range(steps):
         if step % schedule.local_steps == 0:
             trusted = guess(cluster, guessed, step, schedule.shift, decay)
         rate = schedule.scale / (mu * (step + schedule.shift))
-        virtual = np.einsum("k,rki->ri", trusted, models)
-        mean, spread, second = cluster.moments(models)
-        total, summed = total + (step + schedule.shift) ** 2, summed + (step + schedule.shift) ** 2 * virtual
-        noise = (trusted**2 * spread).sum(-1)
-        wrong = _squares(np.einsum("k,rki->ri", weights - trusted, mean)) + noise
-        moved = virtual - rate * np.einsum("k,rki->ri", trusted, mean)
+        average = np.einsum("k,rki->ri", trusted, models)
+        mean, gradient_variance, second_moment = cluster.moments(models)
+        # Theorems A.9 and A.10 bound the gap of the average with weights (t + s)^2.
+        weight_sum = weight_sum + (step + schedule.shift) ** 2
+        weighted_sum = weighted_sum + (step + schedule.shift) ** 2 * average
+        noise = (trusted**2 * gradient_variance).sum(-1)
+        error = _squared_norms(np.einsum("k,rki->ri", weights - trusted, mean)) + noise
+        next_mean = average - rate * np.einsum("k,rki->ri", trusted, mean)
         gaps = cluster.gap(models)
-        slack = ((4 * smooth * rate * weights - trusted) * gaps).sum(-1)
-        drift = (trusted * _squares(virtual[:, None] - models)).sum(-1)
-        after = _squares(moved - best) + rate**2 * noise
-        averaged = cluster.gap(summed / total)
-        by_replica = (_squares(virtual - best), after, wrong, drift, gaps @ weights, gaps @ trusted, slack, averaged)
-        rows.append((rate, float(np.abs(trusted - weights).sum()), *(float(part.mean()) for part in by_replica)))
-        variance, moment = max(variance, float(spread.max())), max(moment, float(second.max()))
-        drawn = rng.choice(count, size=(replicas, count), p=weights)
+        slack = ((4 * smoothness * rate * weights - trusted) * gaps).sum(-1)
+        drift = (trusted * _squared_norms(average[:, None] - models)).sum(-1)
+        next_squared = _squared_norms(next_mean - optimum) + rate**2 * noise
+        averaged_gap = cluster.gap(weighted_sum / weight_sum)
+        measurements = (
+            _squared_norms(average - optimum),
+            next_squared,
+            error,
+            drift,
+            gaps @ weights,
+            gaps @ trusted,
+            slack,
+            averaged_gap,
+        )
+        mismatch = float(np.abs(trusted - weights).sum())
+        rows.append((rate, mismatch, *(float(part.mean()) for part in measurements)))  # means over replicas
+        variance = max(variance, float(gradient_variance.max()))
+        moment = max(moment, float(second_moment.max()))
+        drawn = rng.choice(num_clients, size=(replicas, num_clients), p=weights)
         away = models - cluster.centres[drawn]
         models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], away)
         if (step + 1) % schedule.local_steps == 0:
@@ -298,42 +320,44 @@ _BY_STEP = (
     "slack",
     "averaged",
 )
+"""Fields of :class:`Descent` in the order of the rows that :func:`descend` collects."""
 
 
-def _squares(vectors: Points) -> Numbers:
+def _squared_norms(vectors: Points) -> Numbers:
+    """Return the squared Euclidean norm of each vector along the last axis."""
     return np.asarray((vectors * vectors).sum(-1))
 
 
 # ---------------------------------------------------------------- bounds
 
 
-def error_bound(found: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Lemma A.2 (eq. 15): ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``."""
-    return 2 * found.variance * _squares(cluster.weights) + 2 * found.moment * found.mismatch**2
+def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Lemma A.2 (eq. 15) on the gradient's error, ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``."""
+    return 2 * run.variance * _squared_norms(cluster.weights) + 2 * run.moment * run.mismatch**2
 
 
-def drift_bound(found: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Lemma A.3: ``4 eta^2 H^2 G^2``."""
-    return 4 * found.rates**2 * local_steps**2 * found.moment
+def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Lemma A.3 on the clients' drift, ``4 eta^2 H^2 G^2``."""
+    return 4 * run.rates**2 * local_steps**2 * run.moment
 
 
-def descent_bound(found: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
+def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
     """Return the bound of Lemma A.4 on ``E |w~_(t+1) - w*|^2``.
 
     Args:
-        found: Measured quantities of the run, for each step.
+        run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         local_steps: Steps between two averages, H.
     """
-    mu, smooth = cluster.moduli
-    rate = found.rates
-    noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
-    drifted = 8 * smooth * rate**3 * local_steps**2 * found.moment
-    return (1 - rate * mu) * found.squared + rate**2 * noise + drifted + rate * found.slack
+    mu, smoothness = cluster.moduli
+    rate = run.rates
+    noise = 4 * run.variance * _squared_norms(cluster.weights) + 4 * run.moment * run.mismatch**2
+    drifted = 8 * smoothness * rate**3 * local_steps**2 * run.moment
+    return (1 - rate * mu) * run.squared + rate**2 * noise + drifted + rate * run.slack
 
 
 def routed_descent_bound(
-    found: Descent, cluster: Cluster, local_steps: int, clusters: int
+    run: Descent, cluster: Cluster, local_steps: int, clusters: int
 ) -> Float[np.ndarray, " steps"]:
     """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``.
 
@@ -346,33 +370,33 @@ def routed_descent_bound(
     lemma asks for ``eta <= gamma / max(5/2, 16 G^2, 4 L)``; its own eq. 23 has ``5/2`` as a factor of the others.
 
     Args:
-        found: Measured quantities of the run, for each step.
+        run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         local_steps: Steps between two averages, H.
         clusters: Number of clusters, C.
     """
-    mu, smooth = cluster.moduli
-    rate = found.rates
-    noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
-    drifted = 9 * smooth * rate**3 * local_steps**2 * found.moment
-    return (1 - rate * mu) * found.squared - rate / 2 * found.trusted_gaps + rate**2 * noise + drifted
+    mu, smoothness = cluster.moduli
+    rate = run.rates
+    noise = 4 * run.variance * _squared_norms(cluster.weights) + _router_noise(run, cluster, clusters)
+    drifted = 9 * smoothness * rate**3 * local_steps**2 * run.moment
+    return (1 - rate * mu) * run.squared - rate / 2 * run.trusted_gaps + rate**2 * noise + drifted
 
 
-def _router_noise(found: Descent, cluster: Cluster, clusters: int) -> float:
+def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
     """Return ``16 G^2 log(K C)``, which Lemma A.6 leaves of ``4 G^2 |delta|_1^2``."""
-    return float(16 * found.moment * np.log(len(cluster.weights) * clusters))
+    return float(16 * run.moment * np.log(len(cluster.weights) * clusters))
 
 
-def local_sgd_bound(found: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Local SGD's own descent (Stich 2019, Lemma 3.1) of ``E |w~_(t+1) - w*|^2``, where ``p_hat = p`` (Corollary A.5).
+def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
+    """Return local SGD's own bound (Stich 2019, Lemma 3.1) on ``E |w~_(t+1) - w*|^2`` for ``p_hat = p`` (Corollary A.5).
 
     ``(1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f*) / 2 + 2 eta L E |w~ - w^k|^2``, here with
     the clients' mean gap, which is no smaller, in the place of ``f_c(w~) - f*``; it asks for ``eta <= 1 / (4 L)``.
     """
-    mu, smooth = cluster.moduli
-    rate = found.rates
-    drifted = 2 * rate * smooth * found.drift
-    return (1 - rate * mu) * found.squared + rate**2 * found.error - rate * found.gaps / 2 + drifted
+    mu, smoothness = cluster.moduli
+    rate = run.rates
+    drifted = 2 * rate * smoothness * run.drift
+    return (1 - rate * mu) * run.squared + rate**2 * run.error - rate * run.gaps / 2 + drifted
 
 
 def uniformity(weights: Weights, start: Weights) -> float:
@@ -380,7 +404,7 @@ def uniformity(weights: Weights, start: Weights) -> float:
     return float(min(1.0, (start / weights).min()))
 
 
-def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
+def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
     """Return the corrected bound of Theorem A.10 on the gap of the average after each step.
 
     For ``eta_t = 3 / (mu (t + s))`` and ``s >= max(H, 24 kappa / U)`` it is
@@ -390,91 +414,89 @@ def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np
     with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the distance of the start.
 
     Args:
-        found: Measured quantities of the run, for each step.
+        run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
     """
-    noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
-    return _rate_bound_of(found, cluster, schedule, noise, 8)
+    noise = 4 * run.variance * _squared_norms(cluster.weights) + 4 * run.moment * run.mismatch**2
+    return _rate_bound_of(run, cluster, schedule, noise, 8)
 
 
-def routed_rate_bound(
-    found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
-) -> Float[np.ndarray, " steps"]:
+def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
     """Return the corrected bound of Theorem A.9: that of :func:`rate_bound`, but from Lemma A.7 instead of Lemma A.4.
 
     ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` for all routers.
 
     Args:
-        found: Measured quantities of the run, for each step.
+        run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
         clusters: Number of clusters, C.
     """
-    noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
-    return _rate_bound_of(found, cluster, schedule, np.full(len(found.rates), noise), 9)
+    noise = 4 * run.variance * _squared_norms(cluster.weights) + _router_noise(run, cluster, clusters)
+    return _rate_bound_of(run, cluster, schedule, np.full(len(run.rates), noise), 9)
 
 
 def _rate_bound_of(
-    found: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
+    run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
 ) -> Float[np.ndarray, " steps"]:
     """Return the bound in the docstring of :func:`rate_bound`: one-step inequalities, summed with weights (t + s)^2.
 
     Args:
-        found: Measured quantities of the run, for each step; ``moment`` is G^2.
+        run: Measured quantities of the run, for each step; ``moment`` is G^2.
         cluster: The cluster whose clients take part, with moduli mu and L.
         schedule: Step sizes, shift s and local steps H.
         noise: A_t.
         drifts: Factor of ``L H^2 G^2`` in B.
     """
-    mu, smooth = cluster.moduli
-    times = np.arange(len(found.rates)) + schedule.shift
-    drifted = drifts * smooth * schedule.local_steps**2 * found.moment
-    start = schedule.shift**2 * (schedule.shift - 3) * mu * found.squared[0] / 3
-    taken = np.arange(1, len(times) + 1)
-    return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * taken * drifted / mu**2)
+    mu, smoothness = cluster.moduli
+    times = np.arange(len(run.rates)) + schedule.shift
+    drifted = drifts * smoothness * schedule.local_steps**2 * run.moment
+    start = schedule.shift**2 * (schedule.shift - 3) * mu * run.squared[0] / 3
+    steps = np.arange(1, len(times) + 1)
+    return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * steps * drifted / mu**2)
 
 
-def printed_rate(found: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
+def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
     """Return the bound of Theorem A.10 as printed, which need not hold.
 
     Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``.
 
     Args:
-        found: Measured quantities of the run, for each step.
+        run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
         decay: Exponent with which the squared mismatch decreases.
     """
-    mu, smooth = cluster.moduli
-    s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
-    noise, moment = found.variance * _squares(cluster.weights), found.moment
-    first = found.mismatch[0] ** 2
-    of_noise = 12 * noise * (1 / (mu * taken) + (2 * s - 1) / (mu * taken**2))
-    of_mismatch = 48 * moment * first / (mu * taken ** (1 + decay))
-    of_start = 24 * moment * (s - 1 + 2 * first * s**-decay) * s**2 / (mu * taken**3)
-    return of_noise + of_mismatch + of_start + 48 * smooth * schedule.local_steps**2 * moment / (mu**2 * taken**2)
+    mu, smoothness = cluster.moduli
+    s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
+    noise, moment = run.variance * _squared_norms(cluster.weights), run.moment
+    first = run.mismatch[0] ** 2
+    of_noise = 12 * noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
+    of_mismatch = 48 * moment * first / (mu * steps ** (1 + decay))
+    of_start = 24 * moment * (s - 1 + 2 * first * s**-decay) * s**2 / (mu * steps**3)
+    return of_noise + of_mismatch + of_start + 48 * smoothness * schedule.local_steps**2 * moment / (mu**2 * steps**2)
 
 
 def printed_routed_rate(
-    found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
+    run: Descent, cluster: Cluster, schedule: Schedule, clusters: int
 ) -> Float[np.ndarray, " steps"]:
     """Return the bound of Theorem A.9 as printed, which need not hold.
 
     Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``.
 
     Args:
-        found: Measured quantities of the run, for each step.
+        run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
         clusters: Number of clusters, C.
     """
-    mu, smooth = cluster.moduli
-    s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
-    noise = 8 * found.variance * _squares(cluster.weights) + 2 * _router_noise(found, cluster, clusters)
-    of_noise = noise * (1 / (mu * taken) + (2 * s - 1) / (mu * taken**2))
-    of_drift = 18 * smooth / mu * schedule.local_steps**2 * found.moment / (mu * taken**2)
-    return of_noise + of_drift + 24 * (s - 1) * s**2 * found.moment / (mu * taken**3)
+    mu, smoothness = cluster.moduli
+    s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
+    noise = 8 * run.variance * _squared_norms(cluster.weights) + 2 * _router_noise(run, cluster, clusters)
+    of_noise = noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
+    of_drift = 18 * smoothness / mu * schedule.local_steps**2 * run.moment / (mu * steps**2)
+    return of_noise + of_drift + 24 * (s - 1) * s**2 * run.moment / (mu * steps**3)
 
 
 # ---------------------------------------------------------------- Lemma A.8
@@ -505,22 +527,22 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
     a, c = [float(rng.exponential())], rng.exponential(size=steps)
     b: list[float] = []
     for step, rate in enumerate(rates):
-        whole = (1 - mu * rate) * a[-1] + rate**2 * c[step]
-        taken = 1.0 if step == steps - 1 else float(rng.uniform())
-        b.append(taken * whole / rate)
-        a.append((1 - taken) * whole)
+        available = (1 - mu * rate) * a[-1] + rate**2 * c[step]
+        share = 1.0 if step == steps - 1 else float(rng.uniform())
+        b.append(share * available / rate)
+        a.append((1 - share) * available)
     return Recursion(rates=rates, a=np.array(a), b=np.array(b), c=c)
 
 
-def sum_bound(found: Recursion, mu: float, shift: float) -> float:
+def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
     """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``.
 
     Args:
-        found: The sequences.
+        sequences: The sequences.
         mu: The modulus of strong convexity.
         shift: s.
     """
-    return float((shift - 1) * mu * found.a[0] + found.rates @ found.c)
+    return float((shift - 1) * mu * sequences.a[0] + sequences.rates @ sequences.c)
 
 
 Losses = Float[np.ndarray, "*users clusters"]
@@ -528,7 +550,7 @@ Shares = Float[np.ndarray, "*users clusters"]
 
 
 def router(losses: Losses, temperature: float) -> Shares:
-    """Eq. 5: ``pi_c ~ exp(-eta f(w_c))``.
+    """Return the router of eq. 5, ``pi_c ~ exp(-eta f(w_c))``.
 
     As printed the loss is the cluster's, f_c: after an exchange, when all users have the same models, it has the same
     value for all of them, and so has every router. Appendix C.1 derives it with the user's own loss, f^k.
@@ -537,7 +559,7 @@ def router(losses: Losses, temperature: float) -> Shares:
 
 
 def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
-    """Eq. 2: ``p(k|c)``, in proportion to ``N^k pi_c^k``, for every user (row) and cluster (column)."""
+    """Return ``p(k|c)`` of eq. 2, in proportion to ``N^k pi_c^k``, for every user (row) and cluster (column)."""
     weighted = amounts[:, None] * shares
     return weighted / weighted.sum(0)
 
@@ -687,24 +709,24 @@ def cluster_curve(
     weights = amounts * shares / (amounts @ shares)
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
     guessed = weights + mismatch * (amounts - weights)
-    mu, smooth = cluster.moduli
-    shift = max(settings.local_steps, 24 * smooth / mu / uniformity(weights, guessed))
+    mu, smoothness = cluster.moduli
+    shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, guessed))
     schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)
     start = 3 * rng.standard_normal(settings.size)
-    found = _descend(cluster, schedule, settings, guessed, start, settings.replicas, rng)
+    run = _descend_by_settings(cluster, schedule, settings, guessed, start, settings.replicas, rng)
     claims = [
-        _tightest(A2, found.error, error_bound(found, cluster)),
-        _tightest(A3, found.drift, drift_bound(found, settings.local_steps)),
-        _tightest(A4, found.next_squared, descent_bound(found, cluster, settings.local_steps)),
-        *([_tightest(A5, found.next_squared, local_sgd_bound(found, cluster))] if mismatch == 0 else []),
-        _tightest(A7, found.next_squared, routed_descent_bound(found, cluster, settings.local_steps, CLUSTERS)),
-        _tightest(A9, found.averaged, routed_rate_bound(found, cluster, schedule, CLUSTERS)),
-        _tightest(A10, found.averaged, rate_bound(found, cluster, schedule)),
-        _shared(hessians, centres, amounts, np.stack([shares, 1 - shares], 1), mismatch, rng),
-        *_routed(hessians, centres, amounts, shares, rng),
-        _summed(mu, shift, settings.steps, rng),
+        _tightest_claim(A2, run.error, error_bound(run, cluster)),
+        _tightest_claim(A3, run.drift, drift_bound(run, settings.local_steps)),
+        _tightest_claim(A4, run.next_squared, descent_bound(run, cluster, settings.local_steps)),
+        *([_tightest_claim(A5, run.next_squared, local_sgd_bound(run, cluster))] if mismatch == 0 else []),
+        _tightest_claim(A7, run.next_squared, routed_descent_bound(run, cluster, settings.local_steps, CLUSTERS)),
+        _tightest_claim(A9, run.averaged, routed_rate_bound(run, cluster, schedule, CLUSTERS)),
+        _tightest_claim(A10, run.averaged, rate_bound(run, cluster, schedule)),
+        _check_sharing(hessians, centres, amounts, np.stack([shares, 1 - shares], 1), mismatch, rng),
+        *_check_mismatch(hessians, centres, amounts, shares, rng),
+        _check_sums(mu, shift, settings.steps, rng),
     ]
-    return _curve(scheme, instance, found, claims, {"shift": shift, "kappa": smooth / mu})
+    return _make_curve(scheme, instance, run, claims, {"shift": shift, "kappa": smoothness / mu})
 
 
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
@@ -717,15 +739,15 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
     rng, start = np.random.default_rng(0), np.array([1.0, 0.0])
-    found = _descend(cluster, schedule, settings, np.ones(1), start, 1, rng, longer=20)
-    routed = _tightest(A9_PRINTED, found.averaged, printed_routed_rate(found, cluster, schedule, 1))
-    if schedule.shift < 16 * found.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
+    run = _descend_by_settings(cluster, schedule, settings, np.ones(1), start, 1, rng, longer=20)
+    routed = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, 1))
+    if schedule.shift < 16 * run.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
         routed = replace(routed, bound=None)
-    claims = [_tightest(PRINTED, found.averaged, printed_rate(found, cluster, schedule, settings.decay)), routed]
-    return _curve(scheme, 0, found, claims, {"shift": schedule.shift, "kappa": settings.condition})
+    claims = [_tightest_claim(PRINTED, run.averaged, printed_rate(run, cluster, schedule, settings.decay)), routed]
+    return _make_curve(scheme, 0, run, claims, {"shift": schedule.shift, "kappa": settings.condition})
 
 
-def _descend(
+def _descend_by_settings(
     cluster: Cluster,
     schedule: Schedule,
     settings: ClusterSettings,
@@ -735,6 +757,18 @@ def _descend(
     rng: np.random.Generator,
     longer: int = 1,
 ) -> Descent:
+    """Run :func:`descend` with the decay and the number of steps of the settings.
+
+    Args:
+        cluster: The cluster whose clients take part.
+        schedule: Step sizes and local steps.
+        settings: The settings.
+        guessed: First estimate of the weights.
+        start: First model of all clients.
+        replicas: Number of independent runs that are averaged.
+        rng: Generator of the gradient noise.
+        longer: Factor of the number of steps.
+    """
     return descend(
         cluster,
         schedule,
@@ -747,7 +781,7 @@ def _descend(
     )
 
 
-def _shared(
+def _check_sharing(
     hessians: Float[np.ndarray, "clients size size"],
     centres: Float[np.ndarray, "clients size"],
     amounts: Float[np.ndarray, " clients"],
@@ -755,75 +789,106 @@ def _shared(
     mismatch: float,
     rng: np.random.Generator,
 ) -> Claim:
-    """Eq. 31 where the two clusters' models have the first half of their numbers in common."""
+    """Check eq. 31 where the two clusters' models have the first half of their numbers in common.
+
+    Args:
+        hessians: Hessian of each client.
+        centres: Minimiser of each client.
+        amounts: Share of each client in the data, p(k).
+        routers: The true routers.
+        mismatch: Distance of the estimated routers from the true ones: 0 at them, 1 where they are uniform.
+        rng: Source of the models.
+    """
     base = hessians.shape[1] // 2
     problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=base)
     guessed = routers + mismatch * (1 / routers.shape[1] - routers)
     models = rng.standard_normal((*routers.shape, hessians.shape[1]))
     models[..., :base] = models[:, :1, :base]
-    found = gradient_error(problem, guessed, models)
+    errors = gradient_error(problem, guessed, models)
     bound = sharing_bound(
         problem,
         guessed,
-        moment=found.moment,
-        adaptors=found.adaptors,
-        base=found.base,
-        heterogeneity=found.heterogeneity,
+        moment=errors.moment,
+        adaptors=errors.adaptors,
+        base=errors.base,
+        heterogeneity=errors.heterogeneity,
     )
-    return Claim(statement=SHARING, measured=found.error, bound=bound)
+    return Claim(statement=SHARING, measured=errors.error, bound=bound)
 
 
-def _routed(
+def _check_mismatch(
     hessians: Float[np.ndarray, "clients size size"],
     centres: Float[np.ndarray, "clients size"],
     amounts: Float[np.ndarray, " clients"],
     shares: Float[np.ndarray, " clients"],
     rng: np.random.Generator,
 ) -> list[Claim]:
-    """Lemma A.6 where clients have models of their own, and the first step of its proof.
+    """Check Lemma A.6 where clients have models of their own, and the first step of its proof.
 
     Eq. 5 with cluster losses gives all clients one router, unless their models differ (L4).
+
+    Args:
+        hessians: Hessian of each client.
+        centres: Minimiser of each client.
+        amounts: Share of each client in the data, p(k).
+        shares: Share of the first of two clusters in each client's true router.
+        rng: Source of the models and rates.
+
+    Returns:
+        The claims of Lemma A.6 and of Pinsker's inequality.
     """
     weights = aggregators(np.stack([shares, 1 - shares], 1), amounts).T
-    found = [Cluster(hessians=hessians, centres=centres, weights=one) for one in weights]
-    lowest = np.array([_value(cluster, cluster.minimiser) for cluster in found])
-    models = np.stack([cluster.minimiser for cluster in found]) + rng.standard_normal(
+    clusters = [Cluster(hessians=hessians, centres=centres, weights=of_cluster) for of_cluster in weights]
+    lowest = np.array([_cluster_loss(cluster, cluster.minimiser) for cluster in clusters])
+    models = np.stack([cluster.minimiser for cluster in clusters]) + rng.standard_normal(
         (len(amounts), *centres[:CLUSTERS].shape)
     )
-    losses = np.stack([_value(cluster, models[:, c]) for c, cluster in enumerate(found)], axis=1)
+    losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
     final = float(rng.uniform(0.05, 1.0))
     rate = float(rng.uniform(0.1, 1.0)) * final
     truth = aggregators(np.broadcast_to(router(lowest, final), losses.shape), amounts)
     guessed = aggregators(router(losses, rate), amounts)
-    apart = np.abs(truth - guessed).sum(0) ** 2
+    squared_mismatch = np.abs(truth - guessed).sum(0) ** 2
     gaps = (truth * (losses - lowest)).sum(0)
     bounds = [
         mismatch_bound(rate, final, float(gap), float(low), len(amounts), CLUSTERS, drift=0.0)
         for gap, low in zip(gaps, lowest, strict=True)
     ]
     divergence = 2 * (truth * np.log(truth / guessed)).sum(0)
-    return [_tightest(A6, apart, np.array(bounds)), _tightest(PINSKER, apart, divergence)]
+    return [
+        _tightest_claim(A6, squared_mismatch, np.array(bounds)),
+        _tightest_claim(PINSKER, squared_mismatch, divergence),
+    ]
 
 
-def _value(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) -> Float[np.ndarray, "*batch"]:
+def _cluster_loss(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) -> Float[np.ndarray, "*batch"]:
     """Return f_c at some points."""
     away = points[..., None, :] - cluster.centres
     each = np.einsum("...ki,kij,...kj->...k", away, cluster.hessians, away) / 2
     return np.asarray(each @ cluster.weights)
 
 
-def _summed(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
+def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
     """Check Lemma A.8 on drawn sequences."""
-    found = draw_recursion(rng, mu=mu, shift=shift, steps=steps)
-    return Claim(statement=A8, measured=float(found.b.sum()), bound=sum_bound(found, mu, shift))
+    sequences = draw_recursion(rng, mu=mu, shift=shift, steps=steps)
+    return Claim(statement=A8, measured=float(sequences.b.sum()), bound=sum_bound(sequences, mu, shift))
 
 
-def _tightest(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
+def _tightest_claim(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
     """Return the claim at the step that uses the largest share of the bound."""
     worst = int(np.argmax(measured / bound))
     return Claim(statement=statement, measured=float(measured[worst]), bound=float(bound[worst]))
 
 
-def _curve(scheme: str, instance: int, found: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:
-    residuals = tuple(map(float, found.averaged))
+def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:
+    """Return the curve of a run, whose residual is the gap of the weighted average of its models.
+
+    Args:
+        scheme: Name of the scheme.
+        instance: Number of the instance.
+        run: The measured run.
+        claims: The statements about it.
+        notes: Constants of the problem, by name.
+    """
+    residuals = tuple(map(float, run.averaged))
     return Curve(scheme=scheme, instance=instance, residuals=residuals, claims=tuple(claims), rates={}, notes=notes)

@@ -57,15 +57,15 @@ class Logistic:
         return np.logaddexp(0.0, -targets * outputs)
 
     def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
-        """First derivative by the output."""
+        """Return the first derivative of each sample's loss by its output."""
         return -targets * special.expit(-targets * outputs)
 
     def curvature(self, outputs: PerSample, targets: PerSample) -> PerSample:
-        """Second derivative by the output."""
+        """Return the second derivative of each sample's loss by its output."""
         return special.expit(targets * outputs) * special.expit(-targets * outputs)
 
     def slope_bound(self, largest_output: float, targets: PerSample) -> float:
-        """Largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1."""
+        """Return the largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1."""
         return float(special.expit(largest_output))
 
 
@@ -81,15 +81,15 @@ class Squared:
         return (outputs - targets) ** 2 / 2
 
     def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
-        """First derivative by the output."""
+        """Return the first derivative of each sample's loss by its output."""
         return outputs - targets
 
     def curvature(self, outputs: PerSample, targets: PerSample) -> PerSample:
-        """Second derivative by the output."""
+        """Return the second derivative of each sample's loss by its output."""
         return np.ones_like(outputs)
 
     def slope_bound(self, largest_output: float, targets: PerSample) -> float:
-        """Largest absolute first derivative for outputs up to ``largest_output`` in size."""
+        """Return the largest absolute first derivative for outputs up to ``largest_output`` in size."""
         return largest_output + float(np.abs(targets).max())
 
 
@@ -125,7 +125,7 @@ class Point:
 
 
 def gates(problem: LinearProblem, router: Weights) -> Shares:
-    """``pi_Phi(x)``, the softmax of eq. 20, for each sample."""
+    """Return ``pi_Phi(x)``, the softmax of eq. 20, for each sample."""
     return _softmax(problem.inputs @ router)
 
 
@@ -138,11 +138,11 @@ def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights)
         router: Phi.
     """
     outputs = (gates(problem, router) * (problem.inputs @ experts)).sum(1)
-    return float(problem.loss.value(outputs, problem.targets).mean()) + _penalty(problem, experts, router)
+    return float(problem.loss.value(outputs, problem.targets).mean()) + _decay_penalty(problem, experts, router)
 
 
 def decoupled_objective(problem: LinearProblem, point: Point) -> float:
-    """``F_mu`` of eq. 25: eq. 21 with free shares, plus mu times the mean KL divergence from shares to gates.
+    """Return ``F_mu`` of eq. 25: eq. 21 with free shares, plus mu times the mean KL divergence from shares to gates.
 
     The weight is mu / n as in eq. 25 and 26; eq. 23 prints mu / (2 n). At ``shares = gates`` it equals eq. 21.
     """
@@ -154,11 +154,11 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
         - (point.shares * logits).sum(1)
     )
     fit = problem.loss.value(outputs, problem.targets) + problem.coupling * divergence
-    return float(fit.mean()) + _penalty(problem, point.experts, point.router)
+    return float(fit.mean()) + _decay_penalty(problem, point.experts, point.router)
 
 
 def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Shares:
-    """First line of eq. 28: the shares of every sample, exact up to one scalar equation each.
+    """Take the first line of eq. 28: return the best shares of every sample, found by one scalar equation each.
 
     Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with ``a = Theta^T x``, ``b = Phi^T x`` and
     the output ``t = <lambda, a>``. Put together, ``t - <softmax(b - l'(t) a / mu), a> = 0``: increasing in t, since l'
@@ -169,33 +169,41 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
         experts: Theta.
         router: Phi.
     """
-    each, logits = problem.inputs @ experts, problem.inputs @ router
-    low, high, size = each.min(1), each.max(1), np.abs(each).max(1)
+    expert_outputs, logits = problem.inputs @ experts, problem.inputs @ router
+    low, high, magnitude = expert_outputs.min(1), expert_outputs.max(1), np.abs(expert_outputs).max(1)
     outputs = (low + high) / 2
-    for iteration in range(_ITERATIONS):
-        shares = _shares_at(problem, each, logits, outputs)
-        mean = (shares * each).sum(1)
-        excess = outputs - mean
-        open_ = np.abs(excess) > _ROOT_TOLERANCE * size
-        if not open_.any():
+    for iteration in range(_ITERATIONS):  # of a bracketed Newton method for t, all samples at once
+        shares = _shares_at_outputs(problem, expert_outputs, logits, outputs)
+        mixed = (shares * expert_outputs).sum(1)
+        excess = outputs - mixed
+        is_open = np.abs(excess) > _ROOT_TOLERANCE * magnitude
+        if not is_open.any():
             break
         low, high = np.where(excess < 0, outputs, low), np.where(excess > 0, outputs, high)
-        variance = (shares * (each - mean[:, None]) ** 2).sum(1)
-        bend = problem.loss.curvature(outputs, problem.targets)
-        newton = outputs - excess / (1 + bend * variance / problem.coupling)
+        variance = (shares * (expert_outputs - mixed[:, None]) ** 2).sum(1)
+        curvature = problem.loss.curvature(outputs, problem.targets)
+        newton = outputs - excess / (1 + curvature * variance / problem.coupling)
         # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
-        inside = (newton > low) & (newton < high) & (iteration % 3 < 2)
-        outputs = np.where(open_, np.where(inside, newton, (low + high) / 2), outputs)
-    return _shares_at(problem, each, logits, outputs)
+        takes_newton = (newton > low) & (newton < high) & (iteration % 3 < 2)
+        outputs = np.where(is_open, np.where(takes_newton, newton, (low + high) / 2), outputs)
+    return _shares_at_outputs(problem, expert_outputs, logits, outputs)
 
 
-def _shares_at(problem: LinearProblem, each: Shares, logits: Shares, outputs: Vector) -> Shares:
+def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: Shares, outputs: Vector) -> Shares:
+    """Return ``softmax(b - l'(t) a / mu)`` for each sample, which solves eq. 28 if t is the output of these shares.
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        expert_outputs: The experts' outputs a, shape (samples, experts).
+        logits: The router's logits b, shape (samples, experts).
+        outputs: t, shape (samples).
+    """
     slopes = problem.loss.slope(outputs, problem.targets)
-    return _softmax(logits - slopes[:, None] * each / problem.coupling)
+    return _softmax(logits - slopes[:, None] * expert_outputs / problem.coupling)
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Second line of eq. 28: multinomial logistic regression on soft targets with weight decay, strongly convex.
+    """Take the second line of eq. 28: multinomial logistic regression on the shares with weight decay, strongly convex.
 
     Args:
         problem: The samples and weights of eq. 25.
@@ -205,7 +213,7 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
     Raises:
         DivergenceError: Scipy found no stationary point.
     """
-    return _stationary(
+    return _find_stationary(
         lambda flat: _router_gradient(problem, shares, flat.reshape(start.shape)).ravel(),
         lambda flat: router_curvature(problem, flat.reshape(start.shape)),
         start,
@@ -214,7 +222,7 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
 
 
 def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Third line of eq. 28: ridge regression in closed form for the squared loss, convex for the logistic one.
+    """Take the third line of eq. 28: ridge regression in closed form for the squared loss, convex for the logistic one.
 
     The output is linear in Theta: ``<lambda, Theta^T x> = <x lambda^T, Theta>``.
 
@@ -227,26 +235,33 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
         DivergenceError: Scipy found no stationary point.
     """
     features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(len(shares), -1)
-    num, eye = len(features), problem.decay * np.eye(features.shape[1])
+    samples, decay_matrix = len(features), problem.decay * np.eye(features.shape[1])
     if not isinstance(problem.loss, Logistic):
-        normal = features.T @ features / num + eye
-        return linalg.solve(normal, features.T @ problem.targets / num, assume_a="pos").reshape(start.shape)
+        normal = features.T @ features / samples + decay_matrix
+        return linalg.solve(normal, features.T @ problem.targets / samples, assume_a="pos").reshape(start.shape)
     loss, targets = problem.loss, problem.targets
-    return _stationary(
-        lambda flat: features.T @ loss.slope(features @ flat, targets) / num + problem.decay * flat,
-        lambda flat: (features.T * loss.curvature(features @ flat, targets)) @ features / num + eye,
+    return _find_stationary(
+        lambda flat: features.T @ loss.slope(features @ flat, targets) / samples + problem.decay * flat,
+        lambda flat: (features.T * loss.curvature(features @ flat, targets)) @ features / samples + decay_matrix,
         start,
         "the experts' step",
     )
 
 
 def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
+    """Return the gradient of eq. 25 in Phi, shape (features, experts).
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        shares: The shares of every sample.
+        router: Phi.
+    """
     pull = problem.inputs.T @ (gates(problem, router) - shares)
     return problem.coupling / len(shares) * pull + problem.decay * router
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
-    """Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``."""
+    """Return the Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``."""
     shares_there = gates(problem, router)
     spread = shares_there[:, :, None] * (np.eye(router.shape[1]) - shares_there[:, None, :])
     blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, spread, optimize=True)
@@ -263,9 +278,9 @@ class Descent:
 
 
 def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
-    """Eq. 28 from given experts and router: shares, then router and experts, which do not see each other.
+    """Run eq. 28 from given experts and router: shares, then router and experts, which do not see each other.
 
-    Stops before ``steps`` where nothing moves any more.
+    The run ends before ``steps`` if shares no longer move.
 
     Values are taken after the shares' step. There the shares are optimal from the first point on, which the exponent 2k
     of Theorem F.2 needs; see :mod:`comingle_papers.theory.linear`.
@@ -279,13 +294,13 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
     Raises:
         DivergenceError: A convex step failed.
     """
-    points = [_at_best_shares(problem, experts, router)]
+    points = [_point_at_best_shares(problem, experts, router)]
     for _ in range(steps):
         shares = points[-1].shares
         router = best_router(problem, shares, points[-1].router)
         experts = best_experts(problem, shares, points[-1].experts)
-        points.append(_at_best_shares(problem, experts, router))
-        if np.allclose(points[-1].shares, shares, rtol=0, atol=_REST):
+        points.append(_point_at_best_shares(problem, experts, router))
+        if np.allclose(points[-1].shares, shares, rtol=0, atol=_REST_TOLERANCE):
             break
     return Descent(points=points, values=[decoupled_objective(problem, point) for point in points])
 
@@ -299,26 +314,35 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
     Raises:
         DivergenceError: A convex step failed, or what was found lies above where the steps came to.
     """
-    for _ in range(_FURTHER):
+    for _ in range(_MAX_APPROACHES):
         further = alternate(problem, near.experts, near.router, 10).points[-1]
-        moved, near = float(np.abs(further.shares - near.shares).max()), further
-        if moved < _STILL:
+        change, near = float(np.abs(further.shares - near.shares).max()), further
+        if change < _NEAR_TOLERANCE:
             break
     start = np.stack([near.experts, near.router])
-    flat = _stationary(
-        lambda flat: weights_gradient(problem, _at_best_shares(problem, *flat.reshape(start.shape))),
+    flat = _find_stationary(
+        lambda flat: weights_gradient(problem, _point_at_best_shares(problem, *flat.reshape(start.shape))),
         None,
         start,
         "the minimum",
     )
-    point = _at_best_shares(problem, *flat)
-    above = decoupled_objective(problem, point) - decoupled_objective(problem, near)
-    if above > _STILL**2:
-        raise DivergenceError(f"the minimum: the point found is {above:.1e} above a point of the descent; 0 is allowed")
+    point = _point_at_best_shares(problem, *flat)
+    excess = decoupled_objective(problem, point) - decoupled_objective(problem, near)
+    if excess > _NEAR_TOLERANCE**2:
+        raise DivergenceError(
+            f"the minimum: the point found is {excess:.1e} above a point of the descent; 0 is allowed"
+        )
     return point
 
 
-def _at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
+def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
+    """Return the point of these experts and this router with the shares that minimise eq. 25.
+
+    Args:
+        problem: The samples and weights of eq. 25.
+        experts: Theta.
+        router: Phi.
+    """
     return Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
 
 
@@ -330,32 +354,58 @@ def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
     return np.concatenate([of_experts.ravel(), _router_gradient(problem, point.shares, point.router).ravel()])
 
 
-_FURTHER, _STILL, _REST = 50, 1e-6, 1e-14
+_MAX_APPROACHES, _NEAR_TOLERANCE = 50, 1e-6
+"""Largest number of times that :func:`minimum` takes ten more steps, and the change of shares at which it stops."""
+_REST_TOLERANCE = 1e-14
+"""Change of shares in one step at which a descent has come to rest."""
 _ITERATIONS, _ROOT_TOLERANCE = 120, 4e-15
+"""Largest number of iterations for the shares; tolerance of their equation relative to the experts' largest output."""
 _GRADIENT_TOLERANCE = 1e-9
+"""Largest absolute entry of the gradient at a stationary point."""
 
 
-def _stationary(
+def _find_stationary(
     gradient: Callable[[Vector], Vector],
     hessian: Callable[[Vector], Float[np.ndarray, "size size"]] | None,
     start: np.ndarray,
     what: str,
 ) -> np.ndarray:
-    """Find where a gradient is zero. Root finding keeps all digits; minimising the value would lose half of them."""
+    """Find where a gradient is zero.
+
+    Root finding keeps all digits; minimising the value would lose half of them.
+
+    Args:
+        gradient: The gradient of a flat vector.
+        hessian: Its derivative; None for finite differences.
+        start: Initial value, of any shape.
+        what: Name of the problem, for the error message.
+
+    Returns:
+        The stationary point, of the shape of ``start``.
+
+    Raises:
+        DivergenceError: The gradient found is not zero.
+    """
     solution = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
-    left = float(np.abs(gradient(solution.x)).max())
-    if not left < _GRADIENT_TOLERANCE:
-        raise DivergenceError(f"{what}: the gradient stays at {left:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed")
+    gradient_left = float(np.abs(gradient(solution.x)).max())
+    if not gradient_left < _GRADIENT_TOLERANCE:
+        raise DivergenceError(
+            f"{what}: the gradient stays at {gradient_left:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed"
+        )
     return solution.x.reshape(start.shape)
 
 
 def _softmax(scores: Shares) -> Shares:
-    """Over the last axis; a tenth of the time of scipy's, which dispatches over array libraries on every call."""
-    raised = np.exp(scores - scores.max(-1, keepdims=True))
-    return raised / raised.sum(-1, keepdims=True)
+    """Return the softmax over the last axis.
+
+    It takes a tenth of the time of scipy's, which dispatches over array libraries on every call.
+    """
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
-def _penalty(problem: LinearProblem, experts: Weights, router: Weights) -> float:
+def _decay_penalty(problem: LinearProblem, experts: Weights, router: Weights) -> float:
+    """Return the weight decay of eq. 25, ``alpha / 2 (|Theta|^2 + |Phi|^2)``."""
     return problem.decay / 2 * float((experts**2).sum() + (router**2).sum())
 
 
@@ -369,7 +419,10 @@ def draw_linear(
     decay: float,
     coupling: float,
 ) -> LinearProblem:
-    """Draw normal inputs and targets of routed linear experts with noise (10% of the squared output).
+    """Draw a problem with normal inputs and targets of hidden linear experts.
+
+    Each sample's target comes from the expert that a hidden linear router prefers. For the squared loss it has noise of
+    standard deviation 0.1; for the logistic loss it is a label drawn with the output as its logit.
 
     Args:
         rng: Generator of all draws.
@@ -439,6 +492,7 @@ class LinearConstants:
         """``1 / (1 + N exp(s))``, s the largest difference of two scores ``<phi_j - l' / mu theta_j, x>``."""
         ratio = self.slope / self.coupling
         spread = self.feature_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))
+        # exp(710) would overflow.
         return 1 / (1 + (self.num_experts - 1) * float(np.exp(min(spread, 700.0))))
 
     @property
@@ -496,6 +550,7 @@ class LinearConstants:
 
     @property
     def _pull(self) -> float:
+        """``rho^2 + mu^2``, as in :func:`needed_decay`."""
         return self.slope**2 + self.coupling**2
 
 
@@ -534,19 +589,20 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
         router: The initial router.
     """
 
-    def lacking(logarithm: float) -> float:
-        decay = float(np.exp(logarithm))
+    def excess_log_decay(log_decay: float) -> float:
+        decay = float(np.exp(log_decay))
         constants_there = constants(dataclasses.replace(problem, decay=decay), experts, router)
-        return logarithm - float(np.log(constants_there.printed_decay))
+        return log_decay - float(np.log(constants_there.printed_decay))
 
-    return float(np.exp(optimize.root_scalar(lacking, bracket=(-20.0, 20.0), method="brentq", xtol=1e-12).root))
+    solution = optimize.root_scalar(excess_log_decay, bracket=(-20.0, 20.0), method="brentq", xtol=1e-12)
+    return float(np.exp(solution.root))
 
 
 Matrix = Float[np.ndarray, "rows columns"]
 
 
 def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
-    """Second derivatives of eq. 25 in (Theta, Phi, Lambda), row-major, the shares as free coordinates.
+    """Return the Hessian of eq. 25 in (Theta, Phi, Lambda), row-major, with the shares as free coordinates.
 
     With one sample this is the Hessian of eq. 26. In a direction (H, G, h) the loss contributes
     ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>``. The paper's proof of Proposition 1 has 1 in place of
@@ -558,11 +614,14 @@ def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size siz
 
 
 def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
-    """:func:`hessian` along the simplex: the directions of each sample's shares that sum to zero."""
+    """Return :func:`hessian` along the simplex: in the directions of each sample's shares that sum to zero.
+
+    Its size is ``2 features experts + samples (experts - 1)``.
+    """
     samples, experts = point.shares.shape
     basis = np.kron(np.eye(samples), linalg.null_space(np.ones((1, experts))))
-    inner = linalg.block_diag(np.eye(2 * point.experts.size), basis)
-    return inner.T @ hessian(problem, point) @ inner
+    directions = linalg.block_diag(np.eye(2 * point.experts.size), basis)
+    return directions.T @ hessian(problem, point) @ directions
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
@@ -572,40 +631,45 @@ def local_rate(problem: LinearProblem, solution: Point) -> float:
     (experts and router; shares; mixed), the objective's residual by ``r^2``.
     """
     whole = tangent_hessian(problem, solution)
-    size = 2 * solution.experts.size
+    weights_size = 2 * solution.experts.size
     # |L_a^-1 C^T L_b^-T| with Cholesky factors equals the norm with symmetric roots.
-    lower_a, lower_b = (
-        linalg.cholesky(whole[:size, :size], lower=True),
-        linalg.cholesky(whole[size:, size:], lower=True),
-    )
-    half = linalg.solve_triangular(lower_a, whole[:size, size:], lower=True)
-    return float(linalg.norm(linalg.solve_triangular(lower_b, half.T, lower=True), 2) ** 4)
+    lower_a = linalg.cholesky(whole[:weights_size, :weights_size], lower=True)
+    lower_b = linalg.cholesky(whole[weights_size:, weights_size:], lower=True)
+    half_solved = linalg.solve_triangular(lower_a, whole[:weights_size, weights_size:], lower=True)
+    solved = linalg.solve_triangular(lower_b, half_solved.T, lower=True)
+    return float(linalg.norm(solved, 2) ** 4)  # r^2
 
 
 def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " samples"]:
+    """Return every sample's output, the experts' outputs mixed by its shares."""
     return (point.shares * (problem.inputs @ point.experts)).sum(1)
 
 
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
+    """Return the Hessian of eq. 25 in Theta, row-major."""
     features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
     curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
     return (features.T * curvature) @ features / len(features) + problem.decay * np.eye(features.shape[1])
 
 
 def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Rows (Theta, Phi), columns Lambda."""
+    """Return the mixed derivatives of eq. 25: rows (Theta, Phi), columns Lambda, both row-major."""
     x, (samples, experts) = problem.inputs, point.shares.shape
-    outputs, each = _outputs(problem, point), x @ point.experts
-    slope, bend = problem.loss.slope(outputs, problem.targets), problem.loss.curvature(outputs, problem.targets)
-    same = np.einsum("nd,ef->ndef", x, np.eye(experts))
-    of_experts = slope[:, None, None, None] * same + np.einsum("n,nd,ne,nf->ndef", bend, x, point.shares, each)
-    stacked = np.concatenate([of_experts, -problem.coupling * same], axis=1) / samples
+    outputs, expert_outputs = _outputs(problem, point), x @ point.experts
+    slope = problem.loss.slope(outputs, problem.targets)
+    curvature = problem.loss.curvature(outputs, problem.targets)
+    of_same_expert = np.einsum("nd,ef->ndef", x, np.eye(experts))
+    of_experts = slope[:, None, None, None] * of_same_expert + np.einsum(
+        "n,nd,ne,nf->ndef", curvature, x, point.shares, expert_outputs
+    )
+    stacked = np.concatenate([of_experts, -problem.coupling * of_same_expert], axis=1) / samples
     return stacked.transpose(1, 2, 0, 3).reshape(2 * point.experts.size, samples * experts)
 
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
-    each = problem.inputs @ point.experts
-    bend = problem.loss.curvature(_outputs(problem, point), problem.targets)
-    blocks = bend[:, None, None] * each[:, :, None] * each[:, None, :]
-    blocks = blocks + problem.coupling * np.eye(each.shape[1]) / point.shares[:, :, None]
+    """Return the Hessian of eq. 25 in Lambda, row-major: a block for each sample."""
+    expert_outputs = problem.inputs @ point.experts
+    curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
+    blocks = curvature[:, None, None] * expert_outputs[:, :, None] * expert_outputs[:, None, :]
+    blocks = blocks + problem.coupling * np.eye(expert_outputs.shape[1]) / point.shares[:, :, None]
     return np.asarray(linalg.block_diag(*(blocks / len(blocks))))

@@ -23,7 +23,8 @@ Matrix = Float[np.ndarray, "rows columns"]
 
 STEEPEST_BEND = 4 / (3 * np.sqrt(3))
 """The largest ``|tanh''|``."""
-_TOLERANCE = 1e-11
+_GRADIENT_TOLERANCE = 1e-11
+"""Largest absolute entry of the gradient at a minimum, relative to the decay where that is above 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,11 @@ class Coupled:
     decay: float
 
     def left(self, x: Left) -> Meeting:
-        """Return A(x)."""
+        """Return A(x), shape (meeting)."""
         return self.outer_left @ np.sin(self.inner_left @ x)
 
     def right(self, y: Right) -> Meeting:
-        """Return B(y)."""
+        """Return B(y), shape (meeting)."""
         return self.outer_right @ np.tanh(self.inner_right @ y)
 
     def value(self, x: Left, y: Right) -> float:
@@ -83,23 +84,30 @@ class Coupled:
 def minimiser(problem: Coupled, x: Left) -> Right:
     """Return ``u_1(x)``: the only root of ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``.
 
+    Args:
+        problem: f_1, strongly convex in y.
+        x: The given x.
+
     Raises:
         DivergenceError: scipy found no root.
     """
-    pull, inner = problem.outer_right.T @ problem.left(x), problem.inner_right
+    pull = problem.outer_right.T @ problem.left(x)  # R^T A(x)
+    inner = problem.inner_right  # S
 
     def gradient(y: Right) -> Right:
         return problem.decay * y + inner.T @ ((1 - np.tanh(inner @ y) ** 2) * pull)
 
     def hessian(y: Right) -> Float[np.ndarray, "right right"]:
-        height = np.tanh(inner @ y)
-        return problem.decay * np.eye(len(y)) + inner.T @ np.diag(-2 * height * (1 - height**2) * pull) @ inner
+        tanh = np.tanh(inner @ y)
+        return problem.decay * np.eye(len(y)) + inner.T @ np.diag(-2 * tanh * (1 - tanh**2) * pull) @ inner
 
-    found = optimize.root(gradient, np.zeros(inner.shape[1]), jac=hessian, method="hybr", options={"xtol": 1e-14})
-    left = float(np.abs(gradient(found.x)).max())
-    if not left < _TOLERANCE * max(1.0, problem.decay):
-        raise DivergenceError(f"a coupled minimum: the gradient stays at {left:.1e}; {_TOLERANCE:.0e} is allowed")
-    return found.x
+    solution = optimize.root(gradient, np.zeros(inner.shape[1]), jac=hessian, method="hybr", options={"xtol": 1e-14})
+    gradient_left = float(np.abs(gradient(solution.x)).max())
+    if not gradient_left < _GRADIENT_TOLERANCE * max(1.0, problem.decay):
+        raise DivergenceError(
+            f"a coupled minimum: the gradient stays at {gradient_left:.1e}; {_GRADIENT_TOLERANCE:.0e} is allowed"
+        )
+    return solution.x
 
 
 def alternate_coupled(
@@ -130,26 +138,29 @@ def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, 
         lipschitz: The wanted constant of eq. 14.
     """
 
-    def map_(rows: int, columns: int) -> Matrix:
-        drawn = rng.standard_normal((rows, columns))
-        return drawn / _spectral_norm(drawn)
+    def draw_map(rows: int, columns: int) -> Matrix:
+        matrix = rng.standard_normal((rows, columns))
+        return matrix / _spectral_norm(matrix)
 
     maps = {
-        "outer_left": map_(meeting, left),
-        "inner_left": map_(left, left),
-        "outer_right": map_(meeting, right),
-        "inner_right": map_(right, right),
+        "outer_left": draw_map(meeting, left),
+        "inner_left": draw_map(left, left),
+        "outer_right": draw_map(meeting, right),
+        "inner_right": draw_map(right, right),
     }
-    bare = Coupled(**maps, decay=0.0)
-    return Coupled(**maps, decay=bare.bend + bare.left_lipschitz * bare.right_lipschitz / lipschitz)
+    without_decay = Coupled(**maps, decay=0.0)
+    modulus = without_decay.left_lipschitz * without_decay.right_lipschitz / lipschitz  # mu, by eq. 14
+    return Coupled(**maps, decay=without_decay.bend + modulus)
 
 
 def _spectral_norm(matrix: Matrix) -> float:
+    """Return the largest singular value of a matrix."""
     return float(linalg.norm(matrix, 2))
 
 
 P1, P2 = "earlier Proposition 1, |u(x) - u(x')|", "earlier Proposition 2, λ_1 λ_2"
-_FURTHER = 200
+_STEPS_TO_FIXED_POINT = 200
+"""Steps from the last point of a run to the fixed point from which distances are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,56 +180,61 @@ def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
     for lipschitz in settings.lipschitz:
         for instance in range(settings.instances):
             rng = np.random.default_rng([seed, 3, instance])
-            one, two = (draw_coupled(rng, settings.size, settings.size, settings.meeting, lipschitz) for _ in range(2))
+            sizes = settings.size, settings.size, settings.meeting
+            first, second = (draw_coupled(rng, *sizes, lipschitz) for _ in range(2))
             start = 3 * rng.standard_normal(settings.size)
-            yield coupled_curve(f"coupled, L_A L_B / μ = {lipschitz:g}", instance, one, two, start, settings, rng)
+            yield coupled_curve(f"coupled, L_A L_B / μ = {lipschitz:g}", instance, first, second, start, settings, rng)
 
 
 def coupled_curve(
     scheme: str,
     instance: int,
-    one: Coupled,
-    two: Coupled,
+    first: Coupled,
+    second: Coupled,
     start: np.ndarray,
     settings: CoupledSettings,
     rng: np.random.Generator,
 ) -> Curve:
-    """Run eq. 7 and return its curve, its fixed point and the quotients of random pairs.
+    """Run eq. 7 and compare its steps, and the quotients of random pairs, with their bounds.
+
+    The residual is the distance of x from the fixed point.
 
     Args:
-        scheme: Name of the curve.
+        scheme: Name of the scheme.
         instance: Number of the random problem.
-        one: Loss of the first block.
-        two: Loss of the second block.
-        start: First value of both blocks.
+        first: f_1, minimised in y.
+        second: f_2, minimised in x.
+        start: The initial x.
         settings: Steps, sizes and number of pairs.
         rng: Generator of the random pairs.
 
     Raises:
         DivergenceError: scipy failed on a convex step.
     """
-    rate = one.lipschitz * two.lipschitz
-    points = alternate_coupled(one, two, start, settings.steps)
-    goal = alternate_coupled(one, two, points[-1], _FURTHER)[-1]
-    residuals = np.linalg.norm(points - goal, axis=1)
+    rate = first.lipschitz * second.lipschitz
+    points = alternate_coupled(first, second, start, settings.steps)
+    fixed_point = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
+    residuals = np.linalg.norm(points - fixed_point, axis=1)
     return Curve(
         scheme=scheme,
         instance=instance,
         residuals=tuple(map(float, residuals)),
         claims=(
-            Claim(statement=P1, measured=largest_quotient(one, settings, rng), bound=one.lipschitz),
+            Claim(statement=P1, measured=largest_quotient(first, settings, rng), bound=first.lipschitz),
             Claim(statement=P2, measured=worst_step(residuals), bound=rate if rate < 1 else None),
         ),
         rates={P2: rate} if rate < 1 else {},
-        notes={"mu": one.modulus, "decay": one.decay},
+        notes={"mu": first.modulus, "decay": first.decay},
     )
 
 
 def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random.Generator) -> float:
-    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs. Half of the pairs are close together.
+    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs.
+
+    Every second pair is close together, where the quotient approaches the local slope of u.
 
     Args:
-        problem: The function.
+        problem: The function whose minimiser is u.
         settings: The settings, with the number of pairs.
         rng: Source of the draws.
     """
@@ -226,8 +242,8 @@ def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random
     for number in range(settings.pairs):
         x = rng.standard_normal(settings.size)
         other = x + (0.01 if number % 2 else 1.0) * rng.standard_normal(settings.size)
-        moved = minimiser(problem, x) - minimiser(problem, other)
-        quotients.append(np.linalg.norm(moved) / np.linalg.norm(x - other))
+        minimiser_difference = minimiser(problem, x) - minimiser(problem, other)
+        quotients.append(np.linalg.norm(minimiser_difference) / np.linalg.norm(x - other))
     return float(max(quotients))
 
 
@@ -363,16 +379,20 @@ def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
 
     In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike for the other operator. The product of
     the Euclidean constants can exceed 1 where the product in energy norms is far below.
+
+    Args:
+        valid: The validation objective, which the router minimises.
+        train: The training objective, which the experts minimise.
     """
-    a_root, b_root = _inverse_root(train.experts_block), _inverse_root(valid.router_block)
-    router = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
-    experts = linalg.solve(train.experts_block, train.cross_block.T, assume_a="pos")
+    experts_inverse_root, router_inverse_root = _inverse_root(train.experts_block), _inverse_root(valid.router_block)
+    router_map = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
+    experts_map = linalg.solve(train.experts_block, train.cross_block.T, assume_a="pos")
     eigenvalues = np.concatenate([linalg.eigvalsh(valid.hessian), linalg.eigvalsh(train.hessian)])
     return QuadraticConstants(
-        router_lipschitz=_spectral_norm(b_root @ valid.cross_block @ a_root),
-        experts_lipschitz=_spectral_norm(a_root @ train.cross_block.T @ b_root),
-        euclidean_router_lipschitz=_spectral_norm(router),
-        euclidean_experts_lipschitz=_spectral_norm(experts),
+        router_lipschitz=_spectral_norm(router_inverse_root @ valid.cross_block @ experts_inverse_root),
+        experts_lipschitz=_spectral_norm(experts_inverse_root @ train.cross_block.T @ router_inverse_root),
+        euclidean_router_lipschitz=_spectral_norm(router_map),
+        euclidean_experts_lipschitz=_spectral_norm(experts_map),
         smallest=float(eigenvalues.min()),
         largest=float(eigenvalues.max()),
         same_function=np.array_equal(valid.hessian, train.hessian),
@@ -396,6 +416,7 @@ def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int
         condition: The largest eigenvalue.
     """
     size = experts_size + router_size
+    # The smallest and the largest eigenvalue are exactly 1 and ``condition``.
     exponents = np.concatenate([[0.0, 1.0], rng.uniform(size=size - 2)])
     basis, _ = np.linalg.qr(rng.standard_normal((size, size)))
     hessian = (basis * condition**exponents) @ basis.T
@@ -420,5 +441,6 @@ def perturb(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadrati
 
 
 def _inverse_root(matrix: Matrix) -> Matrix:
+    """Return the inverse of the symmetric square root of a positive definite matrix."""
     values, vectors = linalg.eigh(matrix)
     return (vectors / np.sqrt(values)) @ vectors.T
