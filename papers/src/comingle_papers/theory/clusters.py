@@ -388,7 +388,7 @@ def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
 
 
 def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Return local SGD's own bound (Stich 2019, Lemma 3.1) on ``E |w~_(t+1) - w*|^2`` for ``p_hat = p`` (Corollary A.5).
+    """Return local SGD's bound (Stich 2019, Lemma 3.1) on ``E |w~_(t+1) - w*|^2`` for ``p_hat = p`` (Corollary A.5).
 
     ``(1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f*) / 2 + 2 eta L E |w~ - w^k|^2``, here with
     the clients' mean gap, which is no smaller, in the place of ``f_c(w~) - f*``; it asks for ``eta <= 1 / (4 L)``.
