@@ -20,7 +20,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from clocks import add_clock, clock_of
+from clocks import add_clock, select_clock
 from comingle.config.settings import TrainingSection
 from comingle.data.conversations.encoding import Question, UserAnswers, build_answers, encode
 from comingle.methods import make
@@ -30,25 +30,25 @@ from comingle.models.random_bases import EOS, byte_tokenizer
 from comingle.training.client import Clients
 from comingle.training.kinds import conversations as feeding
 from comingle.training.settings import PassSize, RunPlan
-from throughput import clients_of
+from throughput import make_clients
 
-TRAINED_AT_ONCE = 2048
+TOKENS_PER_PASS = 2048
 """Tokens of a training pass."""
 
 
-def users_of(args: argparse.Namespace) -> list[UserAnswers]:
+def make_users(args: argparse.Namespace) -> list[UserAnswers]:
     """Return users with questions of random letters."""
     draw, users = torch.Generator().manual_seed(0), []
     for number in range(args.users):
         texts = (97 + torch.randint(26, (args.questions, args.prompt), generator=draw)).tolist()
         questions = [Question(prompt=bytes(text).decode(), answer="a") for text in texts]
         encoded = encode(questions, byte_tokenizer())
-        own = build_answers(encoded, limit=args.new, measures=("rouge1", "loss"), ends=(EOS,))
-        users.append(UserAnswers(name=f"user{number}", train=own, valid=own, test=own))
+        answers = build_answers(encoded, limit=args.new, measures=("rouge1", "loss"), ends=(EOS,))
+        users.append(UserAnswers(name=f"user{number}", train=answers, valid=answers, test=answers))
     return users
 
 
-def stirred(clients: Clients) -> Clients:
+def perturb_users(clients: Clients) -> Clients:
     """Perturb the tensors so that each user has a different model."""
     rows = clients.state.rows
     rows += 0.05 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
@@ -56,6 +56,7 @@ def stirred(clients: Clients) -> Clients:
 
 
 def main() -> None:
+    """Time both ways in turns and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {
         "layers": 4,
@@ -72,40 +73,41 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     add_clock(parser)
     args = parser.parse_args()
-    clock = clock_of(parser, args)
+    clock = select_clock(parser, args)
     keep_buffers()
-    rest = {"method": "comigs-1g1s", "experts": 2, "batch": 4, "ctx": 128, "device": "cpu", "no_compile": True}
+    settings = {"method": "comigs-1g1s", "experts": 2, "batch": 4, "ctx": 128, "device": "cpu", "no_compile": True}
     shape = {key: getattr(args, key) for key in ("layers", "dim", "heads", "vocab", "users", "dtype")}
     switches = {"users_per_step": None, "micro_batch": None, "no_native": False}
     name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
     base = load_base(name, dtype=args.dtype, device="cpu")
-    clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), base)), users_of(args)
+    clients = perturb_users(make_clients(argparse.Namespace(**shape, **settings, **switches), base))
+    users = make_users(args)
     plan = RunPlan(method=make("fedavg"), training=TrainingSection(context=128))
     batch_source = feeding.AnswerBatchSource(users, plan, 4, tokenizer=byte_tokenizer())
-    pass_size = PassSize(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
+    pass_size = PassSize(users=1, sequences=max(1, TOKENS_PER_PASS // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 
     together = feeding._slots_to_speak  # the only private name: its decision is what this benchmark compares
     ways: dict[str, Any] = {"alone": lambda sets, pass_size: pass_size.slots(512), "together": together}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    said: dict[str, list[list[str]]] = {}
+    texts: dict[str, list[list[str]]] = {}
     for repeat in range(args.repeats + 1):
-        for way, decides in ways.items():
-            feeding._slots_to_speak = decides
+        for way, choose_slots in ways.items():
+            feeding._slots_to_speak = choose_slots
             started = clock.now()
-            said[way] = batch_source.answers(generate, sets, list(range(args.users)), pass_size)
+            texts[way] = batch_source.answers(generate, sets, list(range(args.users)), pass_size)
             times[way] += [clock.now() - started] if repeat else []
-    assert said["alone"] == said["together"]
+    assert texts["alone"] == texts["together"]
     tokens = args.users * args.questions * args.new
-    found = {
+    line = {
         "users": args.users,
         "questions": args.questions,
         "dtype": args.dtype,
-        **clock.told,
+        **clock.fields,
         **{f"{way}_tokens_per_s": round(tokens / statistics.median(seconds), 1) for way, seconds in times.items()},
         "ratio": round(statistics.median(a / b for a, b in zip(times["alone"], times["together"], strict=True)), 2),
     }
-    print(json.dumps(found))
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from clocks import add_clock, clock_of
+from clocks import add_clock, select_clock
 from comingle.models.hardware import keep_buffers, peak_memory_bytes
 from comingle.models.loading import load_base
 from comingle.training.client import train
 from roofline import CONTEXT, SHAPES
-from throughput import clients_of, timed
+from throughput import make_clients, time_step
 
 WAYS = {"native": "auto", "eager": "eager"}
 
@@ -40,24 +40,28 @@ def measure(args: argparse.Namespace, context: int, clock: Callable[[], float]) 
         f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab")
     )
     switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
-    asked = argparse.Namespace(**shape, **switches, method="comigs-1g1s", experts=2, ctx=context)
+    arguments = argparse.Namespace(**shape, **switches, method="comigs-1g1s", experts=2, ctx=context)
     ways = WAYS if args.only is None else {args.only: WAYS[args.only]}
-    made = {
-        way: clients_of(asked, load_base(name, dtype=args.dtype, device="cpu", attention=style))
+    clients_by_way = {
+        way: make_clients(arguments, load_base(name, dtype=args.dtype, device="cpu", attention=style))
         for way, style in ways.items()
     }
     turns = []
     for number in range(args.iters + 2):  # the first two compile and warm up
         turns.append(
-            {way: timed(partial(train, made[way], list(range(shape["users"])), number), clock) for way in made}
+            {
+                way: time_step(partial(train, clients_by_way[way], list(range(shape["users"])), number), clock)
+                for way in clients_by_way
+            }
         )
     if args.only is not None:
         return {"peak_bytes": peak_memory_bytes()}
-    medians = {f"{way}_s": round(statistics.median(turn[way] for turn in turns[2:]), 3) for way in made}
+    medians = {f"{way}_s": round(statistics.median(turn[way] for turn in turns[2:]), 3) for way in clients_by_way}
     return {**medians, "times": round(statistics.median(t["eager"] / t["native"] for t in turns[2:]), 3)}
 
 
 def main() -> None:
+    """Measure each context and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="small", choices=SHAPES)
     parser.add_argument("--contexts", default="128,512,1024")
@@ -66,10 +70,10 @@ def main() -> None:
     parser.add_argument("--only", choices=WAYS, default=None)
     add_clock(parser)
     args = parser.parse_args()
-    clock = clock_of(parser, args)
+    clock = select_clock(parser, args)
     keep_buffers()
-    found = {context: measure(args, int(context), clock.now) for context in args.contexts.split(",")}
-    print(json.dumps({**clock.told, "shape": args.shape, "dtype": args.dtype, **found}))
+    by_context = {context: measure(args, int(context), clock.now) for context in args.contexts.split(",")}
+    print(json.dumps({**clock.fields, "shape": args.shape, "dtype": args.dtype, **by_context}))
 
 
 if __name__ == "__main__":

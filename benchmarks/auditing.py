@@ -27,7 +27,7 @@ CASES = {"none": None, "local 4": ("local", 4.0), "central 2": ("central", 2.0),
 """Mechanisms and their noise multipliers."""
 
 
-def users_of(data: Path) -> dict[str, list[str]]:
+def read_users(data: Path) -> dict[str, list[str]]:
     """Return the first documents of every category."""
     texts: dict[str, list[str]] = {}
     with lzma.open(data / "ag_news/ag_news.jsonl.xz", "rt", encoding="utf-8") as lines:
@@ -36,7 +36,7 @@ def users_of(data: Path) -> dict[str, list[str]]:
     return {name: texts[name][:DOCUMENTS] for name in sorted(texts)}
 
 
-def settings(data: Path, args: argparse.Namespace, case: str) -> dict[str, Any]:
+def make_recipe(data: Path, args: argparse.Namespace, case: str) -> dict[str, Any]:
     """Return the recipe of one case.
 
     Args:
@@ -59,24 +59,24 @@ def settings(data: Path, args: argparse.Namespace, case: str) -> dict[str, Any]:
     return content
 
 
-def row(method: str, case: str, found: Audit) -> str:
+def format_row(method: str, case: str, audit: Audit) -> str:
     """Return one row of the table.
 
     Args:
         method: Name of the method.
         case: Key of ``CASES``.
-        found: The audit.
+        audit: The audit.
     """
     proofs = [
         f"{p.correct}/{p.guesses}, {p.epsilon:.2f} ({'nothing' if p.upper is None else f'{p.upper:.1f}'})"
-        for p in found.proofs
+        for p in audit.proofs
     ]
-    aucs, bits = [one.auc for one in found.members], [found.inserted, found.absent]
-    reach = interval(aucs) or (0.0, 1.0)
-    shadowed = [[one.auc for one in found.shadowed if one.view == proof.view] for proof in found.proofs]
-    told = [f"{fmean(aucs):.2f} ({reach[0]:.2f} to {reach[1]:.2f})"]
-    told += [f"{fmean(one):.2f}" for one in shadowed] + [f"{fmean(one):.1f}" for one in bits]
-    return f"| {method} | {case} | {' | '.join([*proofs, *told])} |"
+    aucs, bits = [one.auc for one in audit.members], [audit.inserted, audit.absent]
+    auc_interval = interval(aucs) or (0.0, 1.0)
+    shadowed = [[one.auc for one in audit.shadowed if one.view == proof.view] for proof in audit.proofs]
+    cells = [f"{fmean(aucs):.2f} ({auc_interval[0]:.2f} to {auc_interval[1]:.2f})"]
+    cells += [f"{fmean(one):.2f}" for one in shadowed] + [f"{fmean(one):.1f}" for one in bits]
+    return f"| {method} | {case} | {' | '.join([*proofs, *cells])} |"
 
 
 def main() -> None:
@@ -89,16 +89,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    started, users, audits = time.perf_counter(), users_of(args.data), []
+    started, users, audits = time.perf_counter(), read_users(args.data), []
     heads = ["method", "noise", "server: right, epsilon (promised)", "users", "AUC", "with references: server", "users"]
     print(f"| {' | '.join([*heads, 'bits in', 'bits out'])} |\n|" + "---|" * 9)
     for method in args.methods.split(","):
         for case in args.cases.split(","):
-            run = comingle.run(settings(args.data, args, case), users=users, method=method)
-            found = comingle.audit(run, trials=args.trials, rounds=args.rounds, users=users)
-            audits.append({"method": method, "noise": case, **found.as_dict()})
-            print(row(method, case, found), flush=True)
-            print("\n".join(verdict(found)), file=sys.stderr, flush=True)
+            run = comingle.run(make_recipe(args.data, args, case), users=users, method=method)
+            audit = comingle.audit(run, trials=args.trials, rounds=args.rounds, users=users)
+            audits.append({"method": method, "noise": case, **audit.as_dict()})
+            print(format_row(method, case, audit), flush=True)
+            print("\n".join(verdict(audit)), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "auditing", "seconds": round(time.perf_counter() - started, 1), "audits": audits}))
 
 

@@ -23,8 +23,8 @@ class Clock:
     now: Callable[[], float]
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Fields that describe the clock in a line of results."""
+    def fields(self) -> dict[str, Any]:
+        """Fields of a line of results that describe the clock."""
         return {"threads": self.threads, "clock": self.name}
 
 
@@ -34,7 +34,7 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu-time", action="store_true", help="time the processor, not the clock; with --threads 1")
 
 
-def clock_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Clock:
+def select_clock(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Clock:
     """Return the clock that the options select, and set the number of threads of the process."""
     if args.cpu_time and (args.threads != 1 or torch.cuda.is_available()):
         parser.error("--cpu-time needs --threads 1 and no GPU: waiting threads would count as work")

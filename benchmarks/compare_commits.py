@@ -101,7 +101,7 @@ def run_benchmark(
         "print(done.stdout); print(json.dumps({'seconds': used.ru_utime + used.ru_stime,"
         " 'peak_rss_mb': used.ru_maxrss / 1024, 'status': done.returncode}))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=tree,
         env=variables,
@@ -109,11 +109,11 @@ def run_benchmark(
         text=True,
         check=True,
     )
-    *printed, process = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found = json.loads(process)
-    if found["status"]:
-        raise SystemExit(f"{' '.join(arguments)} in {tree}: exit status {found['status']}")
-    numbers = {**found, **flatten(json.loads(printed[-1]) if printed else {})}
+    *printed, process = [line for line in completed.stdout.splitlines() if line.startswith("{")]
+    process_numbers = json.loads(process)
+    if process_numbers["status"]:
+        raise SystemExit(f"{' '.join(arguments)} in {tree}: exit status {process_numbers['status']}")
+    numbers = {**process_numbers, **flatten(json.loads(printed[-1]) if printed else {})}
     return {key: float(numbers[key]) for key in keys if isinstance(numbers.get(key), int | float)}
 
 

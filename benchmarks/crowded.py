@@ -37,7 +37,7 @@ checkpoints: {every: ROUNDS}
 RUN = "from comingle.cli import app; app()"  # not main, which sets GOMP_SPINCOUNT
 
 
-def command(folder: Path, name: str, rounds: int) -> list[str]:
+def write_command(folder: Path, name: str, rounds: int) -> list[str]:
     """Write a recipe and return the command that runs it.
 
     Args:
@@ -51,9 +51,9 @@ def command(folder: Path, name: str, rounds: int) -> list[str]:
 
 
 @contextmanager
-def another(folder: Path) -> Iterator[None]:
+def train_beside(folder: Path) -> Iterator[None]:
     """Train in another process with a single thread until the block ends."""
-    endless = command(folder, "other", 100_000)
+    endless = write_command(folder, "other", 100_000)
     process = subprocess.Popen(
         endless, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -68,7 +68,7 @@ def another(folder: Path) -> Iterator[None]:
         process.wait()
 
 
-def seconds(folder: Path, rounds: int, patience: float, spins: str | None) -> float | None:
+def time_round(folder: Path, rounds: int, patience: float, spins: str | None) -> float | None:
     """Return the median seconds of a round after the first.
 
     Args:
@@ -83,29 +83,32 @@ def seconds(folder: Path, rounds: int, patience: float, spins: str | None) -> fl
     env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
     env |= {"OMP_NUM_THREADS": "2"} | ({} if spins is None else {"GOMP_SPINCOUNT": spins})
     try:
-        subprocess.run(command(folder, "run", rounds), env=env, check=True, timeout=patience, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            write_command(folder, "run", rounds), env=env, check=True, timeout=patience, stdout=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         return None
     lines = (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "round"]
-    return round(statistics.median(found[1:]), 3)
+    round_seconds = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "round"]
+    return round(statistics.median(round_seconds[1:]), 3)
 
 
 def main() -> None:
+    """Time runs with each setting and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=float, default=120)
     parser.add_argument("--spins", default=SPINS)
     args = parser.parse_args()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for spins in (None, *args.spins.split(",")):
-            alone = seconds(folder, args.rounds, args.patience, spins)
-            with another(folder):
-                beside = seconds(folder, args.rounds, args.patience, spins)
-            told["default" if spins is None else f"GOMP_SPINCOUNT={spins}"] = {"alone": alone, "beside": beside}
-    print(json.dumps(told))
+            alone = time_round(folder, args.rounds, args.patience, spins)
+            with train_beside(folder):
+                beside = time_round(folder, args.rounds, args.patience, spins)
+            results["default" if spins is None else f"GOMP_SPINCOUNT={spins}"] = {"alone": alone, "beside": beside}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from comingle.training.client import Clients, train
 from comingle.training.settings import TOKENS_PER_PASS
 from comingle.utils.errors import ComingleError, lacks_memory
 from one_by_one import one_by_one
-from throughput import base_pass, clients_of, timed
+from throughput import base_pass, make_clients, time_step
 
 SHAPES = {
     "gpt2-124m": {"family": "gpt2", "layers": 12, "dim": 768, "heads": 12, "vocab": 50257},
@@ -63,7 +63,9 @@ SHAPES = {
 """As the models of these names, with random weights."""
 TOY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 300}
 USUAL_AT = 16
+"""Largest number of users with which options are measured, and the number with which the usual way is."""
 TURNS, WARM = 3, 1
+"""Timed turns, and turns before them to warm up."""
 LEAST_TIME = 4.0
 """Least duration of a line, in steps: two turns of the step and of the base."""
 CHIPS = {"H100 PCIe": 756.5, "H100 NVL": 835.5, "H200 NVL": 835.5, "H100": 989.4, "H200": 989.4, "A100": 312.0}
@@ -72,7 +74,8 @@ FASTER: dict[str, Callable[[Any], Any]] = {"triton": with_triton, "graphs": reco
 WAYS = {"triton": ["triton"], "graphs": ["graphs"], "both": ["triton", "graphs"]}
 
 
-def arguments() -> Namespace:
+def parse_arguments() -> Namespace:
+    """Return the command line with numbers of users, batch size, context and compilation set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="in all; what does not fit is left out and named")
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -89,7 +92,13 @@ def arguments() -> Namespace:
     return args
 
 
-def name_of(shape: dict[str, Any], toy: bool) -> str:
+def base_name(shape: dict[str, Any], toy: bool) -> str:
+    """Return the name of a random base model.
+
+    Args:
+        shape: Family and sizes of the model.
+        toy: Use the toy sizes instead.
+    """
     sizes = {key: TOY[key] if toy else value for key, value in shape.items() if key != "family"}
     return f"random:{shape['family']}?" + "&".join(f"{key}={value}" for key, value in sizes.items())
 
@@ -105,8 +114,8 @@ def best_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = lambda: one @ other  # noqa: E731
     for _ in range(3):
-        timed(product, time.perf_counter)
-    return 2 * size**3 / min(timed(product, time.perf_counter) for _ in range(10))
+        time_step(product, time.perf_counter)
+    return 2 * size**3 / min(time_step(product, time.perf_counter) for _ in range(10))
 
 
 @contextmanager
@@ -121,12 +130,12 @@ def measured_memory(device: torch.device) -> Iterator[Callable[[], float | None]
     yield lambda: torch.cuda.max_memory_allocated(device) / 1e9
 
 
-def chip_of(name: str) -> float | None:
-    """FLOPs a second that a chip's maker names, if it is a known one."""
+def chip_flops(name: str) -> float | None:
+    """Return the FLOPs per second that a chip's maker names; None if the chip is unknown."""
     return next((tflops * 1e12 for part, tflops in CHIPS.items() if part in name), None)
 
 
-def medians(steps: dict[str, Callable[[], object]], deadline: float, warm: int = WARM) -> dict[str, list[float]]:
+def time_in_turns(steps: dict[str, Callable[[], object]], deadline: float, warm: int = WARM) -> dict[str, list[float]]:
     """Return the seconds of each step, timed in turns; fewer turns if time runs out.
 
     Args:
@@ -138,7 +147,7 @@ def medians(steps: dict[str, Callable[[], object]], deadline: float, warm: int =
     for turn in range(warm + TURNS):
         began = time.perf_counter()
         for key, step in steps.items():
-            seconds = timed(step, time.perf_counter)
+            seconds = time_step(step, time.perf_counter)
             if turn >= warm:
                 times[key].append(seconds)
         if turn >= warm and time.perf_counter() + (time.perf_counter() - began) > deadline:
@@ -146,7 +155,7 @@ def medians(steps: dict[str, Callable[[], object]], deadline: float, warm: int =
     return times
 
 
-def settings(args: Namespace, shape: dict[str, Any], users: int, at_once: int | None) -> Namespace:
+def throughput_arguments(args: Namespace, shape: dict[str, Any], users: int, at_once: int | None) -> Namespace:
     """Return arguments for the functions of throughput.py.
 
     Args:
@@ -169,7 +178,7 @@ def settings(args: Namespace, shape: dict[str, Any], users: int, at_once: int | 
     )
 
 
-def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[str, Any]:
+def measure_options(clients: Clients, step: Callable[[], object], deadline: float) -> dict[str, Any]:
     """Return the speed-up of each GPU option, or the reason why it is missing.
 
     Args:
@@ -179,48 +188,50 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
     """
     plain = clients.steps.model
 
-    def as_in(model: Model, part: Any) -> None:
+    def step_with(model: Model, backend: Any) -> None:
+        """Take a step with this model and this backend for mixtures."""
         # The backend is global to the process, so each turn sets it again.
         clients.steps.model = model
-        expert_mlp.set_backend(part)
+        expert_mlp.set_backend(backend)
         step()
 
-    def gain(names: list[str]) -> float:
+    def measure_speedup(names: list[str]) -> float:
+        """Return how many times as fast a step is with the named options as without."""
         if time.perf_counter() > deadline:
             raise TimeoutError("no time")
         model = plain
         for name in names:
             model = FASTER[name](model)
-        taken = partial(as_in, model, triton_backend(plain.device) if "triton" in names else None)
-        taken()  # compiled, captured
+        changed_step = partial(step_with, model, triton_backend(plain.device) if "triton" in names else None)
+        changed_step()  # compiled, captured
         if "graphs" in names and None in getattr(model, "recordings").values():  # noqa: B009
             raise RuntimeError("not captured, see what was said")
-        times = medians({"plain": partial(as_in, plain, None), "other": taken}, deadline, warm=0)
+        times = time_in_turns({"plain": partial(step_with, plain, None), "other": changed_step}, deadline, warm=0)
         return round(statistics.median(a / b for a, b in zip(times["plain"], times["other"], strict=True)), 3)
 
-    found: dict[str, Any] = {}
-    for way, names in WAYS.items():
-        found[way] = tried(gain, names)
+    results: dict[str, Any] = {}
+    for option, names in WAYS.items():
+        results[option] = try_measurement(measure_speedup, names)
         clients.steps.model = plain
         expert_mlp.set_backend(None)
         gc.collect()
-    return found
+    return results
 
 
-def tried(measured: Callable[..., float], *args: Any) -> float | str:
+def try_measurement(measurement: Callable[..., float], *args: Any) -> float | str:
     """Return a measurement, or the error that prevented it."""
     try:
-        return measured(*args)
+        return measurement(*args)
     except Exception as error:
-        return why(error)
+        return describe_error(error)
 
 
-def why(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
-def flops_of_token(clients: Clients) -> float:
+def flops_per_token(clients: Clients) -> float:
     """Return FLOPs of matrix products per token in the phases of every step.
 
     At most 25 steps are timed here, and none of them trains the router.
@@ -234,7 +245,7 @@ def flops_of_token(clients: Clients) -> float:
 def measure(
     args: Namespace, shape: dict[str, Any], base: Base, users: int, at_once: int | None, peak: float, deadline: float
 ) -> Any:
-    """Return one line of the table.
+    """Measure one shape with one number of users and return a line of the table.
 
     Args:
         args: The command line.
@@ -245,19 +256,19 @@ def measure(
         peak: FLOPs per second of the best product.
         deadline: Time at which to stop.
     """
-    given = settings(args, shape, users, at_once)
-    with measured_memory(base.device) as held:
-        clients = clients_of(given, base)
-        everybody, numbers = list(range(users)), iter(range(10_000))
-        alone = base_pass(given, base, clients.pass_size.users * clients.pass_size.sequences)
-        step = lambda: train(clients, everybody, next(numbers))  # noqa: E731
-        times = medians({"train": step, "base": alone}, deadline)
-        gigabytes = held()
-    others = ways(clients, step, deadline) if users <= USUAL_AT else {}
+    pass_arguments = throughput_arguments(args, shape, users, at_once)
+    with measured_memory(base.device) as read_peak:
+        clients = make_clients(pass_arguments, base)
+        all_users, numbers = list(range(users)), iter(range(10_000))
+        base_step = base_pass(pass_arguments, base, clients.pass_size.users * clients.pass_size.sequences)
+        step = lambda: train(clients, all_users, next(numbers))  # noqa: E731
+        times = time_in_turns({"train": step, "base": base_step}, deadline)
+        peak_gb = read_peak()
+    speedups = measure_options(clients, step, deadline) if users <= USUAL_AT else {}
     tokens = users * args.batch * args.ctx
     seconds = statistics.median(times["train"])
-    flops, state = tokens / seconds * flops_of_token(clients), clients.state
-    chip = chip_of(torch.cuda.get_device_name(base.device)) if base.device.type == "cuda" else None
+    flops, state = tokens / seconds * flops_per_token(clients), clients.state
+    chip = chip_flops(torch.cuda.get_device_name(base.device)) if base.device.type == "cuda" else None
     return {
         "users": users,
         "users_per_step": clients.pass_size.users,
@@ -268,9 +279,9 @@ def measure(
         "of_peak": round(flops / peak, 4),
         "of_chip": None if chip is None else round(flops / chip, 4),
         "mb_per_user": round((state.rows.nbytes + state.first.nbytes + state.second.nbytes) / users / 1e6, 2),
-        "peak_gb": None if gigabytes is None else round(gigabytes, 2),
+        "peak_gb": None if peak_gb is None else round(peak_gb, 2),
         "seconds": round(seconds, 4),
-        **others,
+        **speedups,
     }
 
 
@@ -289,49 +300,51 @@ def measure_what_fits(args: Namespace, shape: dict[str, Any], base: Base, users:
         try:
             return measure(args, shape, base, users, at_once, *rest)
         except (ComingleError, torch.OutOfMemoryError) as error:
-            room = TOKENS_PER_PASS["cuda"] // (args.batch * args.ctx)
-            at_once = (min(users, room) if at_once is None else at_once) // 2
+            default = TOKENS_PER_PASS["cuda"] // (args.batch * args.ctx)
+            at_once = (min(users, default) if at_once is None else at_once) // 2
             if not at_once or not (lacks_memory(error) or "memory" in str(error)):
                 raise
 
 
-def usual(args: Namespace, shape: dict[str, Any], users: int, seconds: float, dtype: str, device: str) -> float:
-    """Return the speed-up over the usual implementation.
+def measure_usual_speedup(
+    args: Namespace, shape: dict[str, Any], users: int, seconds: float, dtype: str, device: str
+) -> float:
+    """Return the speed-up over the usual implementation, timed for one user and multiplied by their number.
 
     Args:
         args: The command line.
         shape: Sizes of the model.
         users: Number of users.
-        seconds: Seconds of a step here.
+        seconds: Seconds of comingle's step of all users.
         dtype: Type of the base.
         device: Device to train on.
     """
     gc.collect()
-    name = name_of(shape, args.toy)
+    name = base_name(shape, args.toy)
     vocab = TOY["vocab"] if args.toy else shape["vocab"]
     sizes = {"users": 1, "batch": args.batch, "context": args.ctx, "vocab": vocab, "experts": 2}
     step = one_by_one(name, **sizes, dtype=dtype, device=device)  # a user takes as long as any other
     for _ in range(2):
-        timed(step, time.perf_counter)
-    return round(statistics.median(timed(step, time.perf_counter) for _ in range(5)) * users / seconds, 2)
+        time_step(step, time.perf_counter)
+    return round(statistics.median(time_step(step, time.perf_counter) for _ in range(5)) * users / seconds, 2)
 
 
-def lines(args: Namespace) -> Iterator[dict[str, Any]]:
+def measure_all(args: Namespace) -> Iterator[dict[str, Any]]:
     """Yield all results, or the reasons why they are missing."""
     device = resolve_device(args.device)
-    ends = time.perf_counter() + args.seconds
-    loaded = load_base(name_of(SHAPES["gpt2-124m"], True), dtype=args.dtype, device=args.device)
-    peak = best_product(device, loaded.dtype, 512 if args.toy else 8192)
+    end = time.perf_counter() + args.seconds
+    toy_base = load_base(base_name(SHAPES["gpt2-124m"], True), dtype=args.dtype, device=args.device)
+    peak = best_product(device, toy_base.dtype, 512 if args.toy else 8192)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     yield {"device": where, "torch": torch.__version__, "best_product_tflops": round(peak / 1e12, 3)}
     names = args.shapes.split(",")
     for number, label in enumerate(names):
-        share = (ends - time.perf_counter()) / (len(names) - number)
-        yield from lines_of(args, label, time.perf_counter() + share, peak)
+        share = (end - time.perf_counter()) / (len(names) - number)
+        yield from measure_shape(args, label, time.perf_counter() + share, peak)
         gc.collect()
 
 
-def lines_of(args: Namespace, label: str, deadline: float, peak: float) -> Iterator[dict[str, Any]]:
+def measure_shape(args: Namespace, label: str, deadline: float, peak: float) -> Iterator[dict[str, Any]]:
     """Yield the results of one shape.
 
     Args:
@@ -340,46 +353,54 @@ def lines_of(args: Namespace, label: str, deadline: float, peak: float) -> Itera
         deadline: Time at which to stop.
         peak: FLOPs per second of the best product.
     """
-    shape, needed = SHAPES[label], 0.0
-    base = load_base(name_of(shape, args.toy), dtype=args.dtype, device=args.device)
+    shape, seconds_per_user = SHAPES[label], 0.0
+    base = load_base(base_name(shape, args.toy), dtype=args.dtype, device=args.device)
     for users in args.counts:
-        left = deadline - time.perf_counter()
-        if left < needed * users:
-            yield {"shape": label, "users": users, "left_out": f"{left:.0f} s left, {needed * users:.0f} needed"}
+        seconds_left = deadline - time.perf_counter()
+        if seconds_left < seconds_per_user * users:
+            yield {
+                "shape": label,
+                "users": users,
+                "left_out": f"{seconds_left:.0f} s left, {seconds_per_user * users:.0f} needed",
+            }
             continue
         try:
-            found = {"shape": label, **measure_what_fits(args, shape, base, users, peak, deadline)}
-            needed = found["seconds"] / users * LEAST_TIME
+            line = {"shape": label, **measure_what_fits(args, shape, base, users, peak, deadline)}
+            seconds_per_user = line["seconds"] / users * LEAST_TIME
             if shape["family"] == "gpt2" and users == (args.counts[-1] if args.toy else USUAL_AT):
                 kinds = dict.fromkeys(["float32", str(base.dtype).removeprefix("torch.")])
-                found["usual"] = {k: tried(usual, args, shape, users, found["seconds"], k, args.device) for k in kinds}
-            yield found
+                line["usual"] = {
+                    k: try_measurement(measure_usual_speedup, args, shape, users, line["seconds"], k, args.device)
+                    for k in kinds
+                }
+            yield line
         except Exception as error:  # the other lines may still be had
-            yield {"shape": label, "users": users, "left_out": why(error)}
+            yield {"shape": label, "users": users, "left_out": describe_error(error)}
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def format_table(results: list[dict[str, Any]]) -> str:
     """Return the table for README.md."""
     keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "of_chip", "mb_per_user", "peak_gb", *WAYS, "usual")
-    whole = [{"tokens_per_s": line.get("left_out", ""), **line} for line in found]
-    rows = [[str(line.get(key, "")) for key in keys] for line in whole]
+    complete = [{"tokens_per_s": line.get("left_out", ""), **line} for line in results]
+    rows = [[str(line.get(key, "")) for key in keys] for line in complete]
     return "\n".join("| " + " | ".join(row) + " |" for row in (keys, ["---"] * len(keys), *rows))
 
 
 def main() -> None:
-    args = arguments()
+    """Measure and print each line, and the table at the end even if the run is stopped."""
+    args = parse_arguments()
     keep_buffers()
     # Each number of users has passes of one size: code for any size, which a second one asks for, is not what they run.
     torch._dynamo.config.automatic_dynamic_shapes = False
-    found = []
+    results = []
     try:
-        for line in lines(args):
+        for line in measure_all(args):
             print(json.dumps(line), flush=True)
-            found.append(line)
+            results.append(line)
     finally:  # also where gpu.sh stops it
-        print(table([line for line in found if "shape" in line]), flush=True)
+        print(format_table([line for line in results if "shape" in line]), flush=True)
         if args.out is not None:
-            args.out.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+            args.out.write_text("".join(json.dumps(line) + "\n" for line in results), encoding="utf-8")
 
 
 if __name__ == "__main__":

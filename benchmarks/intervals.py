@@ -37,40 +37,48 @@ CASES = [
     (30, 5, 1.0, 0.3, 0.3, False),
     (30, 5, 1.0, 0.0, 0.3, True),
 ]
-Reach = tuple[float, float]
+Interval = tuple[float, float]
 
 
-def of_scipy(method: str) -> Callable[[np.ndarray, np.random.Generator], Reach]:
+def scipy_bootstrap(method: str) -> Callable[[np.ndarray, np.random.Generator], Interval]:
+    """Return a function for the 95% interval of scipy's bootstrap over users' means.
+
+    Args:
+        method: scipy's name of the bootstrap: "BCa" or "percentile".
+    """
     bootstrap: Any = scipy.stats.bootstrap
 
-    def interval(table: np.ndarray, draws: np.random.Generator) -> Reach:
-        found = bootstrap((table.mean(1),), np.mean, n_resamples=RESAMPLES, method=method, rng=draws)
-        return found.confidence_interval.low, found.confidence_interval.high
+    def interval(table: np.ndarray, draws: np.random.Generator) -> Interval:
+        result = bootstrap((table.mean(1),), np.mean, n_resamples=RESAMPLES, method=method, rng=draws)
+        return result.confidence_interval.low, result.confidence_interval.high
 
     return interval
 
 
-def studentised(table: np.ndarray, draws: np.random.Generator) -> Reach:
+def studentised(table: np.ndarray, draws: np.random.Generator) -> Interval:
+    """Return the studentised bootstrap interval of the mean of users' means; table is (users, seeds)."""
     means = table.mean(1)
-    some = means[draws.integers(0, len(means), (RESAMPLES, len(means)))]
-    errors = some.std(1, ddof=1) / math.sqrt(len(means))
-    known = errors > 1e-12 * abs(means).max()
-    low, high = np.quantile((some.mean(1) - means.mean())[known] / errors[known], [0.025, 0.975])
+    resampled = means[draws.integers(0, len(means), (RESAMPLES, len(means)))]
+    errors = resampled.std(1, ddof=1) / math.sqrt(len(means))
+    # Resamples of equal users have no error to divide by.
+    is_usable = errors > 1e-12 * abs(means).max()
+    low, high = np.quantile((resampled.mean(1) - means.mean())[is_usable] / errors[is_usable], [0.025, 0.975])
     error = means.std(ddof=1) / math.sqrt(len(means))
     return means.mean() - high * error, means.mean() - low * error
 
 
-def hierarchical(table: np.ndarray, draws: np.random.Generator) -> Reach:
+def hierarchical(table: np.ndarray, draws: np.random.Generator) -> Interval:
+    """Return the interval of the bootstrap that draws users and seeds with replacement; table is (users, seeds)."""
     users, seeds = (draws.integers(0, n, (RESAMPLES, n)) for n in table.shape)
     low, high = np.quantile(table[users[:, :, None], seeds[:, None, :]].mean((1, 2)), [0.025, 0.975])
     return low, high
 
 
-CANDIDATES: dict[str, Callable[[np.ndarray, np.random.Generator], Reach]] = {
+CANDIDATES: dict[str, Callable[[np.ndarray, np.random.Generator], Interval]] = {
     "two_way": lambda table, _: two_way(table).interval(),
     "t_over_users": lambda table, _: one_way(table.mean(1).tolist()).interval(),
-    "bootstrap_bca": of_scipy("BCa"),
-    "bootstrap_percentile": of_scipy("percentile"),
+    "bootstrap_bca": scipy_bootstrap("BCa"),
+    "bootstrap_percentile": scipy_bootstrap("percentile"),
     "bootstrap_studentised": studentised,
     "bootstrap_hierarchical": hierarchical,
 }
@@ -81,8 +89,10 @@ def coverage(case: tuple[int, int, float, float, float, bool], populations: int)
     users, seeds, of_user, of_seed, rest, skewed = case
     draws, hits = np.random.default_rng(0), dict.fromkeys(CANDIDATES, 0)
     for _ in range(populations):
-        own = draws.exponential(size=(users, 1)) - 1 if skewed else draws.normal(size=(users, 1))
-        table = of_user * own + of_seed * draws.normal(size=(1, seeds)) + rest * draws.normal(size=(users, seeds))
+        user_effects = draws.exponential(size=(users, 1)) - 1 if skewed else draws.normal(size=(users, 1))
+        table = (
+            of_user * user_effects + of_seed * draws.normal(size=(1, seeds)) + rest * draws.normal(size=(users, seeds))
+        )
         for name, interval in CANDIDATES.items():
             low, high = interval(table, draws)
             hits[name] += bool(low <= 0 <= high)
@@ -90,6 +100,7 @@ def coverage(case: tuple[int, int, float, float, float, bool], populations: int)
 
 
 def main() -> None:
+    """Measure each case and print a line of JSON for it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--populations", type=int, default=1000)
     populations = parser.parse_args().populations

@@ -33,18 +33,18 @@ USERS, DOCUMENTS = 4, 40
 ROWS = ("pretrained", "local", "shared", "joined")
 
 
-def users_of(data: Path, source: str) -> dict[str, list[str]]:
+def read_users(data: Path, source: str) -> dict[str, list[str]]:
     """Return the documents of the users with most text, by name."""
     file, column = SOURCES[source]
     texts: dict[str, list[str]] = {}
     with lzma.open(data / file, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             texts.setdefault(row[column], []).append(row["text"])
-    most = sorted(texts, key=lambda name: -sum(map(len, texts[name])))[:USERS]
-    return {name: texts[name][:DOCUMENTS] for name in sorted(most)}
+    largest = sorted(texts, key=lambda name: -sum(map(len, texts[name])))[:USERS]
+    return {name: texts[name][:DOCUMENTS] for name in sorted(largest)}
 
 
-def settings(data: Path, args: argparse.Namespace) -> dict[str, Any]:
+def make_recipe(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Return a recipe for a model of 260,000 parameters."""
     return {
         "base": str(data / "models/stories260K"),
@@ -73,12 +73,12 @@ def measure(data: Path, args: argparse.Namespace, source: str, method: str, seed
         method: Name of the method.
         seed: Seed of the run.
     """
-    users = users_of(data, source)
+    users = read_users(data, source)
     newcomer = list(users)[-1]
     text = users.pop(newcomer)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        comingle.run(settings(data, args), users=users, method=method, seed=seed, out=out)
+        comingle.run(make_recipe(data, args), users=users, method=method, seed=seed, out=out)
         joined = comingle.join(out, name=newcomer, data=text)
     rows = {row: joined.rows[row]["test_perplexity"] for row in ROWS}
     tokens = {joined.rows[row]["train_tokens"] for row in ("local", "joined")}
@@ -86,8 +86,8 @@ def measure(data: Path, args: argparse.Namespace, source: str, method: str, seed
     return {"source": source, "newcomer": newcomer, "method": method, "seed": seed, "tokens": tokens.pop(), **rows}
 
 
-def table(results: list[dict[str, Any]]) -> list[str]:
-    """Means over seeds, and by how much joining differs from training alone, with its interval."""
+def format_table(results: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of means over seeds, with the change by joining against training alone."""
     lines = ["| data | method | pretrained | local | shared | joined | joined against local |", "|" + "---|" * 7]
     for source in SOURCES:
         for method in METHODS:
@@ -96,15 +96,15 @@ def table(results: list[dict[str, Any]]) -> list[str]:
                 continue
             cells = [f"{statistics.fmean(r[row] for r in runs):.2f}" for row in ROWS]
             changes = [100 * (r["joined"] / r["local"] - 1) for r in runs]
-            told = f"{statistics.fmean(changes):+.1f}%"
-            if (reach := interval(changes)) is not None:
-                told += f" ({reach[0]:+.1f} to {reach[1]:+.1f})"
-            lines.append(f"| {source} | {method} | {' | '.join(cells)} | {told} |")
+            change = f"{statistics.fmean(changes):+.1f}%"
+            if (change_interval := interval(changes)) is not None:
+                change += f" ({change_interval[0]:+.1f} to {change_interval[1]:+.1f})"
+            lines.append(f"| {source} | {method} | {' | '.join(cells)} | {change} |")
     return lines
 
 
 def main() -> None:
-    """Measure."""
+    """Measure all methods, sources and seeds; print the table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
     parser.add_argument("--methods", default=",".join(METHODS))
@@ -121,7 +121,7 @@ def main() -> None:
             for seed in range(args.seeds):
                 results.append(measure(args.data, args, source, method, seed))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    print("\n".join(table(results)))
+    print("\n".join(format_table(results)))
     seconds = round(time.perf_counter() - started, 1)
     print(json.dumps({"benchmark": "joining", "seconds": seconds, "rounds": args.rounds, "results": results}))
 

@@ -26,7 +26,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 from torch import Tensor, nn
 
-from clocks import add_clock, clock_of
+from clocks import add_clock, select_clock
 from comingle.config import parse_recipe
 from comingle.data.samples.samples import Samples, UserSamples
 from comingle.models.floral.layers import precondition
@@ -51,11 +51,11 @@ IMAGES: dict[str, Sequence[int]] = {
 }
 """Nets with convolutions, and the shape of the random images that they have here."""
 
-OF_A_USER = 96
-"""Random images, in three batches."""
+IMAGES_PER_USER = 96
+"""Random images of a user, in three batches."""
 
 
-def federation(
+def make_federation(
     task: str,
     users: int,
     method: str,
@@ -91,19 +91,26 @@ def federation(
         path = {"path": data} if data is not None and task == "mnist" else {}
         parsed = parse_recipe(recipe | {"data": {"task": {"name": task, "users": users, "test_samples": 1, **path}}})
         return build(parsed, prepare(parsed))
-    given = given_of({f"user{n}": images(IMAGES[task], n) for n in range(users)}, None, None, None)
+    given = given_of({f"user{n}": random_images(IMAGES[task], n) for n in range(users)}, None, None, None)
     parsed = recipe_with(recipe | {"base": f"net:{task}"}, given, base=None, method=None, changes={})
     return build(parsed, prepare(parsed, given=given))
 
 
-def images(shape: Sequence[int], user: int) -> dict[str, tuple[Tensor, Tensor]]:
+def random_images(shape: Sequence[int], user: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Return a user's random images and classes; the validation and test splits are not used."""
     draw = torch.Generator().manual_seed(user)
-    inputs, targets = torch.randn(OF_A_USER, *shape, generator=draw), torch.arange(OF_A_USER) % 10
+    inputs, targets = torch.randn(IMAGES_PER_USER, *shape, generator=draw), torch.arange(IMAGES_PER_USER) % 10
     return {"train": (inputs, targets), "valid": (inputs[:1], targets[:1]), "test": (inputs[:10], targets[:10])}
 
 
-def start(clients: Clients, task: str, method: str) -> nn.Module:
+def initial_net(clients: Clients, task: str, method: str) -> nn.Module:
+    """Return the net from which all users start, with FLoRAL's adaptors for method "floral".
+
+    Args:
+        clients: Users, whose data determines the shapes of inputs and outputs.
+        task: Name of the task or net.
+        method: Name of the method.
+    """
     first = cast(Samples, clients.users[0].train)
     outputs = first.targets.shape[1] if first.targets.is_floating_point() else 10
     net = make_net(task, tuple(first.inputs.shape[1:]), outputs, seed=0)
@@ -126,8 +133,8 @@ def train_alone(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
         if isinstance(model, FloralModel):
             values = {name: p.detach() for name, p in model.named_parameters()}
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            for name, found in precondition(model.pairs(), values, gradients).items():
-                model.get_parameter(name).grad = found
+            for name, gradient in precondition(model.pairs(), values, gradients).items():
+                model.get_parameter(name).grad = gradient
         optimizer.step()
     return model
 
@@ -136,16 +143,17 @@ def train_alone(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
 def average(shared: nn.Module, models: list[nn.Module]) -> None:
     """Set the shared model to the mean over users; adaptors are weighted by their users' routers."""
     shares = torch.full((len(models), 1), 1 / len(models))
-    clustered: set[str] = set()
+    adaptor_names: set[str] = set()
     if isinstance(shared, FloralModel):
         shares = torch.stack([m.get_parameter("router.theta").softmax(0) for m in models])
-        shares, clustered = shares / shares.sum(0), {n for n, role in roles(shared).items() if role == "adaptor"}
+        shares = shares / shares.sum(0)
+        adaptor_names = {n for n, role in roles(shared).items() if role == "adaptor"}
     for name, value in shared.named_parameters():
-        everybody = torch.stack([model.get_parameter(name) for model in models])
-        value.copy_(torch.einsum("uc,uc...->c...", shares, everybody) if name in clustered else everybody.mean(0))
+        of_users = torch.stack([model.get_parameter(name) for model in models])
+        value.copy_(torch.einsum("uc,uc...->c...", shares, of_users) if name in adaptor_names else of_users.mean(0))
 
 
-def one_after_another(clients: Clients, task: str, method: str) -> Callable[[int], None]:
+def looped_round(clients: Clients, task: str, method: str) -> Callable[[int], None]:
     """Return a round of the usual implementation: each user trains a copy of the global model.
 
     Args:
@@ -153,7 +161,8 @@ def one_after_another(clients: Clients, task: str, method: str) -> Callable[[int
         task: Name of the task or net.
         method: Name of the method.
     """
-    shared, users = start(clients, task, method), cast(list[UserSamples], clients.users)
+    shared = initial_net(clients, task, method)
+    users = cast(list[UserSamples], clients.users)
 
     def a_round(number: int) -> None:
         average(shared, [train_alone(copy.deepcopy(shared), user.train, clients.batch_size) for user in users])
@@ -161,20 +170,21 @@ def one_after_another(clients: Clients, task: str, method: str) -> Callable[[int
     return a_round
 
 
-def stacked(federation: InProcess) -> Callable[[int], None]:
+def stacked_round(federation: InProcess) -> Callable[[int], None]:
+    """Return a round of comingle: local epoch of all users at once, uploads, aggregation and downloads."""
     clients = federation.clients
-    everyone = list(range(len(clients.users)))
+    all_users = list(range(len(clients.users)))
 
     def a_round(number: int) -> None:
-        work = train(clients, everyone, number)
-        federation.upload(everyone, number + 1, work.losses)
+        trained = train(clients, all_users, number)
+        federation.upload(all_users, number + 1, trained.losses)
         federation.aggregate()
-        federation.download(everyone)
+        federation.download(all_users)
 
     return a_round
 
 
-def seconds(rounds: Sequence[Callable[[int], None]], count: int, clock: Callable[[], float]) -> list[list[float]]:
+def time_rounds(rounds: Sequence[Callable[[int], None]], count: int, clock: Callable[[], float]) -> list[list[float]]:
     """Return the seconds of rounds, timed in turns after one to warm up.
 
     Args:
@@ -184,14 +194,15 @@ def seconds(rounds: Sequence[Callable[[int], None]], count: int, clock: Callable
     """
     times: list[list[float]] = [[] for _ in rounds]
     for number in range(count + 1):
-        for a_round, found in zip(rounds, times, strict=True):
+        for a_round, of_round in zip(rounds, times, strict=True):
             started = clock()
             a_round(number)
-            found.append(clock() - started)
-    return [found[1:] for found in times]
+            of_round.append(clock() - started)
+    return [of_round[1:] for of_round in times]
 
 
 def main() -> None:
+    """Time rounds of both implementations and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="mlp", choices=("linear", "mlp", "mnist", *IMAGES))
     parser.add_argument("--users", type=int, default=100)
@@ -204,28 +215,28 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave native code off, as runtime.compile: false")
     add_clock(parser)
     args = parser.parse_args()
-    clock = clock_of(parser, args)
-    rest = (args.method, args.users_per_step, args.dtype)
-    also = {"compiled": not args.no_compile, "data": args.data}
-    made = federation(args.task, args.users, *rest, **also)
-    alone = one_after_another(made.clients, args.task, args.method)
-    quick, slow = seconds([stacked(made), alone], args.rounds, clock.now)
-    grown = {}
+    clock = select_clock(parser, args)
+    settings = (args.method, args.users_per_step, args.dtype)
+    options = {"compiled": not args.no_compile, "data": args.data}
+    made = make_federation(args.task, args.users, *settings, **options)
+    looped = looped_round(made.clients, args.task, args.method)
+    stacked_seconds, looped_seconds = time_rounds([stacked_round(made), looped], args.rounds, clock.now)
+    seconds_by_users = {}
     for users in [int(n) for n in args.grow.split(",") if n]:
-        many = federation(args.task, users, *rest, **also)
-        grown[users] = median(seconds([stacked(many)], args.rounds, clock.now)[0]) / users
-    found = {
+        larger = make_federation(args.task, users, *settings, **options)
+        seconds_by_users[users] = median(time_rounds([stacked_round(larger)], args.rounds, clock.now)[0]) / users
+    line = {
         "task": args.task,
         "method": args.method,
         "users": args.users,
-        **clock.told,
+        **clock.fields,
         "dtype": str(made.clients.model.dtype).removeprefix("torch."),
-        "stacked_s": round(median(quick), 4),
-        "looped_s": round(median(slow), 4),
-        "ratio": round(median(b / a for a, b in zip(quick, slow, strict=True)), 2),
-        "s_per_user_round": {users: float(f"{s:.3g}") for users, s in grown.items()},
+        "stacked_s": round(median(stacked_seconds), 4),
+        "looped_s": round(median(looped_seconds), 4),
+        "ratio": round(median(b / a for a, b in zip(stacked_seconds, looped_seconds, strict=True)), 2),
+        "s_per_user_round": {users: float(f"{s:.3g}") for users, s in seconds_by_users.items()},
     }
-    print(json.dumps(found))
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write(project: dict[str, Any], place: Path) -> None:
+def write_metadata(project: dict[str, Any], place: Path) -> None:
+    """Write the metadata of an installed distribution, with its entry points.
+
+    Args:
+        project: Table ``project`` of ``pyproject.toml``.
+        place: Folder to write to.
+    """
     folder = place / f"{project['name']}-{project['version']}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     about = f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
@@ -26,23 +32,24 @@ def write(project: dict[str, Any], place: Path) -> None:
     (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def missing(project: dict[str, Any]) -> list[str]:
+def find_missing(project: dict[str, Any]) -> list[str]:
     """Return the names of required packages, pytest included, that are not installed."""
-    wanted = [re.split(r"[<>=\[ ]", dependency)[0] for dependency in project["dependencies"]]
-    found = []
-    for name in [*wanted, "pytest"]:
+    required = [re.split(r"[<>=\[ ]", dependency)[0] for dependency in project["dependencies"]]
+    absent = []
+    for name in [*required, "pytest"]:
         try:
             version(name)
         except PackageNotFoundError:
-            found.append(name)
-    return found
+            absent.append(name)
+    return absent
 
 
 def main() -> None:
+    """Write metadata, or exit with 1 if a required package is missing."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     if sys.argv[1:]:
-        write(project, Path(sys.argv[1]))
-    elif lacking := missing(project):
+        write_metadata(project, Path(sys.argv[1]))
+    elif lacking := find_missing(project):
         sys.exit(f"missing here: {' '.join(lacking)}; bring wheels of them and of what they need (WHEELS=FOLDER)")
 
 

@@ -31,34 +31,34 @@ CHARACTERS = 80_000
 
 def main() -> None:
     """Run one federation and print what it cost."""
-    asked = _arguments()
+    args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        out, said = Path(folder) / "run", {}
+        out, time_of_message = Path(folder) / "run", {}
 
         def say(line: str) -> None:
-            if asked.verbose:
+            if args.verbose:
                 print(f"{time.perf_counter() - began:7.1f}  {line}", flush=True)
-            known = line.partition(":")[0] if line.startswith("round ") else line.rpartition(" ")[2]
-            said.setdefault(known, time.perf_counter())
-            if known == "joined":
-                said[known] = time.perf_counter()  # the last
+            message = line.partition(":")[0] if line.startswith("round ") else line.rpartition(" ")[2]
+            time_of_message.setdefault(message, time.perf_counter())
+            if message == "joined":
+                time_of_message[message] = time.perf_counter()  # the last
 
         memory = Memory(folder)
         began = time.perf_counter()
-        metrics = federate(parse_recipe(_recipe(asked, Path(folder))), out, say=say)
+        metrics = federate(parse_recipe(_recipe(args, Path(folder))), out, say=say)
         wall = time.perf_counter() - began
         peak = memory.end()
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     seconds = [event["seconds"] for event in events if event["event"] == "round"]
-    ends = [said[f"round {number + 1}"] for number in range(len(seconds))]
+    ends = [time_of_message[f"round {number + 1}"] for number in range(len(seconds))]
     later = [end - before - work for before, end, work in zip(ends, ends[1:], seconds[1:], strict=False)]
     line = {
         "benchmark": "network",
-        "users": asked.users,
-        "rounds": asked.rounds,
+        "users": args.users,
+        "rounds": args.rounds,
         "local_seconds": [round(one, 2) for one in seconds],
-        "all_joined_after_seconds": round(said["joined"] - began, 2),
-        "first_overhead_seconds": round(ends[0] - said["joined"] - seconds[0], 2),
+        "all_joined_after_seconds": round(time_of_message["joined"] - began, 2),
+        "first_overhead_seconds": round(ends[0] - time_of_message["joined"] - seconds[0], 2),
         "later_overhead_seconds": [round(one, 2) for one in later],
         "later_overhead_median_seconds": round(median(later), 2) if later else None,
         "wall_seconds": round(wall, 1),
@@ -83,40 +83,45 @@ class Memory:
         return self._peak
 
     def _watch(self) -> None:
+        """Poll the memory of all processes every second until :meth:`end`."""
         while not self._ended.wait(1.0):
-            self._peak = max(self._peak, sum(_pss(process) for process in _everybody(self._folder)))
+            self._peak = max(
+                self._peak, sum(_proportional_bytes(process) for process in _federation_processes(self._folder))
+            )
 
 
-def _everybody(folder: str) -> list[psutil.Process]:
+def _federation_processes(folder: str) -> list[psutil.Process]:
     """Return this process and all processes of the federation in a folder."""
-    found = [psutil.Process()]
+    processes = [psutil.Process()]
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if any(folder in value for value in (*process.environ().values(), *process.cmdline())):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def _pss(process: psutil.Process) -> int:
+def _proportional_bytes(process: psutil.Process) -> int:
+    """Return the proportional set size of a process in bytes; 0 if it has ended or cannot be read."""
     with suppress(psutil.Error, OSError):
         return process.memory_full_info().pss
     return 0
 
 
-def _recipe(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _recipe(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Write users' text, parts of Python's library, and return the recipe."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    whole = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    library_text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     users = {}
-    for number in range(asked.users):
+    for number in range(args.users):
         path = folder / f"text{number}.txt"
-        path.write_text(whole[number * CHARACTERS : (number + 1) * CHARACTERS], encoding="utf-8")
+        path.write_text(library_text[number * CHARACTERS : (number + 1) * CHARACTERS], encoding="utf-8")
         users[f"user{number}"] = str(path)
     return {
-        "base": asked.base,
+        "base": args.base,
         "data": {"users": users, "split": {"valid": 0.1, "test": 0.1}},
-        "method": asked.method,
-        "training": {"rounds": asked.rounds, "local_steps": asked.steps, "batch_size": 4, "context": 128},
-        "evaluation": {"every": asked.rounds, "first": False},
+        "method": args.method,
+        "training": {"rounds": args.rounds, "local_steps": args.steps, "batch_size": 4, "context": 128},
+        "evaluation": {"every": args.rounds, "first": False},
     }
 
 

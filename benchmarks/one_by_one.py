@@ -24,6 +24,8 @@ RANK, SCALE = 8, 16 / math.sqrt(8)
 
 
 class Lora(nn.Module):
+    """LoRA beside a frozen linear of GPT-2."""
+
     def __init__(self, linear: Any):
         super().__init__()
         self.linear = linear
@@ -37,6 +39,8 @@ class Lora(nn.Module):
 
 
 class Expert(nn.Module):
+    """MLP of GPT-2 with a LoRA beside each linear."""
+
     def __init__(self, mlp: Any):
         super().__init__()
         self.fc, self.proj, self.act = Lora(mlp.c_fc), Lora(mlp.c_proj), mlp.act
@@ -46,6 +50,8 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
+    """Softmax-weighted sum of the outputs of all experts."""
+
     def __init__(self, mlp: Any, experts: int, width: int):
         super().__init__()
         self.experts = nn.ModuleList(Expert(mlp) for _ in range(experts))
@@ -94,9 +100,9 @@ def one_by_one(
     tokens = torch.randint(vocab, (users, batch, context + 1), device=loaded.device)
 
     def step() -> None:
-        for network, optimizer, own in zip(networks, optimizers, tokens, strict=True):
-            logits = network(own[:, :-1]).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
+        for network, optimizer, user_tokens in zip(networks, optimizers, tokens, strict=True):
+            logits = network(user_tokens[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), user_tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

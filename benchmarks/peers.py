@@ -27,13 +27,13 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 from torch import Tensor, nn
 
-from clocks import add_clock, clock_of
+from clocks import add_clock, select_clock
 from comingle.data.samples.samples import UserSamples
 from comingle.models.hardware import keep_buffers
 from comingle.models.loading import load_base
 from comingle.training.client import train
-from many_users import RATE, federation, stacked, start
-from throughput import clients_of, timed
+from many_users import RATE, initial_net, make_federation, stacked_round
+from throughput import make_clients, time_step
 
 CONTEXT, USERS, BATCH = 128, 300, 32
 SMALL = {"layers": 4, "dim": 256, "heads": 4, "vocab": 8192}
@@ -43,19 +43,20 @@ SHAPES: dict[str, dict[str, int]] = {
     "sixteen": {**SMALL, "users": 16, "batch": 1},
 }
 Turn = Callable[[], object]
+"""Function that takes one local step of every user; for nets one round."""
 
 
-def ours(name: str, shape: dict[str, int]) -> Turn:
-    """`fedit`, as ``throughput.py`` has it."""
+def comingle_turn(name: str, shape: dict[str, int]) -> Turn:
+    """Return a turn of ``fedit``: a local step of all users at once, as ``throughput.py`` times it."""
     rest = {"method": "fedit", "experts": 2, "ctx": CONTEXT, "dtype": "auto", "device": "cpu"}
     switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
     base = load_base(name, dtype="auto", device="cpu")
-    clients = clients_of(argparse.Namespace(**shape, **rest, **switches), base)
+    clients = make_clients(argparse.Namespace(**shape, **rest, **switches), base)
     rounds = iter(range(10_000))
     return lambda: train(clients, list(range(shape["users"])), next(rounds))
 
 
-def with_peft(name: str, shape: dict[str, int], dtype: str) -> Turn:
+def peft_turn(name: str, shape: dict[str, int], dtype: str) -> Turn:
     """Return a turn that trains an adapter per user on one base, one after another.
 
     Args:
@@ -79,10 +80,10 @@ def with_peft(name: str, shape: dict[str, int], dtype: str) -> Turn:
         optimizers.append(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3))
 
     def turn() -> None:
-        for user, optimizer, own in zip(names, optimizers, tokens, strict=True):
+        for user, optimizer, user_tokens in zip(names, optimizers, tokens, strict=True):
             model.set_adapter(user)
-            logits = model(input_ids=own[:, :-1]).logits
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), own[:, 1:].flatten())
+            logits = model(input_ids=user_tokens[:, :-1]).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), user_tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -106,7 +107,7 @@ class Classifier(nn.Module):
         return {}
 
 
-def with_pfl(net: nn.Module, users: list[UserSamples]) -> Turn:
+def pfl_turn(net: nn.Module, users: list[UserSamples]) -> Turn:
     """Return a function that runs a central iteration of FedAvg over all users."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -142,26 +143,31 @@ def with_pfl(net: nn.Module, users: list[UserSamples]) -> Turn:
     return turn
 
 
-def turns_of(row: str, data: str | None) -> dict[str, Turn]:
-    """Return the implementations of one row, comingle first."""
+def make_turns(row: str, data: str | None) -> dict[str, Turn]:
+    """Return the implementations of one row, comingle first.
+
+    Args:
+        row: Name of the row.
+        data: Folder with MNIST's files; None reads the hub.
+    """
     if row == "nets":
-        made = federation("mnist", USERS, "fedavg", None, data=data)
+        made = make_federation("mnist", USERS, "fedavg", None, data=data)
         users = cast(list[UserSamples], made.clients.users)
-        turn, numbers = stacked(made), iter(range(10_000))
-        half = stacked(federation("mnist", USERS, "fedavg", None, "bfloat16", data=data))
-        net = start(made.clients, "mnist", "fedavg").requires_grad_()
+        turn, numbers = stacked_round(made), iter(range(10_000))
+        bfloat16_turn = stacked_round(make_federation("mnist", USERS, "fedavg", None, "bfloat16", data=data))
+        net = initial_net(made.clients, "mnist", "fedavg").requires_grad_()
         return {
             "comingle": lambda: turn(next(numbers)),
-            "comingle_bfloat16": lambda: half(next(numbers)),
-            "pfl": with_pfl(net, users),
+            "comingle_bfloat16": lambda: bfloat16_turn(next(numbers)),
+            "pfl": pfl_turn(net, users),
         }
     shape = SHAPES[row]
     name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
-    peers = {f"peft_{dtype}": with_peft(name, shape, dtype) for dtype in ("bfloat16", "float32")}
-    return {"comingle": ours(name, shape), **peers}
+    peers = {f"peft_{dtype}": peft_turn(name, shape, dtype) for dtype in ("bfloat16", "float32")}
+    return {"comingle": comingle_turn(name, shape), **peers}
 
 
-def compared(row: str, iters: int, clock: Callable[[], float], data: str | None = None) -> dict[str, Any]:
+def compare(row: str, iters: int, clock: Callable[[], float], data: str | None = None) -> dict[str, Any]:
     """Return the seconds of a turn of each implementation and the speed-ups of comingle.
 
     Args:
@@ -170,34 +176,35 @@ def compared(row: str, iters: int, clock: Callable[[], float], data: str | None 
         clock: Function that returns the time in seconds.
         data: Folder with MNIST's files.
     """
-    turns = turns_of(row, data)
+    turns = make_turns(row, data)
     times: dict[str, list[float]] = {key: [] for key in turns}
     for number in range(iters + 2):  # the first two rounds compile and warm up
         for key, turn in turns.items():
-            seconds = timed(turn, clock)
+            seconds = time_step(turn, clock)
             if number >= 2:
                 times[key].append(seconds)
-    own = {key: seconds for key, seconds in times.items() if key.startswith("comingle")}
+    ours = {key: seconds for key, seconds in times.items() if key.startswith("comingle")}
     ratios = {
-        f"{peer}/{key}": round(statistics.median(b / a for a, b in zip(own[key], times[peer], strict=True)), 2)
-        for key in own
+        f"{peer}/{key}": round(statistics.median(b / a for a, b in zip(ours[key], times[peer], strict=True)), 2)
+        for key in ours
         for peer in times
-        if peer not in own
+        if peer not in ours
     }
     return {"seconds": {key: round(statistics.median(s), 3) for key, s in times.items()}, "times": ratios}
 
 
 def main() -> None:
+    """Compare the rows and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="gpt2,small,sixteen,nets")
     parser.add_argument("--data", help="a folder with MNIST's files, where the hub is not at hand")
     parser.add_argument("--iters", type=int, default=3)
     add_clock(parser)
     args = parser.parse_args()
-    clock = clock_of(parser, args)
+    clock = select_clock(parser, args)
     keep_buffers()
-    rows = {row: compared(row, args.iters, clock.now, args.data) for row in args.rows.split(",")}
-    print(json.dumps({**clock.told, **rows}))
+    rows = {row: compare(row, args.iters, clock.now, args.data) for row in args.rows.split(",")}
+    print(json.dumps({**clock.fields, **rows}))
 
 
 if __name__ == "__main__":

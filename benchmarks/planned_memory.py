@@ -24,6 +24,16 @@ WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on",
 def text_recipe(
     base: str, method: Any, *, users: int = 2, dtype: str = "float32", batch: int = 8, **changes: Any
 ) -> dict[str, Any]:
+    """Return a recipe of users with text.
+
+    Args:
+        base: The base model.
+        method: The method: its name, or a mapping of name and settings.
+        users: Number of users.
+        dtype: Type of the base.
+        batch: Sequences per step.
+        **changes: Values by section; mappings are merged into the section.
+    """
     content = {
         "base": base,
         "method": method,
@@ -93,8 +103,8 @@ def write_case(case: str, folder: Path) -> Path:
     return path
 
 
-def planned_and_measured(case: str) -> tuple[int, int]:
-    """Return the planned and the measured bytes."""
+def measure_case(case: str) -> tuple[int, int]:
+    """Return the planned and the measured bytes of a case."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_case(case, Path(folder))
         comingle = [sys.executable, "-c", "from comingle.cli import main; main()"]
@@ -106,8 +116,9 @@ def planned_and_measured(case: str) -> tuple[int, int]:
 
 
 def main() -> None:
+    """Plan and run the cases and print a line of JSON for each."""
     for case in sys.argv[1:] or CASES:
-        planned, measured = planned_and_measured(case)
+        planned, measured = measure_case(case)
         off = round(planned / measured - 1, 3)
         result = {"case": case, "planned_mb": planned // 10**6, "measured_mb": measured // 10**6, "off": off}
         print(json.dumps(result), flush=True)

@@ -105,7 +105,7 @@ def run_round(recipe: Path, out: Path, processes: int) -> float:
     return max((second[key] - first[key]) / ROUNDS for key in ("wall_seconds", "train_seconds"))
 
 
-def this_machine(processes: int, disk: float = 1.0, *, own_core: bool) -> Cluster:
+def describe_machine(processes: int, disk: float = 1.0, *, own_core: bool) -> Cluster:
     """Describe this machine as a cluster.
 
     Args:
@@ -117,42 +117,63 @@ def this_machine(processes: int, disk: float = 1.0, *, own_core: bool) -> Cluste
     return Cluster(machines=1, processes=processes, cores=count, threads=1, link=1.25e9, latency=1e-4, disk=disk)
 
 
-def planned_round(recipe: Recipe, cost: Any, found: Measurement, processes: int, *, own_core: bool) -> dict[str, Any]:
-    here = this_machine(processes, found.disk, own_core=own_core)
+def planned_round(
+    recipe: Recipe, cost: Any, measurement: Measurement, processes: int, *, own_core: bool
+) -> dict[str, Any]:
+    """Return the planned times of a round on this machine.
+
+    Args:
+        recipe: The recipe.
+        cost: Costs of its method.
+        measurement: Measurement of the parts.
+        processes: Number of processes.
+        own_core: Whether each process has its own core.
+    """
+    machine = describe_machine(processes, measurement.disk, own_core=own_core)
     users = sum(len(user.names) for user in cost.users)
-    return plan_time(load_of(recipe, cost, found, users), found, here).as_dict()
+    return plan_time(load_of(recipe, cost, measurement, users), measurement, machine).as_dict()
 
 
-def try_case(case: str, counts: list[int], turns: int, *, own_core: bool) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        path = write_case(case, Path(place))
+def measure_case(case: str, counts: list[int], turns: int, *, own_core: bool) -> None:
+    """Plan and run a case in turns and print a line of JSON for each number of processes.
+
+    Args:
+        case: Key of ``CASES``.
+        counts: Numbers of processes.
+        turns: Number of turns.
+        own_core: Whether each process has its own core, as with processor time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_case(case, Path(folder))
         recipe = load_recipe(path)
         (cost,) = plan(recipe).methods
         users = sum(len(user.names) for user in cost.users)
         rows: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
         for turn in range(turns):
-            found: dict[int, Measurement] = {}
+            measurements: dict[int, Measurement] = {}
             for count in counts:
                 if own_core:
                     machines.cores = lambda count=count: count
-                found[count] = measure(recipe, this_machine(count, own_core=own_core), users)
-                planned = planned_round(recipe, cost, found[count], count, own_core=own_core)
-                took = run_round(path, Path(place) / f"run-{turn}-{count}", count)
-                extrapolated = count > 2 and 2 in found
-                fewer = planned_round(recipe, cost, found[2], count, own_core=own_core) if extrapolated else None
-                rows[count].append({"planned": planned, "measured": took, "fewer": fewer})
-                print(turn, count, planned["round_seconds"], took, file=sys.stderr, flush=True)
+                measurements[count] = measure(recipe, describe_machine(count, own_core=own_core), users)
+                planned = planned_round(recipe, cost, measurements[count], count, own_core=own_core)
+                measured = run_round(path, Path(folder) / f"run-{turn}-{count}", count)
+                extrapolated = count > 2 and 2 in measurements
+                fewer = planned_round(recipe, cost, measurements[2], count, own_core=own_core) if extrapolated else None
+                rows[count].append({"planned": planned, "measured": measured, "fewer": fewer})
+                print(turn, count, planned["round_seconds"], measured, file=sys.stderr, flush=True)
     for count, turns_of in rows.items():
-        print(json.dumps({"case": case, "processes": count} | summary(turns_of)), flush=True)
+        print(json.dumps({"case": case, "processes": count} | summarise(turns_of)), flush=True)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a line of results: medians over turns and errors of the plan."""
+
     def off(key: str) -> float:
         return round(median(row[key]["round_seconds"] / row["measured"] for row in rows) - 1, 3)
 
     middle = sorted(rows, key=lambda row: row["planned"]["round_seconds"])[len(rows) // 2]["planned"]
     parts = ("compute", "server", "network", "disk")
-    told = {
+    fields = {
         "planned_s": round(median(row["planned"]["round_seconds"] for row in rows), 3),
         "measured_s": round(median(row["measured"] for row in rows), 3),
         "off": off("planned"),
@@ -163,22 +184,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "shares": {key: round(middle[f"{key}_seconds"] / middle["round_seconds"], 3) for key in parts},
         "load": round(os.getloadavg()[0], 1),
     }
-    return told | ({"from_2_off": off("fewer")} if rows[0]["fewer"] else {})
+    return fields | ({"from_2_off": off("fewer")} if rows[0]["fewer"] else {})
 
 
 def main() -> None:
+    """Plan and run the cases and print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--processes", default="1,2,3,4")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--clock", choices=["wall", "processor"], default="wall")
-    wanted = parser.parse_args()
-    counts = [int(count) for count in wanted.processes.split(",")]
-    with tempfile.TemporaryDirectory() as place:
-        if wanted.clock == "processor":
-            use_processor_time(Path(place))
-        for case in wanted.cases or CASES:
-            try_case(case, counts, wanted.turns, own_core=wanted.clock == "processor")
+    args = parser.parse_args()
+    counts = [int(count) for count in args.processes.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.clock == "processor":
+            use_processor_time(Path(folder))
+        for case in args.cases or CASES:
+            measure_case(case, counts, args.turns, own_core=args.clock == "processor")
 
 
 if __name__ == "__main__":

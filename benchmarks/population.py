@@ -53,7 +53,9 @@ from comingle.training.kinds.text import KIND as TEXT
 from comingle.utils.seeds import generator
 
 INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400
+"""Inputs and classes of the net; train samples of its users, train tokens of users with text."""
 ROUNDS, EVALUATED, NETS_AT_ONCE = 4, 50, 100
+"""Rounds of a run, evaluated users, and users of nets per step."""
 
 
 def anonymous_bytes() -> int:
@@ -70,6 +72,7 @@ class Peak(threading.Thread):
         self.bytes = 0
 
     def run(self) -> None:
+        """Poll the anonymous memory of this process every 20 ms."""
         while True:
             self.bytes = max(self.bytes, anonymous_bytes())
             time.sleep(0.02)
@@ -85,14 +88,16 @@ def net_user(number: int) -> UserSamples:
     return UserSamples(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
 
 
-def net_materials(users: int) -> RunData:
+def net_data(users: int) -> RunData:
+    """Return a population of synthetic users of a small net, made when they are needed."""
     # Kept are those of one step, so that users are made anew in each round however many there are.
-    crowd = LazyPopulation(NumberedNames("user-", users), net_user, digest="population", cache_size=NETS_AT_ONCE)
-    common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
-    return RunData(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
+    population = LazyPopulation(NumberedNames("user-", users), net_user, digest="population", cache_size=NETS_AT_ONCE)
+    common = Population(users=population, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
+    return RunData(kind=SAMPLES, base=None, users=population, common=common, unread=True)
 
 
 def text_user(number: int) -> UserData:
+    """Return a user with random tokens: 400 to train on, 50 for validation and 50 for testing."""
     tokens = torch.randint(3, 256, (TOKENS_EACH + 100,), generator=generator("population", number), dtype=torch.int32)
     parts = tokens.split([TOKENS_EACH, 50, 50])
     return UserData(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
@@ -103,22 +108,38 @@ ROWS_EACH, WORDS_EACH = 4, 100
 
 
 def write_rows(path: Path, users: int) -> None:
-    """Four documents of each user, in an order in which users are mixed."""
-    owners = [number for number in range(users) for _ in range(ROWS_EACH)]
+    """Write four documents of each user to a file of rows, in an order in which users are mixed."""
+    owner_of_row = [number for number in range(users) for _ in range(ROWS_EACH)]
     draw = random.Random(0)
-    draw.shuffle(owners)
+    draw.shuffle(owner_of_row)
     with path.open("w", encoding="utf-8") as file:
-        for number in owners:
+        for number in owner_of_row:
             row = {"who": f"user-{number}", "text": " ".join(draw.choices(WORDS, k=WORDS_EACH))}
             file.write(json.dumps(row) + "\n")
 
 
-def text_materials(users: int, folder: Path, recipe: Any) -> RunData:
+def text_data(users: int, folder: Path, recipe: Any) -> RunData:
+    """Return a population of users of a language model, whose tokens are read from a folder.
+
+    Args:
+        users: Number of users.
+        folder: Folder that ``write_population`` wrote.
+        recipe: Recipe with the base model.
+    """
     base = load_base(recipe.base, device="cpu", dtype="float32")
     return RunData(kind=TEXT, base=base, users=read_population(folder), unread=True)
 
 
 def recipe_of(kind: str, users: int, cohort: int, model: str, rows: Path) -> Any:
+    """Return the recipe of a run.
+
+    Args:
+        kind: "net", "text" or "rows".
+        users: Number of users.
+        cohort: Expected participants of a round.
+        model: Base model of users with text.
+        rows: File of rows of kind "rows".
+    """
     training = {"rounds": ROUNDS, "participation": cohort / users, "batch_size": 8}
     content: dict[str, Any] = {
         "data": {"users": {"somebody": "handed-over"}},
@@ -138,16 +159,16 @@ def recipe_of(kind: str, users: int, cohort: int, model: str, rows: Path) -> Any
     return parse_recipe(content | {"training": training})
 
 
-def child(arguments: argparse.Namespace) -> None:
-    """Run once; with ``--kill``, end by SIGKILL in the third round."""
+def run_child(arguments: argparse.Namespace) -> None:
+    """Run once and print measurements as JSON; with ``--kill``, end by SIGKILL in the third round."""
     began, peak = time.process_time(), Peak()
     peak.start()
     recipe = recipe_of(arguments.kind, arguments.users, arguments.cohort, arguments.model, arguments.data)
     run_data = None
     if arguments.kind == "net":
-        run_data = net_materials(arguments.users)
+        run_data = net_data(arguments.users)
     elif arguments.kind == "text":
-        run_data = text_materials(arguments.users, arguments.data, recipe)
+        run_data = text_data(arguments.users, arguments.data, recipe)
     marks: list[float] = []
 
     def observe(event: dict[str, Any]) -> None:
@@ -157,64 +178,83 @@ def child(arguments: argparse.Namespace) -> None:
             elif arguments.kill and event["round"] == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    done = api.run(recipe, run_data=run_data, out=arguments.out, resume=arguments.resume, observers=[observe])
-    clients = done.federation.clients
-    some = clients.state.take(list(clients.scored)).tensors() | done.federation.server.state
-    content = b"".join(t.numpy().tobytes() for _, t in sorted(some.items()))
+    finished = api.run(recipe, run_data=run_data, out=arguments.out, resume=arguments.resume, observers=[observe])
+    clients = finished.federation.clients
+    kept_tensors = clients.state.take(list(clients.scored)).tensors() | finished.federation.server.state
+    content = b"".join(t.numpy().tobytes() for _, t in sorted(kept_tensors.items()))
     newest = max((arguments.out / "checkpoints").iterdir())
-    found = {
+    line = {
         "peak_bytes": peak.bytes,
         "start_s": round(marks[0] - began, 2),
         "seconds": float(np.diff(marks[1:]).mean()) / arguments.cohort if len(marks) > 2 else None,
         "checkpoint_bytes": sum(path.stat().st_size for path in newest.iterdir()),
         "store_bytes": sum(path.stat().st_size for path in (arguments.out / "store").iterdir()),
-        "interval": done.metrics["sample"]["interval"],
-        "digest": hashlib.sha256(content + json.dumps(done.metrics["users"]).encode()).hexdigest(),
+        "interval": finished.metrics["sample"]["interval"],
+        "digest": hashlib.sha256(content + json.dumps(finished.metrics["users"]).encode()).hexdigest(),
     }
-    print(json.dumps(found))
+    print(json.dumps(line))
 
 
-def start(
-    kind: str, users: int, cohort: int, model: str, place: Path, *flags: str, name: str = ""
+def start_child(
+    kind: str, users: int, cohort: int, model: str, folder: Path, *flags: str, name: str = ""
 ) -> dict[str, Any] | None:
-    out = place / f"run-{users}{name or ('-killed' if flags else '')}"
+    """Run a child process and return its line of JSON; None if it killed itself as asked.
+
+    Args:
+        kind: "net", "text" or "rows".
+        users: Number of users.
+        cohort: Expected participants of a round.
+        model: Base model of users with text.
+        folder: Folder of data, cache and runs.
+        *flags: Further options of the child: ``--kill`` or ``--resume``.
+        name: Suffix of the run folder's name; by default "-killed" with flags, so that both share a folder.
+    """
+    out = folder / f"run-{users}{name or ('-killed' if flags else '')}"
     command = [sys.executable, __file__, kind, "--users", str(users), "--cohort", str(cohort), "--model", model]
-    command += ["--child", "--out", str(out), "--data", str(data_of(kind, users, place)), *flags]
-    environment = {**os.environ, "COMINGLE_CACHE": str(place / "cache")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode == -signal.SIGKILL and "--kill" in flags:
+    command += ["--child", "--out", str(out), "--data", str(data_path(kind, users, folder)), *flags]
+    environment = {**os.environ, "COMINGLE_CACHE": str(folder / "cache")}
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if completed.returncode == -signal.SIGKILL and "--kill" in flags:
         return None
-    if done.returncode:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    if completed.returncode:
+        sys.exit(completed.stderr)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
-def data_of(kind: str, users: int, place: Path) -> Path:
-    return place / (f"rows-{users}.jsonl" if kind == "rows" else f"tokens-{users}")
+def data_path(kind: str, users: int, folder: Path) -> Path:
+    """Return the file or folder of the users' text.
+
+    Args:
+        kind: "net", "text" or "rows".
+        users: Number of users.
+        folder: Folder of data, cache and runs.
+    """
+    return folder / (f"rows-{users}.jsonl" if kind == "rows" else f"tokens-{users}")
 
 
-def read_first(arguments: argparse.Namespace, sizes: list[int], cohort: int, place: Path) -> dict[str, Any]:
+def measure_first_read(arguments: argparse.Namespace, sizes: list[int], cohort: int, folder: Path) -> dict[str, Any]:
     """Run with an empty cache, so that users' text is read; later runs find it in the cache.
 
     Args:
         arguments: The command line.
         sizes: Numbers of users, the smaller one first.
         cohort: Participants of a round.
-        place: Folder of data, cache and runs.
+        folder: Folder of data, cache and runs.
     """
     for users in sizes:
-        write_rows(data_of("rows", users, place), users)
-    found = [start("rows", users, cohort, arguments.model, place, name="-first") for users in sizes]
-    peaks = [one["peak_bytes"] for one in found if one is not None]
+        write_rows(data_path("rows", users, folder), users)
+    children = [start_child("rows", users, cohort, arguments.model, folder, name="-first") for users in sizes]
+    peaks = [child["peak_bytes"] for child in children if child is not None]
     return {
-        "read_s": [one["start_s"] for one in found if one is not None],
+        "read_s": [child["start_s"] for child in children if child is not None],
         "read_memory_ratio": round(peaks[1] / peaks[0], 3),
         "read_peak_MB": [round(peak / 1e6) for peak in peaks],
-        "text_MB": [round(data_of("rows", users, place).stat().st_size / 1e6, 1) for users in sizes],
+        "text_MB": [round(data_path("rows", users, folder).stat().st_size / 1e6, 1) for users in sizes],
     }
 
 
 def main() -> None:
+    """Run few and many users, kill and resume the larger run, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["net", "text", "rows"])
     parser.add_argument("--few", type=int, default=1000)
@@ -228,7 +268,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child(arguments)
+        run_child(arguments)
         return
     kind, model = arguments.kind, arguments.model
     many = arguments.users or {"net": 1_000_000, "text": 100_000, "rows": 20_000}[kind]
@@ -236,14 +276,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for users in (arguments.few, many) if kind == "text" else ():
-            write_population(data_of(kind, users, place), map(text_user, range(users)))
-        more = read_first(arguments, [arguments.few, many], cohort, place) if kind == "rows" else {}
-        small, large = (start(kind, users, cohort, model, place) for users in (arguments.few, many))
-        start(kind, many, cohort, model, place, "--kill")
-        again = start(kind, many, cohort, model, place, "--resume")
+            write_population(data_path(kind, users, place), map(text_user, range(users)))
+        of_first_read = measure_first_read(arguments, [arguments.few, many], cohort, place) if kind == "rows" else {}
+        small, large = (start_child(kind, users, cohort, model, place) for users in (arguments.few, many))
+        start_child(kind, many, cohort, model, place, "--kill")
+        resumed = start_child(kind, many, cohort, model, place, "--resume")
     assert small is not None
     assert large is not None
-    assert again is not None
+    assert resumed is not None
     print(
         json.dumps(
             {
@@ -258,8 +298,8 @@ def main() -> None:
                 "checkpoint_bytes": [one["checkpoint_bytes"] for one in (small, large)],
                 "store_bytes": [one["store_bytes"] for one in (small, large)],
                 "interval": large["interval"],
-                "resumed": again["digest"] == large["digest"],
-                **more,
+                "resumed": resumed["digest"] == large["digest"],
+                **of_first_read,
             }
         )
     )

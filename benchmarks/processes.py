@@ -32,6 +32,14 @@ CHECKPOINTS = 3
 
 
 def write_recipe(folder: Path, users: int, rounds: int, method: str) -> Path:
+    """Write the recipe, with made-up text of its users beside it, and return its path.
+
+    Args:
+        folder: Folder to write to.
+        users: Number of users.
+        rounds: Rounds between two checkpoints.
+        method: Name of the method.
+    """
     (folder / "texts").mkdir()
     names = [f"user{number}" for number in range(users)]
     for name in names:
@@ -39,13 +47,13 @@ def write_recipe(folder: Path, users: int, rounds: int, method: str) -> Path:
         words = ["".join(draw.choices("aeioulnrst", k=draw.randint(2, 7))) for _ in range(400)]
         text = "\n\n".join(" ".join(words[i : i + 25]) for i in range(0, len(words), 25))
         (folder / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
-    every = CHECKPOINTS * rounds
+    all_rounds = CHECKPOINTS * rounds
     content = {
         "base": "random:llama",
         "method": method,
         "data": {"users": {name: f"texts/{name}.txt" for name in names}, "max_test_tokens": 50},
-        "training": {"rounds": every, "local_steps": 10, "batch_size": 8, "context": 64},
-        "evaluation": {"every": every, "first": False},
+        "training": {"rounds": all_rounds, "local_steps": 10, "batch_size": 8, "context": 64},
+        "evaluation": {"every": all_rounds, "first": False},
         "checkpoints": {"every": rounds, "keep": CHECKPOINTS},
         "runtime": {"dtype": "float32", "device": "cpu", "threads": 1, "users_per_step": 4, "compile": False},
     }
@@ -75,37 +83,38 @@ def measure(recipe: Path, out: Path, processes: int, rounds: int) -> tuple[float
 
 
 def main() -> None:
+    """Time runs with each number of processes in turns and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", default="1,2")
     parser.add_argument("--users", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--method", default="fedavg")
-    wanted = parser.parse_args()
-    counts = sorted({1, *(int(count) for count in wanted.processes.split(","))})
+    args = parser.parse_args()
+    counts = sorted({1, *(int(count) for count in args.processes.split(","))})
     measured: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
-    with tempfile.TemporaryDirectory() as place:
-        recipe = write_recipe(Path(place), wanted.users, wanted.rounds, wanted.method)
-        for turn in range(wanted.turns):
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = write_recipe(Path(folder), args.users, args.rounds, args.method)
+        for turn in range(args.turns):
             for count in counts:
-                out = Path(place) / f"run-{turn}-{count}"
-                measured[count].append(measure(recipe, out, count, wanted.rounds))
+                out = Path(folder) / f"run-{turn}-{count}"
+                measured[count].append(measure(recipe, out, count, args.rounds))
     ratios = {
-        count: median(one[0] / many[0] for one, many in zip(measured[1], turns, strict=True))
+        count: median(single[0] / several[0] for single, several in zip(measured[1], turns, strict=True))
         for count, turns in measured.items()
     }
     rounds_s = {count: median(round_s for round_s, _ in turns) for count, turns in measured.items()}
     steps_s = {count: median(steps for _, steps in turns) for count, turns in measured.items()}
-    told: dict[str, Any] = {
-        "method": wanted.method,
-        "users": wanted.users,
+    line: dict[str, Any] = {
+        "method": args.method,
+        "users": args.users,
         "cores": os.cpu_count(),
         "round_s": {count: round(seconds, 4) for count, seconds in rounds_s.items()},
         "steps_s": {count: round(seconds, 4) for count, seconds in steps_s.items()},
         "speed_up": {count: round(ratio, 2) for count, ratio in ratios.items()},
         "steps_share": {count: round(steps_s[count] / rounds_s[count], 2) for count in counts},
     }
-    print(json.dumps(told))
+    print(json.dumps(line))
 
 
 if __name__ == "__main__":

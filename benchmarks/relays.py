@@ -40,69 +40,80 @@ _START_SECONDS, _RUN_SECONDS = 120.0, 1800.0
 
 def main() -> None:
     """Run the federations that are asked for and print what a round takes in each."""
-    asked = _arguments()
-    line: dict[str, Any] = {"benchmark": "relays", "users": asked.users, "rounds": asked.rounds}
-    for way in asked.only:
+    args = _arguments()
+    line: dict[str, Any] = {"benchmark": "relays", "users": args.users, "rounds": args.rounds}
+    for way in args.only:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
-            recipe = parse_recipe(_recipe(path, asked.users, asked.rounds))
+            recipe = parse_recipe(_recipe(path, args.users, args.rounds))
             began = time.monotonic()
-            seconds = _own(recipe, path) if way == "own" else _stock(recipe, path, way)
+            seconds = _run_own(recipe, path) if way == "own" else _run_stock(recipe, path, way)
             line[f"{way}_round_seconds"] = round(median(seconds), 2)
             line[f"{way}_slowest_round_seconds"] = round(max(seconds), 2)
             line[f"{way}_wall_seconds"] = round(time.monotonic() - began, 1)
             print(f"{way}: {json.dumps([round(one, 2) for one in seconds])}", file=sys.stderr, flush=True)
     line |= {
         f"{way}_over_own": round(line[f"{way}_round_seconds"] / line["own_round_seconds"], 1)
-        for way in asked.only
-        if way != "own" and "own" in asked.only
+        for way in args.only
+        if way != "own" and "own" in args.only
     }
     print(json.dumps(line))
 
 
-def _own(recipe: Recipe, folder: Path) -> list[float]:
+def _run_own(recipe: Recipe, folder: Path) -> list[float]:
+    """Run the federation under ``comingle federate`` and return the seconds of each round but the first."""
     with _timed(folder / "run") as times:
         federate(recipe, folder / "run")
     return _differences(times)
 
 
-def _stock(recipe: Recipe, folder: Path, isolation: str) -> list[float]:
-    """Run the federation under Flower's programs."""
+def _run_stock(recipe: Recipe, folder: Path, isolation: str) -> list[float]:
+    """Run the federation under Flower's programs and return the seconds of each round but the first.
+
+    Args:
+        recipe: The recipe.
+        folder: Folder for all files.
+        isolation: "subprocess" or "process", as of Flower's ``--isolation``.
+    """
     out = folder / "run"
-    plan, owns = split_recipe(recipe)
+    plan, own_parts = split_recipe(recipe)
     save_plan(folder / "federation.yaml", plan)
     (folder / "app").mkdir()
     (folder / "app" / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
     home = folder / "flower" / "home"
     home.mkdir(parents=True)
-    link, *nodes = [free_port() for _ in range(len(owns) + 1)]
+    superlink_port, *node_ports = [free_port() for _ in range(len(own_parts) + 1)]
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{LOOPBACK}:{link}"\ninsecure = true\n',
+        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{LOOPBACK}:{superlink_port}"\ninsecure = true\n',
         encoding="utf-8",
     )
     (folder / "secret").write_bytes(os.urandom(32))
     common = ["--insecure", "--isolation", isolation, "--host", LOOPBACK]
     common += ["--superexec-auth-secret-file", str(folder / "secret")]
-    commands = [["flower-superlink", *common, "--port", str(link), "--disable-runtime-dependency-installation"]]
-    for own, port in zip(owns, nodes, strict=True):
-        file = folder / own.name / "participant.yaml"
-        participant = Participant(**own.model_dump(exclude_defaults=True), state=".")
+    commands = [
+        ["flower-superlink", *common, "--port", str(superlink_port), "--disable-runtime-dependency-installation"]
+    ]
+    for own_part, port in zip(own_parts, node_ports, strict=True):
+        file = folder / own_part.name / "participant.yaml"
+        participant = Participant(**own_part.model_dump(exclude_defaults=True), state=".")
         save_participant(file, participant)
-        address = ["--superlink", f"{LOOPBACK}:{link}", "--port", str(port), "--node-config", f'config="{file}"']
+        address = ["--superlink", f"{LOOPBACK}:{superlink_port}", "--port", str(port)]
+        address += ["--node-config", f'config="{file}"']
         commands.append(["flower-supernode", *common, *address])
     executors = [
         *("flower-superexec", "--insecure", "--superexec-auth-secret-file", str(folder / "secret")),
         "--runtime-api-address",
     ]
-    with _programs(commands, folder, link), _timed(out) as times:
-        beside = [[*executors, f"{LOOPBACK}:{port}"] for port in (link, *nodes)] if isolation == "process" else []
-        with _programs(beside, folder, link):
+    with _programs(commands, folder, superlink_port), _timed(out) as times:
+        ports = (superlink_port, *node_ports) if isolation == "process" else ()
+        executor_commands = [[*executors, f"{LOOPBACK}:{port}"] for port in ports]
+        with _programs(executor_commands, folder, superlink_port):
             config = f'federation="{folder / "federation.yaml"}" out="{out}"'
             run = [str(PROGRAMS / "flwr"), "run", str(folder / "app"), "here", "--run-config", config]
             subprocess.run(run, check=True, env=_environment(folder), stdout=subprocess.DEVNULL)
-            until = time.monotonic() + _RUN_SECONDS
+            deadline = time.monotonic() + _RUN_SECONDS
             while not has_ended(out):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise SystemExit(f"{isolation}: has not ended in {_RUN_SECONDS:g} s")
                 time.sleep(0.2)
     return _differences(times)
@@ -156,6 +167,7 @@ def _timed(out: Path) -> Iterator[list[float]]:
 
 
 def _differences(times: Sequence[float]) -> list[float]:
+    """Return the differences of successive times."""
     return [after - before for before, after in itertools.pairwise(times)]
 
 

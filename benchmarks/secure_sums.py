@@ -30,33 +30,33 @@ def measure(users: int, entries: int, lost: int) -> dict[str, float]:
     Returns:
         The line of results.
     """
-    names, secure = tuple(f"user {at}" for at in range(users)), SecureSection()
+    names, secure = tuple(f"user {number}" for number in range(users)), SecureSection()
     terms = Terms(
         run="", round=1, users=names, expected=users, threshold=secure.least(users), word=secure.word(users),
         entries=entries,
     )  # fmt: skip
     upload = np.random.default_rng(0).integers(0, 1000, entries).astype(f"<u{terms.word // 8}")
-    gone = names[users - lost :]
-    rehearsal = SimulatedSum(
+    dropped = names[users - lost :]
+    simulated = SimulatedSum(
         terms=terms,
         uploads=dict.fromkeys(names, upload),
-        answers=lambda step, name: step in ("advertise", "share") or name not in gone,
+        answers=lambda step, name: step in ("advertise", "share") or name not in dropped,
     )
     began = time.perf_counter()
-    total = rehearsal.total(1000)
-    whole = time.perf_counter() - began
+    total = simulated.total(1000)
+    total_seconds = time.perf_counter() - began
     began = time.perf_counter()
-    again = rehearsal.server.total(1000)
-    server = time.perf_counter() - began
-    assert np.array_equal(total, again)
+    server_total = simulated.server.total(1000)
+    server_seconds = time.perf_counter() - began
+    assert np.array_equal(total, server_total)
     assert np.array_equal(total, upload.astype(np.int64) * (users - lost))
     return {
         "users": users,
         "entries": entries,
         "lost": lost,
         "word_bits": terms.word,
-        "user_seconds": round((whole - server) / users, 4),
-        "server_seconds": round(server, 4),
+        "user_seconds": round((total_seconds - server_seconds) / users, 4),
+        "server_seconds": round(server_seconds, 4),
         "upload_bytes": sent_bytes(terms, names[0], users),
         "float32_bytes": 4 * entries,
         "download_bytes": received_bytes(terms, names[0], names),

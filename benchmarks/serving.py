@@ -32,7 +32,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from clocks import add_clock, clock_of
+from clocks import add_clock, select_clock
 from comingle.config import parse_recipe
 from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
@@ -59,9 +59,10 @@ PROMPTS = (
     "The difference between a comet and an asteroid is",
 )
 FURTHER = 32
+"""Users that are added to measure the memory of each."""
 
 
-def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, PersonalModel]:
+def make_models(base: str, method: str, users: int, dtype: str) -> dict[str, PersonalModel]:
     """Return the models of users whose adapters are perturbed, as if trained.
 
     Args:
@@ -85,71 +86,99 @@ def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, Perso
     rows = federation.clients.state.rows
     rows.add_(0.003 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
     run = Run(folder=None, recipe=recipe, metrics={}, federation=federation)
-    return {name: cast_person(run.user(name)) for name in names}
+    return {name: as_personal_model(run.user(name)) for name in names}
 
 
-def cast_person(person: Any) -> PersonalModel:
-    assert isinstance(person, PersonalModel)
-    return person
+def as_personal_model(model: Any) -> PersonalModel:
+    """Narrow the type of a user's model."""
+    assert isinstance(model, PersonalModel)
+    return model
 
 
-def at_once(engine: Engine, prompts: Mapping[str, list[int]], new: int) -> dict[str, list[int]]:
-    said: dict[str, list[int]] = {name: [] for name in prompts}
+def serve_together(engine: Engine, prompts: Mapping[str, list[int]], new: int) -> dict[str, list[int]]:
+    """Generate for all users at once with the engine of ``comingle serve``.
+
+    Args:
+        engine: The engine with all users' models.
+        prompts: Token ids of each user's prompt.
+        new: Number of new tokens.
+
+    Returns:
+        The new tokens of each user.
+    """
+    generated: dict[str, list[int]] = {name: [] for name in prompts}
     for name, prompt in prompts.items():
 
-        def tell(piece: Any, name: str = name) -> None:
-            said[name].append(piece.sampled.token)
+        def collect(piece: Any, name: str = name) -> None:
+            generated[name].append(piece.sampled.token)
 
-        engine.submit(Request(name=name, prompt=prompt, sampling=read_sampling(max_new_tokens=new), on_piece=tell))
+        engine.submit(Request(name=name, prompt=prompt, sampling=read_sampling(max_new_tokens=new), on_piece=collect))
     while engine.busy:
         engine.step()
-    return said
+    return generated
 
 
-def exported(people: Mapping[str, Any]) -> dict[str, Any]:
-    """Export each user's model for transformers and load it."""
+def load_exported(models: Mapping[str, Any]) -> dict[str, Any]:
+    """Export each user's model for transformers; return, for each user, a function that gives the loaded network."""
     from transformers import AutoModelForCausalLM
 
     networks = {}
-    for name, person in people.items():
+    for name, model in models.items():
         with tempfile.TemporaryDirectory() as folder:
-            person.export(Path(folder) / "model", format="transformers")
-            dtype = person.model.base.dtype
+            model.export(Path(folder) / "model", format="transformers")
+            dtype = model.model.base.dtype
             networks[name] = AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=dtype).eval()
     return {name: partial(nullcontext, network) for name, network in networks.items()}
 
 
-def one_by_one(networks: Mapping[str, Any], prompts: Mapping[str, list[int]], new: int) -> dict[str, list[int]]:
-    said = {}
+def generate_alone(networks: Mapping[str, Any], prompts: Mapping[str, list[int]], new: int) -> dict[str, list[int]]:
+    """Generate for one user after another with transformers' ``generate``.
+
+    Args:
+        networks: For each user a function that returns its network as a context manager.
+        prompts: Token ids of each user's prompt.
+        new: Number of new tokens.
+
+    Returns:
+        The new tokens of each user.
+    """
+    generated = {}
     for name, prompt in prompts.items():
         with networks[name]() as network, torch.inference_mode():
             ids = torch.tensor([prompt])
             generate: Any = network.generate
             out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-        said[name] = out[0, len(prompt) :].tolist()
-    return said
+        generated[name] = out[0, len(prompt) :].tolist()
+    return generated
 
 
-def timed(call: Any, clock: Any) -> tuple[float, dict[str, list[int]]]:
+def time_tokens(call: Any, clock: Any) -> tuple[float, dict[str, list[int]]]:
+    """Return the new tokens per second of a way to generate, and the tokens.
+
+    Args:
+        call: Function that returns the new tokens of each user.
+        clock: Function that returns the time in seconds.
+    """
     start = clock()
-    said = call()
-    return sum(map(len, said.values())) / (clock() - start), said
+    generated = call()
+    return sum(map(len, generated.values())) / (clock() - start), generated
 
 
-def growth(people: Mapping[str, PersonalModel]) -> float:
+def bytes_per_user(models: Mapping[str, PersonalModel]) -> float:
     """Return the growth of the process in bytes per additional user."""
-    first = next(iter(people.values()))
+    first = next(iter(models.values()))
     gc.collect()
     before = psutil.Process().memory_info().rss
-    further = {
+    copies = {
         f"further {i}": replace(first, tensors={k: t.clone() for k, t in first.tensors.items()}) for i in range(FURTHER)
     }
-    engine = Engine({**people, **further}, rows=1)
+    engine = Engine({**models, **copies}, rows=1)
     one_row = sum(t.numel() * t.element_size() for t in engine.rows.stacked.values())
     return (psutil.Process().memory_info().rss - before - one_row) / FURTHER
 
 
 def main() -> None:
+    """Time both ways in turns and print one line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--base", default="smollm2-135m")
     parser.add_argument("--method", default="comigs-1g1s")
@@ -161,26 +190,30 @@ def main() -> None:
     parser.add_argument("--no-native", action="store_true", help="without compiled code, as runtime.compile: false")
     add_clock(parser)
     args = parser.parse_args()
-    clock = clock_of(parser, args).now
-    people = people_of(args.base, args.method, args.users, args.dtype)
+    clock = select_clock(parser, args).now
+    models = make_models(args.base, args.method, args.users, args.dtype)
     if not args.no_native:
         expert_mlp.enable(cache_folder() / "native")
-    further = round(growth(people))  # first of all: later there is memory that others have left
-    engine = Engine(people, rows=args.users)
-    names = list(people)
-    prompts = {name: list(engine.tokenizer(PROMPTS[i % 8])["input_ids"]) for i, name in enumerate(people)}
-    networks = exported(people) if args.alone == "exported" else {name: one.generating for name, one in people.items()}
+    user_bytes = round(bytes_per_user(models))  # first of all: later there is memory that others have left
+    engine = Engine(models, rows=args.users)
+    names = list(models)
+    prompts = {name: list(engine.tokenizer(PROMPTS[i % 8])["input_ids"]) for i, name in enumerate(models)}
+    networks = (
+        load_exported(models)
+        if args.alone == "exported"
+        else {name: model.generating for name, model in models.items()}
+    )
     prepare(engine.models[names[0]].model.base.model)
-    at_once(engine, prompts, 4)
-    one_by_one(networks, prompts, 4)
+    serve_together(engine, prompts, 4)
+    generate_alone(networks, prompts, 4)
     served, alone, same = [], [], 0
     for _ in range(args.repeats):
-        speed, together = timed(lambda: at_once(engine, prompts, args.new), clock)
+        speed, together = time_tokens(lambda: serve_together(engine, prompts, args.new), clock)
         served.append(speed)
-        speed, apart = timed(lambda: one_by_one(networks, prompts, args.new), clock)
+        speed, apart = time_tokens(lambda: generate_alone(networks, prompts, args.new), clock)
         alone.append(speed)
-        same = sum(together[name] == apart[name] for name in people)
-    own = next(iter(engine.rows.user_tensors.values()))
+        same = sum(together[name] == apart[name] for name in models)
+    user_tensors = next(iter(engine.rows.user_tensors.values()))
     record = {
         "benchmark": "serving",
         **vars(args),
@@ -188,8 +221,8 @@ def main() -> None:
         "alone_tokens_per_s": round(statistics.median(alone), 2),
         "ratio": round(statistics.median(served) / statistics.median(alone), 2),
         "same_texts": same,
-        "bytes_per_user": further,
-        "adapter_bytes": sum(t.numel() * t.element_size() for t in own.values()),
+        "bytes_per_user": user_bytes,
+        "adapter_bytes": sum(t.numel() * t.element_size() for t in user_tensors.values()),
     }
     print(json.dumps(record))
 

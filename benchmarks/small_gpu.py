@@ -42,15 +42,23 @@ def perplexity(base: Base, tokens: torch.Tensor) -> float:
     """Return the perplexity over separate windows, without the first token of each."""
     windows, losses = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW), []
     with torch.no_grad():
-        for some in windows.split(4):
-            logits = base.model(input_ids=some.to(base.device)).logits[:, :-1].float()
+        for batch in windows.split(4):
+            logits = base.model(input_ids=batch.to(base.device)).logits[:, :-1].float()
             losses.append(
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten().to(base.device))
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten().to(base.device))
             )
     return math.exp(statistics.fmean(float(loss) for loss in losses))
 
 
-def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) -> dict[str, Any]:
+def measure_step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) -> dict[str, Any]:
+    """Return the peak megabytes and the median seconds of one user's step.
+
+    Args:
+        base: The base model.
+        tokens: Tokens of the user.
+        batch: Sequences per step.
+        checkpointed: Whether gradients are checkpointed.
+    """
     method = make("comigs-1g1s")
     counts = ExpertCounts(generalists=1, specialists=(1,))
     model = adapt(base, AdaptersSection(), counts, routed=True, compiled=False, checkpointed=checkpointed)
@@ -73,6 +81,7 @@ def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) ->
 
 
 def main() -> None:
+    """Measure each number of bits and print a line of JSON for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="smollm2-135m")
     parser.add_argument("--text", type=Path, required=True)
@@ -81,24 +90,24 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kinds: tuple[Any, ...] = ("none", "8bit", "4bit")
-    for bits in kinds:
+    all_bits: tuple[Any, ...] = ("none", "8bit", "4bit")
+    for bits in all_bits:
         base = load_base(args.base, dtype=args.dtype, device="cpu", quantise=bits)
         assert base.tokenizer is not None
         ids = base.tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
         tokens = torch.tensor(ids[: args.tokens], dtype=torch.int64)
-        held = {id(t): t.nbytes for t in (*base.model.parameters(), *base.model.buffers())}
-        told = {
+        weight_bytes = {id(t): t.nbytes for t in (*base.model.parameters(), *base.model.buffers())}
+        line = {
             "base": base.name,
             "quantise": bits,
             "dtype": args.dtype,
-            "weights_mb": round(sum(held.values()) / 1e6, 1),
+            "weights_mb": round(sum(weight_bytes.values()) / 1e6, 1),
         }
-        told["perplexity"] = round(perplexity(base, tokens), 3)
+        line["perplexity"] = round(perplexity(base, tokens), 3)
         for checkpointed in (False, True):
-            found = step(base, tokens, args.batch, checkpointed=checkpointed)
-            told |= {f"{key}_checkpointed" if checkpointed else key: value for key, value in found.items()}
-        print(json.dumps(told), flush=True)
+            measured = measure_step(base, tokens, args.batch, checkpointed=checkpointed)
+            line |= {f"{key}_checkpointed" if checkpointed else key: value for key, value in measured.items()}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from clocks import add_clock, clock_of
+from clocks import add_clock, select_clock
 from comingle.config.settings import AdaptersSection, RuntimeSection, TrainingSection
 from comingle.data.text.streams import UserData
 from comingle.methods import make
@@ -42,7 +42,8 @@ from comingle.training.settings import RunPlan
 from one_by_one import one_by_one
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line, with the selected clock."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {
         "layers": 4,
@@ -67,12 +68,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--one-by-one", action="store_true", help="time the usual way too (see one_by_one.py)")
     parser.add_argument("--no-base", action="store_true", help="skip the base alone (for memory measurements)")
     args = parser.parse_args()
-    args.clock = clock_of(parser, args)
+    args.clock = select_clock(parser, args)
     return args
 
 
-def clients_of(args: argparse.Namespace, base: Base) -> Clients:
-    """``users`` users with random tokens, and a method with ``experts`` experts per block."""
+def make_clients(args: argparse.Namespace, base: Base) -> Clients:
+    """Return clients of users with random tokens, under the method of the command line.
+
+    Args:
+        args: Options as of ``throughput.py``; ``experts`` is the number of experts per block of ``comigs-1g1s``.
+        base: The base model.
+    """
     if args.experts != 2 and args.method == "comigs-1g1s":
         method = make("comigs", specialists=args.experts - 1)
     else:
@@ -100,11 +106,11 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
 
 
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:
-    """Return a function that passes all users' batches through the base alone.
+    """Return a function that passes all users' batches through the frozen base alone, forward and backward.
 
     Args:
         args: The command line.
-        base: The base model.
+        base: The base model; it is compiled in place.
         sequences: Sequences per pass.
     """
     head, body = lm_head(base), backbone(base.model)
@@ -127,7 +133,8 @@ def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[
     return step
 
 
-def timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
+def time_step(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the seconds of a step, GPU work included."""
     started = clock()
     step()
     if torch.cuda.is_available():
@@ -136,31 +143,32 @@ def timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def main() -> None:
-    args = arguments()
+    """Time the steps in turns and print one line of JSON."""
+    args = parse_arguments()
     keep_buffers()
     name = f"random:gpt2?layers={args.layers}&dim={args.dim}&heads={args.heads}&vocab={args.vocab}"
-    clients = clients_of(args, load_base(name, dtype=args.dtype, device=args.device))
-    everybody = list(range(args.users))
-    counter = iter(range(10_000))
-    steps: dict[str, Callable[[], object]] = {"train": lambda: train(clients, everybody, next(counter))}
-    router = [phase for phase in clients.phases if phase.optimizer == "router"]
-    if router:
-        one = replace(router[0], steps=1)
-        some = everybody[: clients.pass_size.users]
-        steps["router"] = lambda: clients.steps.take(clients.cohort(some, next(counter)), one, 0)
+    clients = make_clients(args, load_base(name, dtype=args.dtype, device=args.device))
+    all_users = list(range(args.users))
+    round_numbers = iter(range(10_000))
+    steps: dict[str, Callable[[], object]] = {"train": lambda: train(clients, all_users, next(round_numbers))}
+    router_phases = [phase for phase in clients.phases if phase.optimizer == "router"]
+    if router_phases:
+        single_step = replace(router_phases[0], steps=1)
+        users_of_pass = all_users[: clients.pass_size.users]
+        steps["router"] = lambda: clients.steps.take(clients.cohort(users_of_pass, next(round_numbers)), single_step, 0)
     if not args.no_base:
-        alone = load_base(name, dtype=args.dtype, device=args.device)
-        steps["base"] = base_pass(args, alone, clients.pass_size.users * clients.pass_size.sequences)
+        bare_base = load_base(name, dtype=args.dtype, device=args.device)
+        steps["base"] = base_pass(args, bare_base, clients.pass_size.users * clients.pass_size.sequences)
     if args.one_by_one:
         shape = {"users": args.users, "batch": args.batch, "context": args.ctx, "vocab": args.vocab}
         steps["one_by_one"] = one_by_one(name, **shape, experts=args.experts, device=args.device)
     times: dict[str, list[float]] = {key: [] for key in steps}
     for round_number in range(args.iters + 2):  # the first two rounds compile and warm up
         for key, step in steps.items():
-            seconds = timed(step, args.clock.now)
+            seconds = time_step(step, args.clock.now)
             if round_number >= 2:
                 times[key].append(seconds)
-    sizes = args.users * args.batch * args.ctx
+    tokens = args.users * args.batch * args.ctx
     medians = {key: statistics.median(values) for key, values in times.items()}
     result = {
         "method": clients.method.name,
@@ -168,21 +176,21 @@ def main() -> None:
         "device": str(clients.model.device),
         "compiled": expert_mlp.is_fusing(),
         "native": expert_mlp.is_enabled(),
-        **args.clock.told,
+        **args.clock.fields,
         "users_per_step": clients.pass_size.users,
         "micro_batch": clients.pass_size.sequences,
-        "tokens_per_s": round(sizes / medians["train"], 1),
+        "tokens_per_s": round(tokens / medians["train"], 1),
         "s_per_iter": round(medians["train"] / args.users, 4),
         "peak_rss_mb": round(peak_memory_bytes() / 1e6, 1),
         "router_step_s": round(medians["router"], 4) if "router" in medians else None,
     }
     if "base" in medians:
-        result["base_tokens_per_s"] = round(sizes / medians["base"], 1)
+        result["base_tokens_per_s"] = round(tokens / medians["base"], 1)
         # Pair by pair: the two passes of one turn saw the same machine.
         ratios = [b / t for b, t in zip(times["base"], times["train"], strict=True)]
         result["adapter_efficiency"] = round(statistics.median(ratios), 3)
     if args.one_by_one:
-        result["one_by_one_tokens_per_s"] = round(sizes / medians["one_by_one"], 1)
+        result["one_by_one_tokens_per_s"] = round(tokens / medians["one_by_one"], 1)
         ratios = [slow / fast for slow, fast in zip(times["one_by_one"], times["train"], strict=True)]
         result["speedup"] = round(statistics.median(ratios), 2)
     print(json.dumps(result))

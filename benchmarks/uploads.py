@@ -19,11 +19,11 @@ FORMATS = ("float32", "bfloat16", "int8")
 
 def main() -> None:
     """Print a line for each method and format."""
-    asked = _arguments()
-    for method in asked.methods.split(","):
+    args = _arguments()
+    for method in args.methods.split(","):
         exact: list[float] = []
         for form in FORMATS:
-            runs = [comingle.run(_recipe(asked, method, form, seed), progress=False) for seed in range(asked.seeds)]
+            runs = [comingle.run(_recipe(args, method, form, seed), progress=False) for seed in range(args.seeds)]
             logs = [math.log(run.metrics["geometric_mean_test_perplexity"]) for run in runs]
             exact = exact or logs
             changes = [100 * math.expm1(log - was) for log, was in zip(logs, exact, strict=True)]
@@ -35,22 +35,30 @@ def main() -> None:
                 "perplexity": round(math.exp(fmean(logs)), 4),
                 "change_percent": round(fmean(changes), 4),
                 "change_std": round(stdev(changes), 4) if len(changes) > 1 else None,
-                "seeds": asked.seeds,
+                "seeds": args.seeds,
             }
             print(json.dumps(line), flush=True)
 
 
-def _recipe(asked: argparse.Namespace, method: str, form: str, seed: int) -> dict:
-    dataset = {"path": asked.data, "user": asked.user} | ({"split": asked.split} if asked.split else {})
-    data = {"dataset": dataset, "max_train_tokens": asked.tokens, "max_valid_tokens": 20000, "max_test_tokens": 20000}
-    training = {"rounds": asked.rounds, "local_steps": asked.steps, "batch_size": 8, "context": 128, "uploads": form}
+def _recipe(args: argparse.Namespace, method: str, form: str, seed: int) -> dict:
+    """Return the recipe of one run.
+
+    Args:
+        args: The command line.
+        method: Name of the method.
+        form: Number format of uploads.
+        seed: Seed of the run.
+    """
+    dataset = {"path": args.data, "user": args.user} | ({"split": args.split} if args.split else {})
+    data = {"dataset": dataset, "max_train_tokens": args.tokens, "max_valid_tokens": 20000, "max_test_tokens": 20000}
+    training = {"rounds": args.rounds, "local_steps": args.steps, "batch_size": 8, "context": 128, "uploads": form}
     return {
-        "base": asked.base,
+        "base": args.base,
         "data": data,
         "method": method,
         "seed": seed,
         "training": training,
-        "evaluation": {"every": asked.rounds, "first": False},
+        "evaluation": {"every": args.rounds, "first": False},
     }
 
 

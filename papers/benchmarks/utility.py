@@ -69,7 +69,7 @@ def setting(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any, d
     if name == "mnist":
         sgd = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}
         common["training"] |= {"batch_size": 20, "local_epochs": 2, "experts": sgd}
-        return attacks.mnist(args.data, 300, args.seed), attacks.small_net, common
+        return attacks.mnist_users(args.data, 300, args.seed), attacks.small_net, common
     common["training"] |= {"local_steps": 5, "batch_size": 4, "context": 64, "experts": {"learning_rate": 0.005}}
     common["adapters"] = {"rank": 4}
     common["data"] = {"max_train_tokens": 4096, "max_valid_tokens": 1024, "max_test_tokens": 1024}
@@ -156,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     args.kept_clip = args.clip if args.clip == "adaptive" else str(float(args.clip))
     torch.set_num_threads(1)
-    started, results = time.perf_counter(), attacks.known(args.out)
+    started, results = time.perf_counter(), attacks.read_results(args.out)
     epsilons, seeds = [float(one) for one in args.epsilons.split(",")], [int(one) for one in args.seeds.split(",")]
     cases = [
         (name, seed, method, epsilon)
@@ -173,7 +173,7 @@ def main() -> None:
         keys = (name, args.seed, method, epsilon)
         if not any(keys == tuple(one[k] for k in KEYS) and of_run(one, args) for one in results):
             results.append(measure(name, method, epsilon, args))
-            attacks.tell(results[-1], args.out)
+            attacks.append_result(results[-1], args.out)
     for name in args.datasets.split(","):
         found = [one for one in results if one["data"] == name and one["seed"] in seeds and of_run(one, args)]
         print("\n".join(["", f"{name}:", *table(found, name, epsilons), ""]), flush=True)

@@ -213,8 +213,8 @@ def coupled_curve(
     """
     rate = first.lipschitz * second.lipschitz
     points = alternate_coupled(first, second, start, settings.steps)
-    fixed_point = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
-    residuals = np.linalg.norm(points - fixed_point, axis=1)
+    limit = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
+    residuals = np.linalg.norm(points - limit, axis=1)
     return Curve(
         scheme=scheme,
         instance=instance,
