@@ -186,6 +186,10 @@ def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
     """Return a net of two convolutions without padding and one hidden layer.
 
     Sides are 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64.
+
+    Args:
+        input_shape: Channels, height and width of the images.
+        outputs: Number of classes.
     """
     channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)
     positions = _cifar10_side(height) * _cifar10_side(width)

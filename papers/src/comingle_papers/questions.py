@@ -63,7 +63,11 @@ def ask(instruction: str, text: str) -> str:
 
 
 def _xnli_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """Yield the question of a row; its label is a word or a number.
+    """Yield the id and the question of a row of XNLI; its label is a word or a number.
+
+    Args:
+        row: A row with id, premise, hypothesis and label.
+        instruction: The prompt's instruction.
 
     Raises:
         ValueError: The row is malformed; the message says how.
@@ -73,12 +77,16 @@ def _xnli_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]
         label = LABELS[label]
     if label not in LABELS:
         raise ValueError(f"label is {reprlib.repr(label)}; allowed: {', '.join(LABELS)}, or their numbers 0 to 2")
-    text = f"Premise: {_text(row, 'premise')}\nHypothesis: {_text(row, 'hypothesis')}"
-    yield _id(row), Question(prompt=ask(instruction, text), answer=label)
+    text = f"Premise: {_read_text(row, 'premise')}\nHypothesis: {_read_text(row, 'hypothesis')}"
+    yield _read_id(row), Question(prompt=ask(instruction, text), answer=label)
 
 
 def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """Yield the questions of a row: one with SQuAD's columns, or all questions of a paragraph under ``qas``.
+    """Yield the id and the question of each question of a row of XQuAD.
+
+    Args:
+        row: One question with SQuAD's columns, or a paragraph with all its questions under ``qas``.
+        instruction: The prompt's instruction.
 
     Raises:
         ValueError: The row is malformed; the message says how.
@@ -87,10 +95,10 @@ def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question
     if not isinstance(questions, list) or not all(isinstance(question, dict) for question in questions):
         raise ValueError(f"qas is {reprlib.repr(questions)}; allowed: a list of questions")
     for question in questions:
-        text = f"Text: {_text(row, 'context')}\nQuestion: {_text(question, 'question')}"
+        text = f"Text: {_read_text(row, 'context')}\nQuestion: {_read_text(question, 'question')}"
         has_answer = "answer" in question
-        answer = _text(question if has_answer else {"answer": _first_answer(question.get("answers"))}, "answer")
-        yield _id(question), Question(prompt=ask(instruction, text), answer=answer)
+        answer = _read_text(question if has_answer else {"answer": _first_answer(question.get("answers"))}, "answer")
+        yield _read_id(question), Question(prompt=ask(instruction, text), answer=answer)
 
 
 def _first_answer(answers: object) -> object:
@@ -99,7 +107,7 @@ def _first_answer(answers: object) -> object:
     return texts[0] if isinstance(texts, list) and texts else None
 
 
-def _id(row: Row) -> str:
+def _read_id(row: Row) -> str:
     """Return the id of a question as text.
 
     Raises:
@@ -110,8 +118,12 @@ def _id(row: Row) -> str:
     return str(row["id"])
 
 
-def _text(row: Row, key: str) -> str:
+def _read_text(row: Row, key: str) -> str:
     """Return the text in a column; refuse an empty answer, since loss and metrics are computed on answers.
+
+    Args:
+        row: A row of a file or of the hub.
+        key: The column; "answer" must not be blank.
 
     Raises:
         ValueError: The column has no text, or the text cannot be encoded.
@@ -176,6 +188,10 @@ QUESTIONS = {
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
     """Return the wanted languages of a set, or all that it has.
+
+    Args:
+        name: A key of :data:`QUESTIONS`.
+        languages: The wanted languages; None for all.
 
     Raises:
         RecipeError: The set is unknown, it lacks a language, or a language is given twice.

@@ -29,6 +29,7 @@ def published_runs() -> dict[str, Path]:
 
 
 RUNS_SUFFIX = ".jsonl.xz"
+"""End of the file name of an archive of runs."""
 
 
 Steps = Annotated[int, Field(ge=2, le=10_000, strict=True)]
@@ -132,6 +133,10 @@ def load_theory_recipe(path: Path) -> TheoryRecipe:
 
 def parse_theory_recipe(content: object, *, where: str = "theory recipe") -> TheoryRecipe:
     """Check a theory recipe.
+
+    Args:
+        content: The parsed YAML.
+        where: Name of its source, for error messages.
 
     Raises:
         RecipeError: A value is invalid; the first is reported with its place, its value and what is allowed.

@@ -279,7 +279,13 @@ def _points_of_line(
 
 
 def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
-    """Draw the points of one line with error bars of one standard deviation; draw nothing without points."""
+    """Draw the points of one line with error bars of one standard deviation; draw nothing without points.
+
+    Args:
+        axis: The panel.
+        points: The points of the line.
+        style: Colour, dashes and marker of the line.
+    """
     from comingle.reports.canvas import PAPER
 
     if not points:
@@ -311,7 +317,12 @@ def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
 
 
 def _draw_legend(figure: Figure, styles_of_lines: Mapping[str, Style]) -> None:
-    """Draw a legend of the lines above all panels, titled with the meaning of the marks' sizes."""
+    """Draw a legend of the lines above all panels, titled with the meaning of the marks' sizes.
+
+    Args:
+        figure: The figure with all panels.
+        styles_of_lines: The style of each line, by its name.
+    """
     from matplotlib.lines import Line2D
 
     from comingle.reports.canvas import legend_above
@@ -370,6 +381,10 @@ def _count_clusters(cell: Cell) -> float:
 
 def _task_value(recipe: Recipe, key: str) -> int:
     """Return a value of the recipe's task: its own, or the task's default.
+
+    Args:
+        recipe: The recipe.
+        key: Key of ``data.task``: "users" or "clusters".
 
     Raises:
         RecipeError: The recipe has no task.

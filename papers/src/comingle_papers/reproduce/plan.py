@@ -281,7 +281,7 @@ def plan(name: str, selection: RunSelection) -> Plan:
         RecipeError: There is no such experiment, scale, row or column, or no run is left.
     """
     study, experiment = load_experiment(name)
-    scale = _scale(study, experiment, selection.scale)
+    scale = _merge_scale(study, experiment, selection.scale)
     rows = _select_names(
         "--methods", selection.methods, experiment.rows, {k: r.method for k, r in experiment.rows.items()}
     )
@@ -295,7 +295,7 @@ def plan(name: str, selection: RunSelection) -> Plan:
         data = study.data[_column_settings(study, experiment, column)[1].data]
         if folder is not None and (lacking := find_on_hub(data, folder)):
             logger.warning("%s: %s, so the hub's are read", column, lacking)
-    seeds = {column: _seeds(study, experiment, scale, column, selection) for column in columns}
+    seeds = {column: _choose_seeds(study, experiment, scale, column, selection) for column in columns}
     all_seeds = dict.fromkeys(seed for of_column in seeds.values() for seed in of_column)  # in order, each once
     cells = tuple(
         Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder)
@@ -303,7 +303,7 @@ def plan(name: str, selection: RunSelection) -> Plan:
         for column in columns
         if seed in seeds[column]
         for row in rows
-        if _is_run(study, experiment, scale, column, row)
+        if _has_row(study, experiment, scale, column, row)
         for recipe in [_build_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, selection)]
     )
     if not cells:
@@ -326,8 +326,14 @@ def plan(name: str, selection: RunSelection) -> Plan:
     )
 
 
-def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
-    """Return the study's scale with the experiment's changes, which state only what differs."""
+def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
+    """Merge the study's scale with the experiment's changes to it.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        name: The scale, as of ``--scale``.
+    """
     if name not in study.scales:
         known = list(study.scales)
         raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
@@ -337,21 +343,46 @@ def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
 
 
 def _scaled_column(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
-    """Return the scale's changes to a column; empty changes if it has none."""
+    """Return the scale's changes to a column; empty changes if it has none.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        scale: The scale with the experiment's changes.
+        column: The experiment's column.
+    """
     column_setting, _ = _column_settings(study, experiment, column)
     return scale.columns.get(column_setting.of or column, ScaledColumn())
 
 
-def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
-    """Return whether a column has a row, at this scale too."""
+def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
+    """Return whether a column has a row, at this scale too.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        scale: The scale with the experiment's changes.
+        column: The experiment's column.
+        row: The experiment's row.
+    """
     return (
         column not in experiment.rows[row].without
         and row not in _scaled_column(study, experiment, scale, column).without
     )
 
 
-def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, selection: RunSelection) -> Sequence[int]:
-    """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's."""
+def _choose_seeds(
+    study: Study, experiment: Experiment, scale: Scale, column: str, selection: RunSelection
+) -> Sequence[int]:
+    """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        scale: The scale with the experiment's changes.
+        column: The experiment's column.
+        selection: The options of the command line.
+    """
     fewer = _scaled_column(study, experiment, scale, column).seeds
     return next(seeds for seeds in (selection.seeds, fewer, scale.seeds) if seeds is not None)
 
@@ -380,7 +411,13 @@ def _select_names(
 
 
 def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """Return the experiment's settings of a column and the study's column that it refers to, by ``of`` or by name."""
+    """Return the experiment's settings of a column and the study's column that it refers to, by ``of`` or by name.
+
+    Args:
+        study: The paper's study.
+        experiment: The table or figure.
+        name: The experiment's column.
+    """
     column_setting = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
     return column_setting, study.columns[column_setting.of or name]
 
@@ -465,7 +502,14 @@ def _build_recipe(
 
 
 def _choose_base(row: Row, selection: RunSelection, scale: Scale, column: Column) -> str:
-    """Return the base model to train: the row's own, else the command line's, else the scale's, else the column's."""
+    """Return the base model to train: the row's own, else the command line's, else the scale's, else the column's.
+
+    Args:
+        row: The experiment's row.
+        selection: The options of the command line.
+        scale: The scale, which may name a base model or stand-ins for published ones.
+        column: The study's column.
+    """
     if selection.base and not row.base:
         return selection.base
     return scale.stand_in(row.base or scale.base or column.base)

@@ -314,6 +314,10 @@ def _sort_key(path: Path) -> tuple[str, int]:
 def _read_model(path: Path, model: type[Model]) -> Model:
     """Read a YAML file into a pydantic model.
 
+    Args:
+        path: The YAML file.
+        model: The class of the result.
+
     Raises:
         RecipeError: A value is invalid; the first one is reported.
     """
@@ -425,7 +429,12 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
 
 
 def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
-    """Return the path of the images or questions in the folder; None where they come from the hub."""
+    """Return the path of a data set's images or questions in the folder; None where they come from the hub.
+
+    Args:
+        data: The data set.
+        folder: The folder with local data; None if there is none.
+    """
     if folder is None:
         return None
     if data.questions is not None:
@@ -436,7 +445,12 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
 
 
 def find_on_hub(data: DataSet, folder: Path) -> str:
-    """Return what the folder lacks, images or questions, and the hub provides; empty where the folder has it."""
+    """Return a message about images or questions that the folder lacks and the hub provides; empty if it lacks none.
+
+    Args:
+        data: The data set.
+        folder: The folder with local data.
+    """
     if not (data.images or data.questions) or _find_in_folder(data, folder) is not None:
         return ""
     if data.questions is not None:

@@ -326,6 +326,10 @@ def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
 
     A metric that ``metrics.json`` does not have as a mean over users, such as ROUGE-1 where models are compared by
     accuracy, is averaged over users here.
+
+    Args:
+        metrics: The run's ``metrics.json``.
+        metric: Key of the metric, as ``mean_test_rouge1``.
     """
     key = metric.removeprefix("mean_")
     return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
@@ -470,6 +474,10 @@ def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
     """Yield the data sets that a cell reads from the hub and the hub's cache lacks.
 
     Images and questions without a ``path`` always count, because their cache is not looked up.
+
+    Args:
+        plan: The plan of the cell.
+        cell: The cell.
     """
     data_section = cell.recipe.data.model_dump()
     for source in _all_strings(data_section):
@@ -507,6 +515,10 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterato
     """Yield figures of the study's prompts with each token coloured by its expert, with the suffix of the file name.
 
     The models are those of each column's and row's first seed. Without ``plot.own`` there is one figure per layer.
+
+    Args:
+        plan: The figure's plan.
+        entries: The runs of all seeds, by (row, column).
 
     Raises:
         RunError: The users are not those that the prompts are written for.
@@ -583,9 +595,9 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
 
     assert plan.experiment.plot is not None
     figures_by_kind: dict[str, Callable[[Plan, Entries], Figures]] = {
-        "curves": _curves,
-        "scores": _scores,
-        "sweep": _sweep,
+        "curves": _curve_figures,
+        "scores": _score_figures,
+        "sweep": _sweep_figures,
         "usage": lambda plan, entries: draw_usage(plan, entries, folder),
         "tokens": draw_routes,
     }
@@ -597,7 +609,12 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
 
 
 def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str, str], Entry]:
-    """Return the finished runs of each (row, column), labelled with the row's label; diverged runs are left out."""
+    """Return the finished runs of each (row, column), labelled with the row's label; diverged runs are left out.
+
+    Args:
+        plan: The plan of the runs.
+        outcomes: The outcomes by run name.
+    """
     from comingle.reports.runs import Entry, read_run
 
     runs: dict[tuple[str, str], list[Any]] = {}
@@ -612,8 +629,16 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
     }
 
 
-def _curves(plan: Plan, entries: Entries) -> Figures:
-    """Yield for each column every row's test results: mean, then each user (CoMiGS: Figures 5 to 7, 9, 11 to 13)."""
+def _curve_figures(plan: Plan, entries: Entries) -> Figures:
+    """Yield for each column a figure of test results against local iterations, one curve per row.
+
+    Each figure has the mean over users, then each user (CoMiGS: Figures 5 to 7, 9, 11 to 13). With ``plot.mixtures``
+    figures of the mixture weights follow, for rows whose users learn to mix adapters.
+
+    Args:
+        plan: The figure's plan.
+        entries: The runs of all seeds, by (row, column).
+    """
     from comingle.reports.figures import curves_figure
 
     plot = plan.experiment.plot
@@ -625,10 +650,10 @@ def _curves(plan: Plan, entries: Entries) -> Figures:
             yield column, curves_figure(drawn_rows, start=False, measure=plot.measure)
         if plot.mixtures:
             named_entries = [(row, entries[row, column]) for row in plan.rows if (row, column) in entries]
-            yield from _mixtures(named_entries, column)
+            yield from _mixture_figures(named_entries, column)
 
 
-def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
+def _mixture_figures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
     """Yield a figure of mixture weights, users x adapters over rounds, for each row whose users learn to mix adapters.
 
     Args:
@@ -643,8 +668,13 @@ def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
             yield f"{column}-{row}-mixtures", mixtures_figure(mixtures)
 
 
-def _scores(plan: Plan, entries: Entries) -> Figures:
-    """Yield for each column and row every layer's expert scores (CoMiGS: Figures 4 and 10)."""
+def _score_figures(plan: Plan, entries: Entries) -> Figures:
+    """Yield for each column and row every layer's expert scores (CoMiGS: Figures 4 and 10).
+
+    Args:
+        plan: The figure's plan.
+        entries: The runs of all seeds, by (row, column).
+    """
     from comingle.reports.figures import scores_figure
 
     for (row, column), entry in entries.items():
@@ -652,8 +682,13 @@ def _scores(plan: Plan, entries: Entries) -> Figures:
             yield f"{column}-{row}", scores_figure(entry)
 
 
-def _sweep(plan: Plan, entries: Entries) -> Figures:
-    """Yield per column the last test perplexity over one setting, a line per value of another (CoMiGS: Figure 8)."""
+def _sweep_figures(plan: Plan, entries: Entries) -> Figures:
+    """Yield per column the last test perplexity over one setting, a line per value of another (CoMiGS: Figure 8).
+
+    Args:
+        plan: The figure's plan.
+        entries: The runs of all seeds, by (row, column).
+    """
     from comingle.reports.runs import Spread, final
 
     plot = plan.experiment.plot
@@ -666,10 +701,10 @@ def _sweep(plan: Plan, entries: Entries) -> Figures:
             if cell.column == column and entry is not None and (last := final(entry)) is not None:
                 lines.setdefault(settings[plot.series], {})[settings[plot.x]] = last
         if lines:
-            yield column, _sweep_figure(lines, x=plot.x, series=plot.series)
+            yield column, _draw_sweep(lines, x=plot.x, series=plot.series)
 
 
-def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) -> Figure:
+def _draw_sweep(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) -> Figure:
     """Draw the mean test perplexity of each value of ``x``, with deviations and one line per value of ``series``.
 
     Args:

@@ -101,7 +101,13 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
 
 
 def _summed_deviations(entries: Mapping[str, Entry], first: str, second: str) -> float:
-    """Return the sum of two rows' standard deviations; unknown ones count as zero."""
+    """Return the sum of two rows' standard deviations; unknown ones count as zero.
+
+    Args:
+        entries: Mean and deviation, by row.
+        first: A row.
+        second: Another row.
+    """
     return (entries[first][1] or 0.0) + (entries[second][1] or 0.0)
 
 
@@ -109,6 +115,10 @@ def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float
     """Return Kendall's tau-b of two lists of numbers and its p-value.
 
     Both are None for fewer than two rows, or where all numbers of one side are equal.
+
+    Args:
+        paper: The paper's numbers, by row.
+        ours: Our numbers, in the same order of rows.
     """
     if len(paper) < 2:
         return None, None
@@ -267,6 +277,10 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
 
     Several names with commas between them are one baseline, the best of them.
 
+    Args:
+        plan: The table.
+        wanted: A row or a method, or several with commas between them; None for the default.
+
     Raises:
         RecipeError: No row matches.
     """
@@ -345,7 +359,13 @@ def _paper_numbers(plan: Plan, column: str) -> dict[str, Entry]:
 
 
 def _note_indices(plan: Plan, row: str, column: str) -> list[int]:
-    """Return the indices of the notes on a cell, counted among the notes on some cells."""
+    """Return the indices of the notes on a cell, counted among the notes on some cells.
+
+    Args:
+        plan: The table.
+        row: Row of the cell.
+        column: Column of the cell.
+    """
     notes = [note for note in plan.experiment.notes if _on_cells(note)]
     return [i for i, note in enumerate(notes) if row in note.rows and column in note.columns]
 

@@ -180,7 +180,12 @@ def rotate_quarters(images: Float[Tensor, "n c h w"], turns: int) -> Float[Tenso
 
 
 def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n c h w"]:
-    """Rotate counter-clockwise about the centre, with bilinear interpolation and zeros outside of the image."""
+    """Rotate counter-clockwise about the centre, with bilinear interpolation and zeros outside of the image.
+
+    Args:
+        images: The images.
+        degrees: The angle.
+    """
     height, width = images.shape[-2:]
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     # A grid says where each output pixel comes from, so this is the inverse rotation. Both axes run from -1 to 1
@@ -372,6 +377,10 @@ def _shifted_samples(
 def pool_images(parts: Sequence[Images], where: str) -> Images:
     """Concatenate images to one data set.
 
+    Args:
+        parts: Images of the same kind, such as the splits of a data set.
+        where: Name of the data set, for error messages.
+
     Raises:
         DataError: Images differ in size.
     """
@@ -466,6 +475,11 @@ def _group_images(
 def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
     """Group images by domain and share users out evenly; results are as of :func:`_group_images`.
 
+    Args:
+        images: All images, with domains.
+        users: Number of users.
+        key: Key of the random stream, whose first part is the name of the task.
+
     Raises:
         RecipeError: There are fewer users than domains.
     """
@@ -525,7 +539,13 @@ def _split_part(
 
 
 def _samples_at(images: Images, indices: Int64[Tensor, " m"], setting: Setting) -> Samples:
-    """Return the images at these indices as normalised floats, with their labels."""
+    """Return the images at these indices as normalised floats, with their labels.
+
+    Args:
+        images: All images.
+        indices: Indices of the images.
+        setting: The task's defaults, with mean and deviation of each channel.
+    """
     pixels = images.as_floats(indices)
     return Samples(
         inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=images.labels[indices]

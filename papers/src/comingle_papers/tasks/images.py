@@ -47,6 +47,10 @@ from comingle.utils.seeds import derive, generator
 def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     """Move ``share`` of a user's train samples to validation, stratified by label except in regressions.
 
+    Args:
+        user: The user.
+        share: Share of the train samples; 0 changes nothing.
+
     Raises:
         DataError: The share is above 0 and no sample can be spared.
     """
@@ -95,6 +99,10 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
     """Return each cluster's number of users: in FedMerge's proportions for five clusters, else as equal as possible.
 
     Each cluster gets one user. The others are distributed to meet the proportions, rounded by largest remainder.
+
+    Args:
+        users: Number of users, at least one per cluster.
+        clusters: Number of clusters.
     """
     is_published = clusters == len(_PUBLISHED_SIZES)
     proportions = _PUBLISHED_SIZES if is_published else (1,) * clusters
@@ -424,6 +432,10 @@ def shrink_to_square(image: Any, largest: int) -> Any:
 def stack_images(images: Sequence[np.ndarray], where: str) -> np.ndarray:
     """Stack images along a new first axis.
 
+    Args:
+        images: The images as arrays.
+        where: Their source, for error messages.
+
     Raises:
         DataError: There is no image, or sizes or modes differ.
     """
@@ -488,6 +500,10 @@ def check_images(images: Images, *, classes: int, coloured: bool, where: str) ->
 
 def read_images(name: str, source: str | Path) -> dict[str, Images]:
     """Read the splits "train" and "test" of a data set from a folder or from ``hub:OWNER/NAME``.
+
+    Args:
+        name: The data set, as in file names.
+        source: The folder, or the name on the hub.
 
     Raises:
         DataError: A folder, file or split is missing, or a file has another format than its name says.
@@ -577,7 +593,13 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
 
 
 def _idx_stems(name: str, split: str, kind: str) -> list[str]:
-    """Return comingle's file name and MNIST's original ones, with and without the dot that some copies have."""
+    """Return comingle's file name and MNIST's original ones, with and without the dot that some copies have.
+
+    Args:
+        name: The data set.
+        split: "train" or "test".
+        kind: "images" or "labels".
+    """
     stems = [f"{name}-{split}-{kind}-ubyte"]
     if name == "mnist":
         axes = 3 if kind == "images" else 1
@@ -586,13 +608,23 @@ def _idx_stems(name: str, split: str, kind: str) -> list[str]:
 
 
 def _find_npz(folder: Path, name: str, split: str) -> Path | None:
-    """Return the npz file of a split, else that of both splits; None if there is neither."""
+    """Return the npz file of a split, else that of both splits; None if there is neither.
+
+    Args:
+        folder: The folder.
+        name: The data set.
+        split: "train" or "test".
+    """
     candidates = (folder / f"{name}-{split}.npz", folder / f"{name}.npz")
     return next((path for path in candidates if path.is_file()), None)
 
 
 def read_idx_pair(images: Path, labels: Path) -> Images:
     """Read an IDX file of images ``(n, h, w)`` and one of their labels ``(n)``.
+
+    Args:
+        images: The file of the images.
+        labels: The file of the labels.
 
     Raises:
         DataError: As :func:`read_idx`; or axes or lengths do not match.
@@ -608,6 +640,10 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     """Read an npz file: ``images`` and ``labels`` (or x and y, x_train and y_train ...), or concatenated JPEG bytes.
 
     The latter are ``jpeg`` (bytes), ``offset`` (n + 1 positions) and ``label``. Channels may be the last axis.
+
+    Args:
+        path: The file.
+        split: The split to read from a file of several; None for a file without splits.
 
     Raises:
         DataError: The file is missing or not an npz file, or arrays are missing, of the wrong type or of different

@@ -244,6 +244,14 @@ def _check_numbers(
 ) -> None:
     """Check that the numbers of a task are in range.
 
+    Args:
+        name: The task, for error messages.
+        users: Number of users.
+        clusters: Number of clusters.
+        fraction: Share of their train samples that users keep.
+        test_samples: Test samples per user; None for the task's own.
+        valid: Share of the train samples that become validation samples.
+
     Raises:
         RecipeError: One is not; the message says what is allowed.
     """
@@ -263,6 +271,10 @@ def _check_numbers(
 
 def _choose_shift(name: str, shift: str | None) -> Shift | None:
     """Return the shift between clusters: the given one, else the task's own; None if the task has none.
+
+    Args:
+        name: The task.
+        shift: The shift as given; None for the task's own.
 
     Raises:
         RecipeError: The shift is unknown, or the task has none.

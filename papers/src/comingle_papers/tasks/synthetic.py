@@ -78,7 +78,13 @@ def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
 
 
 def _draw_normal(shape: tuple[int, ...], variance_of: int, source: torch.Generator) -> Tensor:
-    """Draw entries of N(0, 1 / variance_of) in float64."""
+    """Draw entries of N(0, 1 / variance_of) in float64.
+
+    Args:
+        shape: Shape of the tensor.
+        variance_of: Inverse of the variance.
+        source: Generator of the draws.
+    """
     return torch.randn(shape, generator=source, dtype=torch.float64) / math.sqrt(variance_of)
 
 

@@ -88,7 +88,12 @@ def check_all(
 
 
 def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
-    """Return rows and curves as plain data."""
+    """Return rows and curves as plain data.
+
+    Args:
+        seed: Seed of the random streams.
+        curves: The curves of all schemes.
+    """
     return {
         "seed": seed,
         "rows": [asdict(row) for row in summarise(curves)],
@@ -100,7 +105,12 @@ def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
 
 
 def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]:
-    """Yield the curve of each mismatch and instance; instances are the same quadratics for all mismatches."""
+    """Yield the curve of each mismatch and instance; instances are the same quadratics for all mismatches.
+
+    Args:
+        seed: Seed of the random streams.
+        settings: Settings of the quadratics.
+    """
     for mismatch in settings.mismatches:
         objectives = "f_valid = f_train" if mismatch == 0 else f"f_valid ≠ f_train, mismatch {mismatch:g}"
         for instance in range(settings.instances):
@@ -168,6 +178,10 @@ def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
     """Yield the curve of each loss, decay and instance.
 
     The decay is set after the problem is drawn, as the smallest decay that satisfies eq. 27 depends on the problem.
+
+    Args:
+        seed: Seed of the random streams.
+        settings: Settings of the linear experts.
     """
     for name in settings.losses:
         for multiple in settings.decays:
@@ -371,6 +385,10 @@ FILES = ("recipe.yaml", "theory.json", "residuals.png", "residuals.svg")
 
 def check_folder(folder: Path, *, force: bool) -> None:
     """Check that results may be written to a folder, without writing.
+
+    Args:
+        folder: The folder to write to.
+        force: Whether existing results may be replaced.
 
     Raises:
         RunError: The path is a file, or the folder holds results without ``force``, holds anything else, or cannot be

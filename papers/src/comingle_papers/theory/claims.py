@@ -103,7 +103,13 @@ def worst_step(residuals: Float[np.ndarray, " steps"], floor: float | None = Non
 
 
 def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
-    """Return the row of one statement about one scheme, from the claims of all instances."""
+    """Return the row of one statement about one scheme, from the claims of all instances.
+
+    Args:
+        scheme: Name of the scheme.
+        statement: The statement.
+        claims: The claims of all instances about it.
+    """
     tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
     covered = [claim for claim in claims if claim.covered]
     return Row(

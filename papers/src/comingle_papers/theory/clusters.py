@@ -383,7 +383,13 @@ def routed_descent_bound(
 
 
 def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
-    """Return ``16 G^2 log(K C)``, which Lemma A.6 leaves of ``4 G^2 |delta|_1^2``."""
+    """Return ``16 G^2 log(K C)``, which Lemma A.6 leaves of ``4 G^2 |delta|_1^2``.
+
+    Args:
+        run: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
+        clusters: Number of clusters, C.
+    """
     return float(16 * run.moment * np.log(len(cluster.weights) * clusters))
 
 
@@ -392,6 +398,10 @@ def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps
 
     ``(1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f*) / 2 + 2 eta L E |w~ - w^k|^2``, here with
     the clients' mean gap, which is no smaller, in the place of ``f_c(w~) - f*``; it asks for ``eta <= 1 / (4 L)``.
+
+    Args:
+        run: Measured quantities of the run, for each step.
+        cluster: The cluster whose clients take part.
     """
     mu, smoothness = cluster.moduli
     rate = run.rates
@@ -666,7 +676,12 @@ class ClusterSettings:
 
 
 def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
-    """Yield runs of clusters with noise, and of one client without noise, which tests the printed rate."""
+    """Yield runs of clusters with noise, and of one client without noise, which tests the printed rate.
+
+    Args:
+        seed: Seed of the random streams.
+        settings: Settings of the clusters.
+    """
     for mismatch in settings.mismatches:
         start = "right" if mismatch == 0 else f"wrong, mismatch {mismatch:g}"
         for instance in range(settings.instances):
@@ -734,6 +749,10 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
 
     Eq. 4 is gradient descent there, and the rest of the start falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` with s = 4
     kappa.
+
+    Args:
+        scheme: Name of the scheme.
+        settings: Settings of the clusters; only condition, decay and number of steps matter.
     """
     hessian = np.diag([1.0, settings.condition])
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
@@ -869,13 +888,26 @@ def _cluster_loss(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) ->
 
 
 def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
-    """Check Lemma A.8 on drawn sequences."""
+    """Check Lemma A.8 on drawn sequences.
+
+    Args:
+        mu: The modulus of strong convexity.
+        shift: Shift of the step sizes, s.
+        steps: Number of steps.
+        rng: Source of the draws.
+    """
     sequences = draw_recursion(rng, mu=mu, shift=shift, steps=steps)
     return Claim(statement=A8, measured=float(sequences.b.sum()), bound=sum_bound(sequences, mu, shift))
 
 
 def _tightest_claim(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
-    """Return the claim at the step that uses the largest share of the bound."""
+    """Return the claim at the step that uses the largest share of the bound.
+
+    Args:
+        statement: The statement.
+        measured: The measured value at each step.
+        bound: The bound at each step.
+    """
     worst = int(np.argmax(measured / bound))
     return Claim(statement=statement, measured=float(measured[worst]), bound=float(bound[worst]))
 

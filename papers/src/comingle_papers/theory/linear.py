@@ -133,9 +133,9 @@ def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights)
     """Return eq. 21: the mean loss of the routed experts plus weight decay, the objective without decoupling.
 
     Args:
-        problem: The samples and weights of eq. 25.
-        experts: Theta.
-        router: Phi.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        experts: Weights Theta of the experts, (features, experts).
+        router: Weights Phi of the router, (features, experts).
     """
     outputs = (gates(problem, router) * (problem.inputs @ experts)).sum(1)
     return float(problem.loss.value(outputs, problem.targets).mean()) + _decay_penalty(problem, experts, router)
@@ -145,6 +145,10 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
     """Return ``F_mu`` of eq. 25: eq. 21 with free shares, plus mu times the mean KL divergence from shares to gates.
 
     The weight is mu / n as in eq. 25 and 26; eq. 23 prints mu / (2 n). At ``shares = gates`` it equals eq. 21.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        point: Experts Theta, router Phi and shares Lambda.
     """
     logits = problem.inputs @ point.router
     outputs = (point.shares * (problem.inputs @ point.experts)).sum(1)
@@ -165,9 +169,9 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
     is, with its only root between the smallest and the largest ``a_j``.
 
     Args:
-        problem: The samples and weights of eq. 25.
-        experts: Theta.
-        router: Phi.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        experts: Weights Theta of the experts, (features, experts).
+        router: Weights Phi of the router, (features, experts).
     """
     expert_outputs, logits = problem.inputs @ experts, problem.inputs @ router
     low, high, magnitude = expert_outputs.min(1), expert_outputs.max(1), np.abs(expert_outputs).max(1)
@@ -193,7 +197,7 @@ def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: S
     """Return ``softmax(b - l'(t) a / mu)`` for each sample, which solves eq. 28 if t is the output of these shares.
 
     Args:
-        problem: The samples and weights of eq. 25.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
         expert_outputs: The experts' outputs a, shape (samples, experts).
         logits: The router's logits b, shape (samples, experts).
         outputs: t, shape (samples).
@@ -206,8 +210,8 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
     """Take the second line of eq. 28: multinomial logistic regression on the shares with weight decay, strongly convex.
 
     Args:
-        problem: The samples and weights of eq. 25.
-        shares: The shares of every sample.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        shares: Shares lambda of the experts in each sample, (samples, experts).
         start: Initial value of the search.
 
     Raises:
@@ -227,8 +231,8 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
     The output is linear in Theta: ``<lambda, Theta^T x> = <x lambda^T, Theta>``.
 
     Args:
-        problem: The samples and weights of eq. 25.
-        shares: The shares of every sample.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        shares: Shares lambda of the experts in each sample, (samples, experts).
         start: Initial value of the search.
 
     Raises:
@@ -252,16 +256,21 @@ def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) ->
     """Return the gradient of eq. 25 in Phi, shape (features, experts).
 
     Args:
-        problem: The samples and weights of eq. 25.
-        shares: The shares of every sample.
-        router: Phi.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        shares: Shares lambda of the experts in each sample, (samples, experts).
+        router: Weights Phi of the router, (features, experts).
     """
     pull = problem.inputs.T @ (gates(problem, router) - shares)
     return problem.coupling / len(shares) * pull + problem.decay * router
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``."""
+    """Return the Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        router: Weights Phi of the router, (features, experts).
+    """
     shares_there = gates(problem, router)
     spread = shares_there[:, :, None] * (np.eye(router.shape[1]) - shares_there[:, None, :])
     blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, spread, optimize=True)
@@ -286,7 +295,7 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
     of Theorem F.2 needs; see :mod:`comingle_papers.theory.linear`.
 
     Args:
-        problem: The samples and weights of eq. 25.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
         experts: The initial experts.
         router: The initial router.
         steps: Largest number of steps.
@@ -310,6 +319,10 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
 
     That gradient is F's at the best shares. Where F is strongly convex the point found is its only minimiser; elsewhere
     it is one that the scheme falls to.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        near: A point close to the minimum, such as the last of a descent.
 
     Raises:
         DivergenceError: A convex step failed, or what was found lies above where the steps came to.
@@ -339,9 +352,9 @@ def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weig
     """Return the point of these experts and this router with the shares that minimise eq. 25.
 
     Args:
-        problem: The samples and weights of eq. 25.
-        experts: Theta.
-        router: Phi.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        experts: Weights Theta of the experts, (features, experts).
+        router: Weights Phi of the router, (features, experts).
     """
     return Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
 
@@ -405,7 +418,13 @@ def _softmax(scores: Shares) -> Shares:
 
 
 def _decay_penalty(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the weight decay of eq. 25, ``alpha / 2 (|Theta|^2 + |Phi|^2)``."""
+    """Return the weight decay of eq. 25, ``alpha / 2 (|Theta|^2 + |Phi|^2)``.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        experts: Weights Theta of the experts, (features, experts).
+        router: Weights Phi of the router, (features, experts).
+    """
     return problem.decay / 2 * float((experts**2).sum() + (router**2).sum())
 
 
@@ -558,7 +577,7 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
     """Return the constants for every descent that starts from these experts and this router.
 
     Args:
-        problem: The samples and weights of eq. 25.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
         experts: The initial experts.
         router: The initial router.
     """
@@ -584,7 +603,7 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
     rho depends on the radius and so on alpha, and falls as alpha grows; hence one scalar equation.
 
     Args:
-        problem: The samples and weights of eq. 25.
+        problem: The samples, loss and weights alpha and mu of eq. 25.
         experts: The initial experts.
         router: The initial router.
     """
@@ -617,6 +636,10 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
     """Return :func:`hessian` along the simplex: in the directions of each sample's shares that sum to zero.
 
     Its size is ``2 features experts + samples (experts - 1)``.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        point: Experts Theta, router Phi and shares Lambda.
     """
     samples, experts = point.shares.shape
     basis = np.kron(np.eye(samples), linalg.null_space(np.ones((1, experts))))
@@ -629,6 +652,10 @@ def local_rate(problem: LinearProblem, solution: Point) -> float:
 
     Example 2 at the solution: distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian
     (experts and router; shares; mixed), the objective's residual by ``r^2``.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        solution: The fixed point of eq. 28.
     """
     whole = tangent_hessian(problem, solution)
     weights_size = 2 * solution.experts.size
@@ -653,7 +680,12 @@ def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
 
 
 def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the mixed derivatives of eq. 25: rows (Theta, Phi), columns Lambda, both row-major."""
+    """Return the mixed derivatives of eq. 25: rows (Theta, Phi), columns Lambda, both row-major.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        point: Experts Theta, router Phi and shares Lambda.
+    """
     x, (samples, experts) = problem.inputs, point.shares.shape
     outputs, expert_outputs = _outputs(problem, point), x @ point.experts
     slope = problem.loss.slope(outputs, problem.targets)
@@ -667,7 +699,12 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
 
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of eq. 25 in Lambda, row-major: a block for each sample."""
+    """Return the Hessian of eq. 25 in Lambda, row-major: a block for each sample.
+
+    Args:
+        problem: The samples, loss and weights alpha and mu of eq. 25.
+        point: Experts Theta, router Phi and shares Lambda.
+    """
     expert_outputs = problem.inputs @ point.experts
     curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
     blocks = curvature[:, None, None] * expert_outputs[:, :, None] * expert_outputs[:, None, :]

@@ -176,7 +176,12 @@ class CoupledSettings:
 
 
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
-    """Yield the curve of each instance, a pair of functions with one function per step."""
+    """Yield the curve of each instance, a pair of functions with one function per step.
+
+    Args:
+        seed: Seed of the random streams.
+        settings: Settings of the coupled functions.
+    """
     for lipschitz in settings.lipschitz:
         for instance in range(settings.instances):
             rng = np.random.default_rng([seed, 3, instance])
@@ -326,6 +331,10 @@ def fixed_point(
 
     A contraction always has one, so where Theorem F.1 applies, Assumption 1 asks for nothing more. It is the common
     minimiser where both functions have the same; otherwise it minimises neither, unlike the text below eq. 5 says.
+
+    Args:
+        valid: The validation objective.
+        train: The training objective.
     """
     start = np.zeros(train.experts_size)
     offset = best_experts(train, best_router(valid, start))  # T(0)
