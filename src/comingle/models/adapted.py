@@ -61,21 +61,28 @@ class AdapterRouting(TokenRouting):
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """Return the hidden states that each MLP reads, at the end of each prompt or averaged over the window.
+        """Return the hidden states that each MLP reads, while experts are averaged.
+
+        Args:
+            tensors: The users' trainable tensors; those of routers are ignored.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+            whole: Average over all tokens of a window, instead of taking the state at the end of its prompt.
 
         Returns:
             One tensor ``(users, batch, width)`` per MLP, by its name; zero for windows without tokens.
         """
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
-        with routing.record_router_inputs(self.adapters) as read, torch.compiler.set_stance("force_eager"):
+        with routing.record_router_inputs(self.adapters) as recorded, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
-        at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
-        wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
+        states = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in recorded.items()}
         if whole:
             is_token = (batch[..., :-1] != PAD).double()
             shares = is_token / is_token.sum(-1, keepdim=True).clamp(min=1)
-            return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in wide.items()}
-        return {n: x.gather(2, at.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * real for n, x in wide.items()}
+            return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in states.items()}
+        ends = prompt_ends(batch)[..., None, None]  # (users, batch, 1, 1)
+        has_tokens = (batch != PAD).any(-1, keepdim=True)
+        return {n: x.gather(2, ends.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * has_tokens for n, x in states.items()}
 
     def expert_names(self, user: int) -> list[str]:
         """Return a user's expert names in order: "generalist", "specialist 1", "specialist 2"."""
@@ -170,8 +177,9 @@ class AdaptedModel(AdapterRouting, Model):
 
         It computes all positions and masks afterwards, so the arithmetic does not depend on the number of targets.
         """
-        shown = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
-        return self.losses(tensors, users, shown, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
+        # Decode hidden tokens, so that every position has a target.
+        all_targets = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
+        return self.losses(tensors, users, all_targets, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """Return the next-token losses in nats without the penalty, as perplexity needs them."""
@@ -193,7 +201,8 @@ class AdaptedModel(AdapterRouting, Model):
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Return the model with fake base weights, and the size in bytes of the real ones."""
-        size, head = fakes.size_of(self.network), self.head.with_tensors(lambda real: fakes.of(real, self.device))
+        size = fakes.size_of(self.network)
+        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.network, self.device)
         return replace(self, head=head), size
 
@@ -233,8 +242,8 @@ def adapt(
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
     expert_mlp.set_fusing(compiled)
     expert_mlp.disable()
-    wanted = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
-    if wanted and expert_mlp.enable(cache_folder() / "native"):
+    use_kernels = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
+    if use_kernels and expert_mlp.enable(cache_folder() / "native"):
         from comingle.models.loss import use_native_code
 
         use_native_code(network, attention=base.attention == "auto")
@@ -285,19 +294,20 @@ def _checkpointed_forward(layer: nn.Module) -> Callable[..., object]:
     """
 
     @wraps(forward := layer.forward)
-    def call(*args: Any, **kwargs: Any) -> object:
+    def checkpointed(*args: Any, **kwargs: Any) -> object:
+        """Run the layer; with gradients save its input and its modules' current adapters for the recomputation."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         bound = [(module, dict(vars(module))) for module in layer.modules()]
 
-        def as_bound(*args: object, **kwargs: object) -> object:
-            for module, was in bound:
-                vars(module).update(was)
+        def forward_as_bound(*args: object, **kwargs: object) -> object:
+            for module, attributes in bound:
+                vars(module).update(attributes)
             return forward(*args, **kwargs)
 
-        return checkpoint(as_bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward_as_bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    return call
+    return checkpointed
 
 
 _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None

@@ -131,23 +131,24 @@ class ChatTemplate:
 
     # ------------------------------------------------------------ text
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Return the conversation as text; with ``asks`` up to the beginning of the next response.
+    def render(self, messages: Sequence[Message], *, add_prompt: bool = False) -> str:
+        """Return the conversation as text; with ``add_prompt``, up to the beginning of the next response.
 
         Raises:
             DataError: The template rejects the messages, say their order, or the tokenizer has no end-of-text token for
                 the plain template.
         """
         if self.own:
-            return self._apply(messages, asks, None)
+            return self._apply_template(messages, add_prompt, template=None)
         if self.tokenizer.eos_token_id is None:
             raise DataError(
                 "the base's tokenizer has no end-of-text token, so responses would have no end; give another base"
             )
-        return self._apply(messages, asks, self._plain)
+        return self._apply_template(messages, add_prompt, template=self._plain)
 
     @property
     def _plain(self) -> str:
+        """The plain template, with the begin-of-text token if the tokenizer adds it to texts."""
         return f"{'{{ bos_token }}' if begin_of(self.tokenizer) else ''}{PLAIN}"
 
     @property
@@ -157,12 +158,22 @@ class ChatTemplate:
             return self._plain
         own: Any = self.tokenizer.chat_template
         own = self._with_date if self.dated and isinstance(own, str) else own
-        if not (header := self._header):
+        if not (header := self._response_header):
             return own
-        asks = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(header, ensure_ascii=False)} }}}}{{% endif %}}"
-        return f"{own}{asks}" if isinstance(own, str) else {**own, "default": f"{own['default']}{asks}"}
+        prompt = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(header, ensure_ascii=False)} }}}}{{% endif %}}"
+        return f"{own}{prompt}" if isinstance(own, str) else {**own, "default": f"{own['default']}{prompt}"}
 
-    def _apply(self, messages: Sequence[Message], asks: bool, template: str | None) -> str:
+    def _apply_template(self, messages: Sequence[Message], add_prompt: bool, *, template: str | None) -> str:
+        """Render messages with a Jinja template.
+
+        Args:
+            messages: The conversation.
+            add_prompt: Append the text that begins a response.
+            template: The template; None for the tokenizer's, with :attr:`date` if it writes the current date.
+
+        Raises:
+            DataError: The template raises an error, say because of the order of roles.
+        """
         tools = messages[0].get("tools") if messages else None
         try:
             return str(
@@ -171,7 +182,7 @@ class ChatTemplate:
                     tools=list(tools) if tools else None,
                     chat_template=template if template or not self.dated else self._with_date,
                     tokenize=False,
-                    add_generation_prompt=asks,
+                    add_generation_prompt=add_prompt,
                 )
             )
         except Exception as error:  # templates are programs that may raise any error
@@ -197,20 +208,20 @@ class ChatTemplate:
 
         Trailing spaces belong to the response, as tokenizers join a space and the following word.
         """
-        return (self.render(messages, asks=True) + self._header).rstrip(" ")
+        return (self.render(messages, add_prompt=True) + self._response_header).rstrip(" ")
 
     @cached_property
-    def _header(self) -> str:
+    def _response_header(self) -> str:
         """The text before each response if the template ignores ``add_generation_prompt``, else empty."""
-        asked = [{"role": "user", "content": "a"}]
+        question = [{"role": "user", "content": "a"}]
         probe = _PROBE.format(0)
         try:
-            before, whole = self.render(asked, asks=True), self.render([*asked, _response(probe)])
-            ignores = before == self.render(asked)
+            prompt, whole = self.render(question, add_prompt=True), self.render([*question, _response(probe)])
+            ignores_prompt = prompt == self.render(question)
         except DataError:
             return ""
-        header, found, _ = whole.removeprefix(before).partition(probe)
-        return header if ignores and found and whole.startswith(before) and header.strip() else ""
+        header, found, _ = whole.removeprefix(prompt).partition(probe)
+        return header if ignores_prompt and found and whole.startswith(prompt) and header.strip() else ""
 
     # ------------------------------------------------------------ tokens
 
@@ -221,11 +232,11 @@ class ChatTemplate:
             DataError: The template rejects the messages or omits one, or they are not valid Unicode.
         """
         require_characters("".join(message["content"] or "" for message in messages))
-        safe, hidden_texts = self._hide(messages)
-        safe, _ = self._with_calls(safe)
-        asked = self._prompt_text(safe)
-        self._check_written(safe, asked)
-        return tuple(token for token, _, _ in self._tokens(asked, hidden_texts))
+        safe, hidden_texts = self._hide_special_tokens(messages)
+        safe, _ = self._format_calls(safe)
+        text = self._prompt_text(safe)
+        self._check_written(safe, text)
+        return tuple(token for token, _, _ in self._tokenize(text, hidden_texts))
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
         """Tokenise a conversation up to its last response.
@@ -237,7 +248,7 @@ class ChatTemplate:
             RewrittenTurnsError: The template changes earlier turns when a conversation continues.
             DataError: The template rejects the messages or omits one, or no response is to be learnt.
         """
-        return self._encode_prepared(*self._prepare(messages))
+        return self._encode_prepared(*self._prepare_messages(messages))
 
     def encode_turns(self, messages: Sequence[Message]) -> list[Encoded]:
         """Tokenise a conversation, or each response with its own prompt if the template changes earlier turns.
@@ -245,7 +256,7 @@ class ChatTemplate:
         Raises:
             DataError: As in :meth:`encode`.
         """
-        safe, hidden_texts, learnt, unwritten = self._prepare(messages)
+        safe, hidden_texts, learnt, unwritten = self._prepare_messages(messages)
         try:
             return [self._encode_prepared(safe, hidden_texts, learnt, unwritten)]
         except RewrittenTurnsError:
@@ -254,16 +265,19 @@ class ChatTemplate:
         turns = [self._encode_prepared(safe, hidden_texts, [number], 0) for number in learnt]
         return [replace(turns[0], unwritten_calls=unwritten), *turns[1:]]
 
-    def _prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
-        """Prepare messages for the template.
+    def _prepare_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
+        """Prepare messages for the template: hide the texts of special tokens, and format tool calls.
+
+        A response is learnt unless it is the first message, is excluded by ``learn: False``, or has tool calls that the
+        template does not write.
 
         Returns:
             The messages, the texts of hidden special tokens, the indices of responses to learn, and the number of
             responses whose tool calls the template does not write.
         """
-        safe, hidden_texts = self._hide(messages)
-        safe, unwritten = self._with_calls(safe)
-        learnt = [
+        safe, hidden_texts = self._hide_special_tokens(messages)
+        safe, unwritten = self._format_calls(safe)
+        learnt = [  # the first message has no prompt
             number
             for number, message in enumerate(safe)
             if number and message["role"] == ASSISTANT and message.get("learn", True) and number not in unwritten
@@ -276,33 +290,49 @@ class ChatTemplate:
     def _encode_prepared(
         self, messages: list[Message], hidden_texts: list[str], learnt: Sequence[int], unwritten: int
     ) -> Encoded:
-        text, places, masked = self._places(messages[: learnt[-1] + 1], learnt)
-        tokens = self._tokens(text, hidden_texts)
+        """Tokenise prepared messages up to the last response to learn.
+
+        Args:
+            messages: Messages from :meth:`_prepare_messages`.
+            hidden_texts: Texts of special tokens that the messages' placeholders stand for.
+            learnt: Indices of the responses to learn, in order.
+            unwritten: Number of responses whose tool calls the template does not write.
+
+        Raises:
+            RewrittenTurnsError: The template changes earlier turns when a conversation continues.
+            DataError: The template omits a message.
+        """
+        text, places, masked = self._locate_responses(messages[: learnt[-1] + 1], learnt)
+        tokens = self._tokenize(text, hidden_texts)
         stops = [stop for _, _, stop in tokens]
         # If a prompt's last token depends on the text after it, split there, so that training uses prompt()'s tokens.
+        prompt_ends = [first for first, _, _ in places]
         cuts = [
-            first
-            for first, _, _ in places
-            if self._tokens(text[:first], hidden_texts) != tokens[: bisect_right(stops, first)]
+            end for end in prompt_ends if self._tokenize(text[:end], hidden_texts) != tokens[: bisect_right(stops, end)]
         ]
         if cuts:
-            tokens = self._tokens(text, hidden_texts, cuts)
+            tokens = self._tokenize(text, hidden_texts, cuts)
         ids, starts = [token for token, _, _ in tokens], [start for _, start, _ in tokens]
         stops = [stop for _, _, stop in tokens]
 
         def span(place: Place) -> Span:
-            first, last, whole = place
+            """Return the tokens of a response up to its last special token, or all if it has none."""
+            first, last, closed = place
             begin = bisect_right(stops, first)
-            parts = [range(begin, bisect_right(stops, end)) for end in (last, whole)]
-            special = [max((at for at in part if ids[at] in self._special), default=None) for part in parts]
-            return begin, next((at + 1 for at in special if at is not None), bisect_left(starts, last))
+            # Text that closes the conversation counts only if the response itself has no special token.
+            for end in (last, closed):
+                special = [at for at in range(begin, bisect_right(stops, end)) if ids[at] in self._special_tokens]
+                if special:
+                    return begin, special[-1] + 1
+            return begin, bisect_left(starts, last)
 
-        def shown(place: Place, response: Span) -> str:
+        def reference(place: Place, response: Span) -> str:
+            """Return the text of a response without special tokens at its end."""
             (first, last, _), (start, stop) = place, response
             end = stop
-            while end > start and ids[end - 1] in self._special:
+            while end > start and ids[end - 1] in self._special_tokens:
                 end -= 1
-            if any(token in self._special for token in ids[start:end]):  # generated texts are shown without them
+            if any(token in self._special_tokens for token in ids[start:end]):  # generated texts are shown without them
                 return str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
             return _restore_special_tokens(text[first : last if end == stop else starts[end]], hidden_texts).strip()
 
@@ -310,7 +340,7 @@ class ChatTemplate:
         return Encoded(
             tokens=tuple(ids[: responses[-1][1]]),
             responses=tuple(responses),
-            references=tuple(map(shown, places, responses)),
+            references=tuple(map(reference, places, responses)),
             masked=None if masked is None else tuple(map(span, masked)),
             unwritten_calls=unwritten,
         )
@@ -319,22 +349,38 @@ class ChatTemplate:
         """Return the tokens that end a response: the end-of-text token and the one that the template writes."""
         example = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         last = self.encode(example).tokens[-1]
-        known: Any = self.tokenizer.eos_token_id
-        return tuple(dict.fromkeys([*([] if known is None else [known]), *([last] if last in self._special else [])]))
+        end_of_text: Any = self.tokenizer.eos_token_id
+        ends = [] if end_of_text is None else [end_of_text]
+        if last in self._special_tokens and last not in ends:
+            ends.append(last)
+        return tuple(ends)
 
     # ------------------------------------------------------------ places of responses
 
-    def _places(
+    def _locate_responses(
         self, messages: Sequence[Message], learnt: Sequence[int]
     ) -> tuple[str, list[Place], list[Place] | None]:
-        """Return a conversation's text, and the places of the responses to learn and of the other responses."""
+        """Render a conversation, and find its responses in the text.
+
+        Args:
+            messages: The conversation; the last message is a response to learn.
+            learnt: Indices of the responses to learn.
+
+        Returns:
+            The text, the places of the responses to learn, and those of the other responses (None if the place of some
+            is unknown).
+
+        Raises:
+            RewrittenTurnsError: The text of an earlier response differs from that in a shorter conversation.
+            DataError: The template omits a message.
+        """
         text, final = self._render_final(messages)
         self._check_written(messages[:-1], text)
         if missing := _missing_part(messages[-1]["content"], text[final[0] :], thoughts=True):
             raise _omission_error(messages, len(messages) - 1, missing)
-        places, masked, hidden = [], [], False
+        places, masked, some_unknown = [], [], False
         for number in (n for n, message in enumerate(messages[:-1]) if message["role"] == ASSISTANT):
-            place = self._earlier_place(messages, number, text)
+            place = self._locate_earlier(messages, number, text)
             if number in learnt:
                 response = "" if place is None else text[place[0] : place[1]]
                 if place is None or _missing_part(messages[number]["content"], response, thoughts=True):
@@ -346,58 +392,68 @@ class ChatTemplate:
             elif place is not None:
                 masked.append(place)
             else:
-                hidden = hidden or number > 0 or not messages[number].get("learn", True)
-        return text, [*places, final], None if hidden else masked
+                # A response that opens the conversation has no place, and needs one only if it is excluded.
+                some_unknown = some_unknown or number > 0 or not messages[number].get("learn", True)
+        return text, [*places, final], None if some_unknown else masked
 
-    def _earlier_place(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
+    def _locate_earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
         """Return the place of a response that is not the last; None if the text does not begin with its prompt."""
         if not number:
             return None
         try:
-            asked, last = (
-                self._prompt_text(messages[:number]),
-                _common_prefix(self.render(messages[: number + 1]), text),
-            )
+            prompt = self._prompt_text(messages[:number])
+            # The response ends where the shorter conversation and the whole one begin to differ.
+            end = _common_prefix(self.render(messages[: number + 1]), text)
         except DataError:
             return None
-        return (len(asked), last, last) if text.startswith(asked) and len(asked) < last else None
+        return (len(prompt), end, end) if text.startswith(prompt) and len(prompt) < end else None
 
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
         """Render a conversation so that its last response follows its prompt; return text and place."""
-        whole, asked = self.render(messages), self._prompt_text(messages[:-1])
-        text, first = whole, len(asked)
-        if not whole.startswith(asked):
-            text = asked + self._response_after_prompt(messages, whole)
+        whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
+        text = whole
+        if not whole.startswith(prompt):
+            text = prompt + self._response_after_prompt(messages, whole)
         try:
-            closed = _common_prefix(self.render(messages, asks=True), whole) + len(text) - len(whole)
+            # Text that closes a conversation is missing where it continues with another prompt.
+            end = _common_prefix(self.render(messages, add_prompt=True), whole) + len(text) - len(whole)
         except DataError:
-            closed = len(text)
-        return text, (first, closed if closed > first else len(text), len(text))
+            end = len(text)
+        return text, (len(prompt), end if end > len(prompt) else len(text), len(text))
 
     def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
         """Return the last response with its end, for templates whose conversation does not begin with the prompt.
 
         Some templates open a thought in the prompt and remove thoughts from responses. Others write the system message
         only in a prompt.
+
+        Args:
+            messages: The conversation; the last message is a response.
+            whole: The rendered conversation.
+
+        Raises:
+            RewrittenTurnsError: Prompt and conversation differ otherwise too.
         """
-        probed = [*messages[:-2], {**messages[-2], "content": _PROBE.format(1)}]
-        answered = [*probed, _response(_PROBE.format(2))]
-        header = self.render(answered).partition(_PROBE.format(1))[2].partition(_PROBE.format(2))[0].rstrip(" ")
-        opened = self._prompt_text(probed).partition(_PROBE.format(1))[2]
-        before = self.render([*messages[:-1], _response(_PROBE.format(2))]).partition(_PROBE.format(2))[0].rstrip(" ")
+        question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
+        probed = [*messages[:-2], {**messages[-2], "content": question}]
+        # `header` follows the question in a conversation, `opened` in a prompt.
+        header = self.render([*probed, _response(answer)]).partition(question)[2].partition(answer)[0].rstrip(" ")
+        opened = self._prompt_text(probed).partition(question)[2]
+        before = self.render([*messages[:-1], _response(answer)]).partition(answer)[0].rstrip(" ")
         if not opened.startswith(header) or not whole.startswith(before):
             raise RewrittenTurnsError(
                 "the base's chat template rewrites earlier turns when a conversation continues: its prompt ends with "
                 f"{opened[-40:]!r}, but responses follow {header[-40:]!r}; give a base whose template is consistent"
             )
         response = whole[len(before) :]
-        if _THINK not in opened.rpartition(_END_THINK)[2]:
+        if _THINK not in opened.rpartition(_END_THINK)[2]:  # the prompt opens no thought
             return response
         if response.lstrip().startswith(_THINK):
             return response.lstrip().removeprefix(_THINK).lstrip("\n")
         content = messages[-1]["content"].lstrip()
-        thought, ended, answer = content.removeprefix(_THINK).lstrip("\n").rpartition(_END_THINK)
-        space = answer[: len(answer) - len(answer.lstrip())] if ended else "\n\n"
+        # The template removed the thought: insert it again, or an empty one.
+        thought, ended, after = content.removeprefix(_THINK).lstrip("\n").rpartition(_END_THINK)
+        space = after[: len(after) - len(after.lstrip())] if ended else "\n\n"
         opening = thought if ended else "\n"
         return f"{opening}{_END_THINK}{space}{response.lstrip()}"
 
@@ -411,11 +467,11 @@ class ChatTemplate:
         """
         if not self.own:
             return
-        flat, dropped = _without_spaces(text), self._dropped(messages)
+        flat, omitted = _without_spaces(text), self._omitted_by_role(messages)
         for number, message in enumerate(messages):
             content = message["content"]
             kept = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
-            missing = content if number in dropped else _missing_part(kept, flat)
+            missing = content if number in omitted else _missing_part(kept, flat)
             if missing.strip():
                 raise _omission_error(messages, number, missing)
         for tool in (messages[0].get("tools") if messages else None) or ():
@@ -426,95 +482,124 @@ class ChatTemplate:
                     "or leave out tools"
                 )
 
-    def _dropped(self, messages: Sequence[Message]) -> frozenset[int]:
-        """Return the indices of messages that the template omits because of their role."""
+    def _omitted_by_role(self, messages: Sequence[Message]) -> frozenset[int]:
+        """Return the indices of messages that the template omits because of their role.
+
+        Without tool calls the result depends on roles alone, and is cached.
+        """
         key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
-        calls = any(message.get("tool_calls") for message in messages)
-        if calls or key not in self._dropped_of:
+        has_calls = any(message.get("tool_calls") for message in messages)
+        if has_calls or key not in self._omitted_by_roles:
             probed = [
                 {**message, "content": _PROBE.format(number)} if has_text else message
                 for number, (message, (_, has_text)) in enumerate(zip(messages, key, strict=True))
             ]
             try:
-                text = self.render(probed, asks=True)
+                text = self.render(probed, add_prompt=True)
             except DataError:  # the template checks contents, so placeholders do not work
                 return frozenset()
-            found = frozenset(
+            omitted = frozenset(
                 number for number, (_, has_text) in enumerate(key) if has_text and _PROBE.format(number) not in text
             )
-            if calls:
-                return found
-            self._dropped_of[key] = found
-        return self._dropped_of[key]
+            if has_calls:
+                return omitted
+            self._omitted_by_roles[key] = omitted
+        return self._omitted_by_roles[key]
 
     @cached_property
-    def _dropped_of(self) -> dict[tuple[tuple[str, bool], ...], frozenset[int]]:
+    def _omitted_by_roles(self) -> dict[tuple[tuple[str, bool], ...], frozenset[int]]:
+        """Cache of :meth:`_omitted_by_role` by the messages' roles and whether they have text."""
         return {}
 
-    def _with_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
+    def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
         """Return the messages with tool calls in the template's format, and the indices of those that it never writes.
 
         Some templates need the arguments of a call as a mapping, others as JSON.
         """
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
-        found, refusal = list[tuple[list[Message], frozenset[int]]](), None
-        for encodes in (False, True) if calling else ():
-            formatted = [_with_arguments(message, encodes) for message in messages]
+        options, refusal = list[tuple[list[Message], frozenset[int]]](), None
+        for as_json in (False, True) if calling else ():
+            formatted = [_with_arguments(message, as_json) for message in messages]
             try:
                 flat = _without_spaces(self.render(formatted))
             except DataError as error:
                 refusal = error
                 continue
-            found.append((formatted, frozenset(number for number in calling if not _writes(messages[number], flat))))
-        if refusal is not None and not found:
+            unwritten = frozenset(number for number in calling if not _contains_calls(messages[number], flat))
+            options.append((formatted, unwritten))
+        if refusal is not None and not options:
             raise refusal
-        return min(found, key=lambda option: len(option[1]), default=(messages, frozenset()))
+        return min(options, key=lambda option: len(option[1]), default=(messages, frozenset()))
 
     # ------------------------------------------------------------ special tokens in messages
 
     @cached_property
-    def _special(self) -> dict[int, str]:
+    def _special_tokens(self) -> dict[int, str]:
+        """Texts of the tokenizer's special tokens by ID."""
         return {number: t.content for number, t in self.tokenizer.added_tokens_decoder.items() if t.special}
 
     @cached_property
-    def _borders(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, [*self._special.values(), _OPEN])))
+    def _hidden_pattern(self) -> re.Pattern[str]:
+        """Pattern of the texts to hide: those of special tokens, and the opening of a placeholder."""
+        return re.compile("|".join(map(re.escape, [*self._special_tokens.values(), _OPEN])))
 
-    def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+    def _hide_special_tokens(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """Replace special tokens in messages by numbered placeholders; return the messages and the replaced texts."""
         hidden_texts: list[str] = []
 
-        def hide(found: re.Match[str]) -> str:
+        def placeholder(found: re.Match[str]) -> str:
             hidden_texts.append(found[0])
             return f"{_OPEN}{len(hidden_texts) - 1}{_CLOSE}"
 
-        def hidden(value: object) -> Any:
+        def hide(value: object) -> Any:
+            """Replace special tokens in all strings of a JSON value."""
             if isinstance(value, str):
-                return self._borders.sub(hide, value)
+                return self._hidden_pattern.sub(placeholder, value)
             if isinstance(value, Mapping):
-                return {key: hidden(item) for key, item in value.items()}
-            return [hidden(item) for item in value] if isinstance(value, list | tuple) else value
+                return {key: hide(item) for key, item in value.items()}
+            return [hide(item) for item in value] if isinstance(value, list | tuple) else value
 
-        return [
-            {**hidden({**message, "content": message["content"] or ""}), "role": message["role"]}
-            for message in messages
-        ], hidden_texts
+        safe = [
+            {**hide({**message, "content": message["content"] or ""}), "role": message["role"]} for message in messages
+        ]
+        return safe, hidden_texts
 
-    def _tokens(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
-        """Tokenise a text; return each token with its start and end. No token spans one of the ``cuts``."""
+    def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+        """Tokenise a rendered text.
+
+        Args:
+            text: The text, with placeholders of hidden special tokens.
+            hidden_texts: The texts that placeholders stand for.
+            cuts: Character offsets that no token spans.
+
+        Returns:
+            ``(token, start, end)`` of each token, with character offsets in ``text``. All tokens of a hidden text have
+            the offsets of its placeholder.
+        """
         tokens, at = [], 0
         for first, last in pairwise([0, *cuts, len(text)]):
-            for number, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
-                plain, width = number % 2 == 1, len(piece) + 2 * (number % 2)
-                ids, places = self._piece(hidden_texts[int(piece)] if plain else piece, plain=plain)
+            # Text and the numbers in placeholders alternate.
+            for index, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
+                is_hidden = index % 2 == 1
+                width = len(piece) + 2 * is_hidden  # a placeholder has two delimiters
+                ids, offsets = self._tokenize_piece(hidden_texts[int(piece)] if is_hidden else piece, plain=is_hidden)
                 tokens += [
-                    (token, at, at + width) if plain else (token, at + start, at + stop)
-                    for token, (start, stop) in zip(ids, places, strict=True)
+                    (token, at, at + width) if is_hidden else (token, at + start, at + stop)
+                    for token, (start, stop) in zip(ids, offsets, strict=True)
                 ]
                 at += width
         return tokens
 
-    def _piece(self, text: str, *, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokenize_piece(self, text: str, *, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text and their character offsets.
+
+        Args:
+            text: The text.
+            plain: Treat the spelling of a special token as plain text.
+
+        Raises:
+            DataError: The tokenizer is not a fast one, which alone has offsets.
+        """
         if not self.tokenizer.is_fast:
             raise DataError("the base's tokenizer has no token offsets; give a base with a fast tokenizer")
         encoded: Any = self.tokenizer(
@@ -529,6 +614,7 @@ class ChatTemplate:
 
 
 def _response(content: str) -> Message:
+    """Return a message of the assistant."""
     return {"role": ASSISTANT, "content": content}
 
 
@@ -555,15 +641,14 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
     """
     flat = _without_spaces(text)
     for part in re.split("</?think>", content) if thoughts else [content]:
-        if (
-            _without_spaces(part) not in flat
-            and _without_spaces(json.dumps(part, ensure_ascii=False)[1:-1]) not in flat
-        ):
+        as_json = json.dumps(part, ensure_ascii=False)[1:-1]  # without its quotes
+        if _without_spaces(part) not in flat and _without_spaces(as_json) not in flat:
             return part
     return ""
 
 
 def _omission_error(messages: Sequence[Message], number: int, missing: str) -> DataError:
+    """Return the error for message ``number``, of which the rendered text lacks the part ``missing``."""
     role, shown = messages[number]["role"], " ".join(missing.split())
     return DataError(
         f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "
@@ -571,9 +656,9 @@ def _omission_error(messages: Sequence[Message], number: int, missing: str) -> D
     )
 
 
-def _with_arguments(message: Message, encodes: bool) -> Message:
-    """Return a message; with ``encodes`` the arguments of its tool calls are JSON."""
-    if not encodes or not message.get("tool_calls"):
+def _with_arguments(message: Message, as_json: bool) -> Message:
+    """Return a message; with ``as_json`` the arguments of its tool calls are JSON."""
+    if not as_json or not message.get("tool_calls"):
         return message
     calls = [
         call
@@ -584,19 +669,19 @@ def _with_arguments(message: Message, encodes: bool) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _writes(message: Message, flat: str) -> bool:
+def _contains_calls(message: Message, flat: str) -> bool:
     """Return whether a text contains the names and arguments of all tool calls of a message."""
     return not any(
         _missing_part(text, flat)
         for call in message["tool_calls"]
-        for text in (call["function"]["name"], *_texts(call["function"].get("arguments")))
+        for text in (call["function"]["name"], *_strings_of(call["function"].get("arguments")))
     )
 
 
-def _texts(value: object) -> Iterator[str]:
+def _strings_of(value: object) -> Iterator[str]:
     """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+            yield from _strings_of(item)

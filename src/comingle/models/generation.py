@@ -58,9 +58,11 @@ class Sampling:
 
 
 _Rule = tuple[Callable[[Any], bool], str]
+"""Check of a value, and a description of the allowed values for messages."""
 
 
-def _integer(least: int, below: float = math.inf) -> _Rule:
+def _integer_rule(least: int, below: float = math.inf) -> _Rule:
+    """Return the rule for integers from ``least`` up to, but not including, ``below``."""
     upto = "" if below == math.inf else f" and below {below:,}"
     return lambda v: isinstance(v, int) and is_number(v) and least <= v < below, f"a whole number from {least}{upto}"
 
@@ -70,26 +72,31 @@ def _are_texts(value: object) -> bool:
 
 
 _RULES: Mapping[str, _Rule] = {
-    "max_new_tokens": _integer(1),
-    "min_new_tokens": _integer(0),
+    "max_new_tokens": _integer_rule(1),
+    "min_new_tokens": _integer_rule(0),
     "temperature": (lambda v: is_number(v) and v >= 0, "a number from 0 (greedy)"),
-    "top_k": _integer(0),
+    "top_k": _integer_rule(0),
     "top_p": (lambda v: is_number(v) and 0 < v <= 1, "a number above 0, up to 1"),
     "min_p": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "a number from 0.01 to 100"),
-    "no_repeat_ngram_size": _integer(0),
+    "no_repeat_ngram_size": _integer_rule(0),
     "stop": (_are_texts, "a non-empty text or a list of them"),
     "stop_strings": (_are_texts, "a non-empty text or a list of them"),
     "eos_token_id": (
         lambda v: isinstance(v, tuple) and all(isinstance(i, int) and is_number(i) and i >= 0 for i in v),
         "a token ID or a list of them",
     ),
-    "seed": _integer(0, 2**63),
+    "seed": _integer_rule(0, 2**63),
 }
 
 _SAMPLING_ONLY = ("top_k", "top_p", "min_p")
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {"num_beams": (1,), "num_return_sequences": (1,), "use_cache": (True, False)}
-_BOOKKEEPING = {"transformers_version", "bos_token_id", "pad_token_id"}
+_ACCEPTED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "use_cache": (True, False),
+}
+"""Values of unsupported settings that change no text."""
+_IGNORED_KEYS = {"transformers_version", "bos_token_id", "pad_token_id"}
 
 
 def read_sampling(config: object | None = None, **given: object) -> Sampling:
@@ -108,9 +115,9 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
     for key in ("stop", "stop_strings", "eos_token_id"):
         values |= {key: as_tuple(values[key])} if key in values else {}
     for key, value in values.items():
-        _check(key, value)
+        _check_value(key, value)
     do_sample = values.pop("do_sample", None)
-    _require_agreement(do_sample, values, arguments)
+    _check_agreement(do_sample, values, arguments)
     if do_sample is False:
         values["temperature"] = 0.0
     elif do_sample:
@@ -131,16 +138,15 @@ def _config_values(config: object | None) -> dict[str, Any]:
     to_dict = getattr(config, "to_diff_dict", None)
     if to_dict is None:
         raise RecipeError(f"generation_config: got {config!r:.60}; allowed: transformers.GenerationConfig(...)")
-    config_values = {key: value for key, value in to_dict().items() if value is not None and key not in _BOOKKEEPING}
-    if not config_values.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
-        config_values = {
-            key: value for key, value in config_values.items() if key not in (*_SAMPLING_ONLY, "temperature")
-        }
-    return config_values
+    values = {key: value for key, value in to_dict().items() if value is not None and key not in _IGNORED_KEYS}
+    if not values.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
+        values = {key: value for key, value in values.items() if key not in (*_SAMPLING_ONLY, "temperature")}
+    return values
 
 
 def _refuse_unsupported(key: str, value: object) -> None:
-    if value in _HARMLESS.get(key, ()):
+    """Raise a :class:`RecipeError` for a setting that is not supported, unless its value changes nothing."""
+    if value in _ACCEPTED_VALUES.get(key, ()):
         return
     allowed = sorted(["do_sample", *_RULES])
     hint = " Use max_new_tokens." if key in ("max_length", "max_tokens") else did_you_mean(key, allowed)
@@ -152,14 +158,25 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _check(key: str, value: object) -> None:
+def _check_value(key: str, value: object) -> None:
+    """Raise a :class:`RecipeError` if a setting's value is not allowed; ``do_sample`` alone has no rule."""
     rule, allowed = _RULES.get(key, (lambda v: isinstance(v, bool), "True or False"))
     if not rule(value):
         got = value[0] if isinstance(value, tuple) and len(value) == 1 else value
         raise RecipeError(f"{key}: got {got!r:.60}; allowed: {allowed}")
 
 
-def _require_agreement(do_sample: object, values: Mapping[str, object], arguments: Mapping[str, object]) -> None:
+def _check_agreement(do_sample: object, values: Mapping[str, object], arguments: Mapping[str, object]) -> None:
+    """Check that the settings do not ask for sampling and for greedy decoding at once.
+
+    Args:
+        do_sample: Setting of that name; None if it is not given.
+        values: All other settings, of the config and of the arguments.
+        arguments: Settings given by name. Contradictions with a config's values are resolved, not refused.
+
+    Raises:
+        RecipeError: ``do_sample`` and the temperature disagree, or a setting of sampling has no effect.
+    """
     temperature = values.get("temperature")
     if do_sample and temperature == 0:
         raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
@@ -167,9 +184,11 @@ def _require_agreement(do_sample: object, values: Mapping[str, object], argument
         raise RecipeError(
             f"temperature: got {temperature} with do_sample=False, which is greedy; leave one of them out"
         )
-    idle = [key for key in _SAMPLING_ONLY if key in arguments]
-    if idle and not do_sample and not temperature:
-        raise RecipeError(f"{idle[0]}: has no effect in greedy decoding; give do_sample=True or a temperature above 0")
+    sampling_only = [key for key in _SAMPLING_ONLY if key in arguments]
+    if sampling_only and not do_sample and not temperature:
+        raise RecipeError(
+            f"{sampling_only[0]}: has no effect in greedy decoding; give do_sample=True or a temperature above 0"
+        )
 
 
 def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
@@ -186,22 +205,29 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
     Returns:
         New tokens on the CPU, padded with ``PAD`` on the right. Tokens after an end of text are meaningless.
     """
-    lengths, most = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
-    room = (most - lengths).clamp(min=1, max=limit) if most else torch.full_like(lengths, limit)
-    if len(sizes := room.unique().tolist()) == 1:
-        return _continue(network, prompts, sizes[0])
+    lengths, positions = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
+    budgets = (positions - lengths).clamp(min=1, max=limit) if positions else torch.full_like(lengths, limit)
+    if len(sizes := budgets.unique().tolist()) == 1:
+        return _generate_greedily(network, prompts, sizes[0])
     new_tokens = torch.full((len(prompts), max(sizes)), PAD, dtype=torch.int64)
-    last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
-    for size in sizes:  # each batch has all rows, as the row index determines the adapters
-        these = room == size
-        some = prompts.masked_fill(~(these.unsqueeze(1) | last), PAD)
-        found = _continue(network, some[:, -int(lengths[these].max()) :], size)
-        new_tokens[these.cpu(), : found.shape[1]] = found[these.cpu()]
+    is_last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
+    for size in sizes:
+        # Each batch has all rows, as the row index determines the adapters; other prompts are cut to their last token.
+        has_size = budgets == size
+        batch = prompts.masked_fill(~(has_size.unsqueeze(1) | is_last), PAD)
+        continued = _generate_greedily(network, batch[:, -int(lengths[has_size].max()) :], size)
+        new_tokens[has_size.cpu(), : continued.shape[1]] = continued[has_size.cpu()]
     return new_tokens
 
 
-def _continue(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
-    """Generate ``limit`` tokens, for which the base must have positions."""
+def _generate_greedily(
+    network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int
+) -> Int64[Tensor, "n new"]:
+    """Continue prompts greedily by up to ``limit`` tokens, for which the base must have positions.
+
+    Returns:
+        New tokens on the CPU; fewer than ``limit`` if all texts have ended.
+    """
     width, config = prompts.shape[1], network.generation_config
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     with padded_attention(network):
@@ -288,18 +314,21 @@ def continue_texts(
     width, device = max(map(len, encoded)), next(network.parameters()).device
     starts = [width - len(ids) for ids in encoded]
     ends = stop_tokens(network, tokenizer, sampling)
-    own: Any = tokenizer.pad_token_id
-    pad = own if own is not None and own < base.rows else next((end for end in ends if end < base.rows), 0)
+    pad: Any = tokenizer.pad_token_id
+    if (
+        pad is None or pad >= base.rows
+    ):  # no row in the embedding: attention ignores padding, so any token with one does
+        pad = next((end for end in ends if end < base.rows), 0)
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
-    after = [
+    contexts = [
         decodable_suffix(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)
     ]
-    criterion = _StopCriterion(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
+    criterion = _StopCriterion(tokenizer, width, ends, sampling.stop + sampling.stop_strings, contexts)
     # The length changes with each token, so compiling is not worthwhile.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
-        out = _generate(network, ids, mask, starts, ends, pad, sampling, criterion)
-    texts = [added_text(tokenizer, after[i], row[width : criterion.ends[i]]) for i, row in enumerate(out.tolist())]
+        out = _generate_batch(network, ids, mask, starts, ends, pad, sampling, criterion)
+    texts = [added_text(tokenizer, contexts[i], row[width : criterion.ends[i]]) for i, row in enumerate(out.tolist())]
     return [truncate_at(text, sampling.stop) for text in texts]
 
 
@@ -313,7 +342,8 @@ def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: li
         before: Tokens before them, as from :func:`decodable_suffix`.
         tokens: The new tokens.
     """
-    old, new = (str(tokenizer.decode(some, skip_special_tokens=True)) for some in (before, [*before, *tokens]))
+    old = str(tokenizer.decode(before, skip_special_tokens=True))
+    new = str(tokenizer.decode([*before, *tokens], skip_special_tokens=True))
     # Some tokenizers decode an incomplete character to several characters, and change the one before it.
     return new[len(old) :] if new.startswith(old) else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -356,13 +386,20 @@ def encode_prompt(
 
 
 def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    """Check that the longest prompt and its new tokens fit into the base's maximum number of positions.
+
+    Args:
+        network: The base model.
+        encoded: Tokens of each prompt.
+        sampling: Settings with the number of new tokens.
+
+    Raises:
+        DataError: They do not fit; the message names the first of the longest prompts.
+    """
     most, longest = max_positions(network), max(map(len, encoded))
     if most is not None and longest + sampling.max_new_tokens > most:
-        where = (
-            f"prompt {next(i for i, ids in enumerate(encoded) if len(ids) == longest) + 1}"
-            if encoded[1:]
-            else "the prompt"
-        )
+        number = [len(ids) for ids in encoded].index(longest) + 1
+        where = f"prompt {number}" if len(encoded) > 1 else "the prompt"
         raise DataError(
             f"{where}: {longest:,} tokens and max_new_tokens={sampling.max_new_tokens:,}; allowed: {most:,} in all, "
             "the base's maximum number of positions"
@@ -371,8 +408,8 @@ def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]
 
 def max_positions(network: PreTrainedModel) -> int | None:
     """Return the base's maximum number of positions; None if its configuration has none."""
-    places = getattr(network.config, "max_position_embeddings", None)
-    return places if isinstance(places, int) and places > 0 else None
+    positions = getattr(network.config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def check_context_length(where: str, context: int, network: PreTrainedModel) -> None:
@@ -411,7 +448,7 @@ def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sa
     return sampling.eos_token_id
 
 
-def _generate(
+def _generate_batch(
     network: PreTrainedModel,
     ids: Int[Tensor, "n prompt"],
     mask: Int[Tensor, "n prompt"],
@@ -421,16 +458,29 @@ def _generate(
     sampling: Sampling,
     criterion: _StopCriterion,
 ) -> Int[Tensor, "n total"]:
+    """Continue padded prompts with transformers' ``generate``, each with its own logits processors.
+
+    Args:
+        network: The base model with a user's adapters.
+        ids: Prompts, padded on the left.
+        mask: 1 for tokens, 0 for padding.
+        starts: Number of padding tokens of each prompt.
+        ends: Tokens that end a text.
+        pad: Token that fills up rows that have ended.
+        sampling: Settings of the generation.
+        criterion: Ends rows, and records their lengths.
+
+    Returns:
+        Prompts and new tokens.
+    """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
     device = ids.device
-    rows = [
-        row_processors(sampling, len(prompt_ids) - start, ends, device)
-        for prompt_ids, start in zip(ids, starts, strict=True)
-    ]
+    processors = [row_processors(sampling, ids.shape[1] - start, ends, device) for start in starts]
 
-    def choose(tokens: Tensor, scores: Tensor) -> Tensor:
-        parts = [pick(tokens[i : i + 1, starts[i] :], scores[i : i + 1]) for i, pick in enumerate(rows)]
+    def process_rows(tokens: Tensor, scores: Tensor) -> Tensor:
+        """Apply each row's processors to its logits and its tokens without padding."""
+        parts = [process(tokens[i : i + 1, starts[i] :], scores[i : i + 1]) for i, process in enumerate(processors)]
         return torch.cat(parts)
 
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
@@ -444,7 +494,7 @@ def _generate(
             pad_token_id=pad,
             use_cache=True,
         ),
-        logits_processor=LogitsProcessorList([choose]),  # type: ignore[list-item]
+        logits_processor=LogitsProcessorList([process_rows]),  # type: ignore[list-item]
         stopping_criteria=StoppingCriteriaList([criterion]),  # type: ignore[list-item]
     )
 
@@ -454,7 +504,7 @@ _MIN_TEMPERATURE = 1e-6
 
 
 def row_processors(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
-    """Return one row's logits processors, in transformers' order.
+    """Return the function that processes one row's tokens and logits: processors of transformers, in its order.
 
     If sampling is on, the last one draws a token and sets the other logits to minus infinity.
 
@@ -475,12 +525,13 @@ def row_processors(sampling: Sampling, prompt: int, ends: Sequence[int], device:
         least = sampling.min_new_tokens
         processors.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
     if sampling.temperature:
-        processors += _warpers(sampling)
+        processors += _sampling_warpers(sampling)
         processors.append(_SampleToken(torch.Generator(device).manual_seed(sampling.seed)))
     return library.LogitsProcessorList(processors)
 
 
-def _warpers(sampling: Sampling) -> list[Any]:
+def _sampling_warpers(sampling: Sampling) -> list[Any]:
+    """Return the logits processors that reshape the distribution to sample from; none for neutral settings."""
     import transformers as library
 
     warpers: list[Any] = []
@@ -502,6 +553,7 @@ class _SampleToken:
         self.generator = generator
 
     def __call__(self, tokens: Int[Tensor, "1 n"], scores: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:
+        """Return logits of 0 for a token drawn from the softmax of ``scores``, and minus infinity for all others."""
         drawn = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
         return torch.full_like(scores, -math.inf).scatter(1, drawn, 0.0)
 
@@ -515,7 +567,7 @@ class _StopCriterion:
         width: Tokens of the padded prompts.
         stop_ids: Tokens that end a text.
         stops: Strings that end a text.
-        after: For each row the context of :func:`added_text`.
+        contexts: For each row the tokens before its new text, as :func:`added_text` needs them.
         ends: For each row its total length once it has ended, else None.
     """
 
@@ -523,19 +575,21 @@ class _StopCriterion:
     width: int
     stop_ids: Sequence[int]
     stops: Sequence[str]
-    after: Sequence[list[int]]
+    contexts: Sequence[list[int]]
     ends: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, tokens: Int[Tensor, "n total"], scores: object, **_: object) -> Bool[Tensor, " n"]:
+        """Return True for each row whose text has ended; transformers calls this after every token."""
         for i, row in enumerate(tokens[:, self.width :].tolist()):
             if self.ends.get(i) is None:
-                self.ends[i] = tokens.shape[1] if self._is_finished(row, self.after[i]) else None
+                self.ends[i] = tokens.shape[1] if self._is_finished(row, self.contexts[i]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
-    def _is_finished(self, tokens: list[int], after: list[int]) -> bool:
+    def _is_finished(self, tokens: list[int], context: list[int]) -> bool:
+        """Return whether a row's new tokens end with a stop token or contain a stop string."""
         if tokens[-1] in self.stop_ids or not self.stops:
             return tokens[-1] in self.stop_ids
-        text = added_text(self.tokenizer, after, tokens)
+        text = added_text(self.tokenizer, context, tokens)
         return any(stop in text for stop in self.stops)
 
 

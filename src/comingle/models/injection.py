@@ -24,7 +24,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -85,7 +84,7 @@ class RoutedMLP(nn.Module):
         """Return the mixture of each user's experts; the rows of ``x`` are ordered by user."""
         users = self.factors["down"][0].shape[0]
         tokens = x.reshape(users, -1, x.shape[-1])
-        if self.mix == "output" and self._decodes(x, users):
+        if self.mix == "output" and self._fits_decoding(x, users):
             return self._mix_rows(tokens).view(x.shape)
         backend = expert_mlp.backend_for(tokens, self.act, self.factors["down"][0].shape[-2])
         if self.mix == "output" and backend is not None:
@@ -94,10 +93,11 @@ class RoutedMLP(nn.Module):
         mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
         return mixed.view(x.shape)
 
-    def _decodes(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
+    def _fits_decoding(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
+        """Return whether the native kernels for decoding support this MLP and its input ``x``."""
         linears = (*self.first.values(), self.last)
-        known = self.act in expert_mlp.ACTIVATION_CODES
-        return known and expert_mlp.fits_rows(x, users, *(base_weight(linear)[0] for linear in linears))
+        has_kernel = self.act in expert_mlp.ACTIVATION_CODES
+        return has_kernel and expert_mlp.fits_rows(x, users, *(base_weight(linear)[0] for linear in linears))
 
     def _mix_rows(self, x: Tokens) -> Tokens:
         """Compute :meth:`_mix_outputs` for one token of each of a few texts, with native code."""
@@ -108,6 +108,7 @@ class RoutedMLP(nn.Module):
         )
 
     def _mix_outputs(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
+        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with PyTorch; ``gates`` are the probabilities p_j."""
         names = ["gate", "up"] if "gate" in self.first else ["up"]
         factors = [f.to(x.dtype) for name in [*names, "down"] for f in self.factors[name]]
         bases = [base_weight(self.first[name]) for name in names] + [base_weight(self.last)]
@@ -115,20 +116,30 @@ class RoutedMLP(nn.Module):
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
     def _mix_natively(self, backend: object, x: Tokens) -> Tokens:
-        """Compute :meth:`_mix_outputs` with :class:`_NativeMixture`; the product with A includes the router's."""
+        """Compute :meth:`_mix_outputs` with :class:`_NativeMixture`, and the gates too.
+
+        The first layers' factors A and the router's weight read the same input, so one product computes all of them.
+
+        Args:
+            backend: An object with ``forward`` and ``backward`` like :mod:`~comingle.models.kernels.expert_mlp`.
+            x: The MLP's input.
+        """
         names = [*self.first, "down"]
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
         router = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
-        alias, thin = _Enter.apply(x, torch.cat([*(factor.flatten(1, 2) for factor in a[:-1]), *router], 1))
-        z, logits = thin.tensor_split([sum(factor.shape[1] * factor.shape[2] for factor in a[:-1])], -1)
+        a_first = [factor.flatten(1, 2) for factor in a[:-1]]  # (users, experts * rank, width)
+        alias, products = _InputProducts.apply(x, torch.cat([*a_first, *router], 1))
+        z, logits = products.tensor_split([sum(factor.shape[1] for factor in a_first)], -1)
         # Native code needs contiguous memory, but uniform gates are an expanded row.
         gates = (self.router.choose(logits.float(), x) if router else self.router(x)).contiguous()
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
+        # Through the alias, _InputProducts adds its gradient to the mixture's; if x needs none, neither computes one.
         x = alias if x.requires_grad else x
         rest = (*b[:-1], a[-1], b[-1], *weights)
         return cast(Tensor, _NativeMixture.apply(backend, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
+        """Run the MLP with experts mixed in each linear layer (``mix: linear``)."""
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
         hidden = self.act(pre.get("gate", pre["up"]))[0]
         if "gate" in pre:
@@ -136,45 +147,67 @@ class RoutedMLP(nn.Module):
         return self._mix_linear(self.last, "down", hidden, gates)
 
     def _mix_linear(self, linear: nn.Module, name: str, x: Tokens, gates: Tensor) -> Float[Tensor, "users n d_out"]:
+        """Return ``W x + s B_cat (p * (A_cat x))``, where A_cat and B_cat hold the ranks of all experts.
+
+        Args:
+            linear: The base's linear layer with weight W.
+            name: Key of its factors.
+            x: Its input.
+            gates: The probabilities p of the experts, ``(users, n, experts)``.
+        """
         a, b = (f.to(x.dtype) for f in self.factors[name])
         rank = a.shape[-2]
-        wide = gates.to(x.dtype).repeat_interleave(rank, dim=-1)  # (users, n, experts * rank)
-        return linear(x) + low_rank(x, a.flatten(1, 2), b.flatten(1, 2), self.scale, gates=wide)
+        rank_gates = gates.to(x.dtype).repeat_interleave(rank, dim=-1)  # (users, n, experts * rank)
+        return linear(x) + low_rank(x, a.flatten(1, 2), b.flatten(1, 2), self.scale, gates=rank_gates)
 
 
 class _Mixture(torch.autograd.Function):
     """The expert mixture of the module docstring, with a hand-written backward pass.
 
-    Arguments after ``first``: (A, B) of each first linear layer and of the last, then (W, b) of the same layers.
+    "First" layers are the linears that read the MLP's input (gate and up, or up alone), the "last" one is down.
     """
 
     @staticmethod
-    def forward(ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, first: int, *rest: Any) -> Tokens:
-        (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
+    def forward(ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, num_first: int, *rest: Any) -> Tokens:
+        """Return the mixture's output.
+
+        Args:
+            ctx: Autograd context.
+            act: Activation that returns its value and its derivative.
+            scale: LoRA scale.
+            x: The MLP's input.
+            gates: The experts' probabilities, ``(users, n, experts)``.
+            num_first: Number of first layers: 2 with a gate, else 1.
+            *rest: (A, B) of each first layer and of the last, then (W, b) of the same layers.
+        """
+        (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
         u, experts, rank = a_last.shape[:3]
         n = x.shape[1]
-        # One product for all first layers and experts: (u, n, first * experts * rank) -> (first, u * experts, n, rank)
-        z = torch.bmm(x, _concatenate(a_first).mT).mul_(scale)
-        z = z.view(u, n, first, experts, rank).permute(2, 0, 3, 1, 4).reshape(first, u * experts, n, rank)
+        # One product for all first layers and experts:
+        # (u, n, num_first * experts * rank) -> (num_first, u * experts, n, rank)
+        z = torch.bmm(x, _join_factors(a_first).mT).mul_(scale)
+        z = z.view(u, n, num_first, experts, rank).permute(2, 0, 3, 1, 4).reshape(num_first, u * experts, n, rank)
         products = [F.linear(x, *base) for base in bases[:-1]]
         loras = [torch.bmm(z[i], b.flatten(0, 1)).view(u, experts, n, -1) for i, b in enumerate(b_first)]
         h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, any(ctx.needs_input_grad))
         z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT).view(u, experts, n, rank).mul_(scale)
-        gated = (gates.mT.unsqueeze(-1).to(x.dtype) * z_last).transpose(1, 2).reshape(u, n, experts * rank)
+        gated = gates.mT.unsqueeze(-1).to(x.dtype) * z_last  # p_j s A_j h_j
+        gated = gated.transpose(1, 2).reshape(u, n, experts * rank)
         y = F.linear(mixed, *bases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
-        ctx.first, ctx.scale = first, scale
+        ctx.num_first, ctx.scale = num_first, scale
         ctx.save_for_backward(x, gates, z, h, z_last, gated, *slopes, *rest)
         return y
 
     @staticmethod
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
-        first, scale = ctx.first, ctx.scale
+        """Return the gradients of ``x``, the gates and the factors; ``dy`` is the output's, base weights get None."""
+        num_first, scale = ctx.num_first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
-        slopes, rest = saved[:first], saved[first:]
-        (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
+        slopes, rest = saved[:num_first], saved[num_first:]
+        (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
         u, experts, n, _ = h.shape
         rank = a_last.shape[2]
-        wants = ctx.needs_input_grad[5:]  # (A, B) pairs in order, then base weights (never True)
+        wants_grad = ctx.needs_input_grad[5:]  # (A, B) pairs in order, then base weights (never True)
 
         d_mixed = dy @ bases[-1][0]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(u, n, experts, rank).transpose(1, 2)
@@ -185,54 +218,54 @@ class _Mixture(torch.autograd.Function):
 
         grads: list[Tensor | None] = []
         d_z, d_x = [], None
-        for i in range(first):
+        for i in range(num_first):
             d_lora = d_loras[i].flatten(0, 1)
             d_z.append(torch.bmm(d_lora, b_first[i].flatten(0, 1).mT).view(u, experts, n, rank))
             product = d_bases[i] @ bases[i][0]
             d_x = product if d_x is None else d_x.add_(product)
-            grads += [
-                None,
-                torch.bmm(contiguous_transpose(z[i]), d_lora).view_as(b_first[i]) if wants[2 * i + 1] else None,
-            ]
-        flat = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(u, n, first * experts * rank).mul_(scale)
-        d_x = cast(Tensor, d_x).baddbmm_(flat, _concatenate(a_first))
-        if wants[0]:
-            d_a = torch.bmm(contiguous_transpose(flat), x).view(u, first, experts, rank, -1)
-            grads[0 : 2 * first : 2] = d_a.unbind(1)
-        grads.append(
-            torch.bmm(contiguous_transpose(d_z_last), h.flatten(0, 1)).view_as(a_last) if wants[2 * first] else None
-        )
-        grads.append(torch.bmm(contiguous_transpose(gated), dy).view_as(b_last) if wants[2 * first + 1] else None)
-        return None, None, d_x, d_gates.to(gates.dtype), None, *grads, *[None] * (2 * first + 2)
+            wants_b = wants_grad[2 * i + 1]
+            d_b = torch.bmm(contiguous_transpose(z[i]), d_lora).view_as(b_first[i]) if wants_b else None
+            grads += [None, d_b]  # A's gradient follows below, for all first layers at once
+        # (u, num_first, experts, n, rank) -> (u, n, num_first * experts * rank)
+        flat = torch.stack(d_z, 1).permute(0, 3, 1, 2, 4).reshape(u, n, num_first * experts * rank).mul_(scale)
+        d_x = cast(Tensor, d_x).baddbmm_(flat, _join_factors(a_first))
+        if wants_grad[0]:
+            d_a = torch.bmm(contiguous_transpose(flat), x).view(u, num_first, experts, rank, -1)
+            grads[0 : 2 * num_first : 2] = d_a.unbind(1)
+        wants_a, wants_b = wants_grad[2 * num_first : 2 * num_first + 2]
+        d_a_last = torch.bmm(contiguous_transpose(d_z_last), h.flatten(0, 1)).view_as(a_last) if wants_a else None
+        d_b_last = torch.bmm(contiguous_transpose(gated), dy).view_as(b_last) if wants_b else None
+        no_grads = [None] * (2 * num_first + 2)  # of (W, b) of all layers
+        return None, None, d_x, d_gates.to(gates.dtype), None, *grads, d_a_last, d_b_last, *no_grads
 
 
-class _Enter(torch.autograd.Function):
+class _InputProducts(torch.autograd.Function):
     """The mixture's input, and its product with all narrow matrices that read it: A of the first layers, the router.
 
     This replaces several narrow products by one. The backward pass accumulates its gradient into the input's gradient.
     """
 
     @staticmethod
-    def forward(ctx: Context, x: Tokens, wide: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
-        ctx.save_for_backward(x, wide)
-        return x.view_as(x), torch.bmm(x, wide.mT)
+    def forward(ctx: Context, x: Tokens, matrix: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
+        """Return an alias of ``x``, and its product with each user's ``matrix``, ``(users, n, columns)``."""
+        ctx.save_for_backward(x, matrix)
+        return x.view_as(x), torch.bmm(x, matrix.mT)
 
     @staticmethod
-    def backward(ctx: Context, d_x: Tokens, d_thin: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, wide = ctx.saved_tensors
-        want_x, want_wide = ctx.needs_input_grad
+    def backward(ctx: Context, d_x: Tokens, d_products: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of ``x`` and the matrix; ``d_x`` is that of the alias and is overwritten."""
+        x, matrix = ctx.saved_tensors
+        wants_x, wants_matrix = ctx.needs_input_grad
         # In place: only this function holds d_x, which _NativeMixture has allocated.
-        return d_x.baddbmm_(d_thin, wide) if want_x else None, torch.bmm(
-            contiguous_transpose(d_thin), x
-        ) if want_wide else None
+        d_input = d_x.baddbmm_(d_products, matrix) if wants_x else None
+        d_matrix = torch.bmm(contiguous_transpose(d_products), x) if wants_matrix else None
+        return d_input, d_matrix
 
 
 class _NativeMixture(torch.autograd.Function):
-    """The expert mixture after :class:`_Enter`; native code computes all tensors of the hidden width.
+    """The expert mixture after :class:`_InputProducts`; native code computes all tensors of the hidden width.
 
-    Of those only the base's products are saved for the backward pass. ``backend`` is an object with
-    ``forward`` and ``backward`` like the module :mod:`~comingle.models.kernels.expert_mlp`. Arguments after ``first``:
-    B of each first linear layer, A and B of the last, then (W, b) of the same layers.
+    Of those only the base's products are saved for the backward pass.
     """
 
     @staticmethod
@@ -244,61 +277,85 @@ class _NativeMixture(torch.autograd.Function):
         x: Tokens,
         z: Tensor,
         gates: Tensor,
-        first: int,
+        num_first: int,
         *rest: Any,
     ) -> Tokens:
-        b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
+        """Return the mixture's output.
+
+        Args:
+            ctx: Autograd context.
+            backend: An object with ``forward`` and ``backward`` like :mod:`~comingle.models.kernels.expert_mlp`.
+            act: Activation that returns its value and its derivative.
+            scale: LoRA scale.
+            x: The MLP's input.
+            z: Its products with A of the first layers, ``(users, n, num_first * experts * rank)``.
+            gates: The experts' probabilities, ``(users, n, experts)``.
+            num_first: Number of layers that read the input: 2 with a gate, else 1.
+            *rest: B of each first layer, A and B of the last, then (W, b) of the same layers.
+        """
+        b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
         products = [F.linear(x, weight) for weight in weights[:-1]]
-        mixed, last, gated = backend.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
+        mixed, z_last, gated = backend.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
         y = F.linear(mixed, weights[-1], biases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
-        ctx.backend, ctx.act, ctx.scale, ctx.first = backend, act, scale, first
-        ctx.save_for_backward(z, gates, last, gated, *products, *rest)
+        ctx.backend, ctx.act, ctx.scale, ctx.num_first = backend, act, scale, num_first
+        ctx.save_for_backward(z, gates, z_last, gated, *products, *rest)
         return y
 
     @staticmethod
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
-        first = ctx.first
-        z, gates, last, gated, *saved = ctx.saved_tensors
-        products, rest = saved[:first], saved[first:]
-        b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
-        factors = any(ctx.needs_input_grad[7:])
+        """Return the gradients of ``x``, ``z``, the gates and the factors; ``dy`` is that of the output."""
+        num_first = ctx.num_first
+        z, gates, z_last, gated, *saved = ctx.saved_tensors
+        products, rest = saved[:num_first], saved[num_first:]
+        b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
+        wants_factors = any(ctx.needs_input_grad[7:])
         d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
-        given = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, last)
-        d_bases, d_z, d_gates, d_b, d_a_last = ctx.backend.backward(*given, d_mixed, d_gated, factors)
+        forward_tensors = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, z_last)
+        gradients = ctx.backend.backward(*forward_tensors, d_mixed, d_gated, wants_factors)
+        d_bases, d_z, d_gates, d_b, d_a_last = gradients
         d_x = None
         if ctx.needs_input_grad[3]:
             d_x = d_bases[0] @ weights[0]
             for d_base, weight in zip(d_bases[1:], weights[1:-1], strict=True):
                 d_x += d_base @ weight
-        grads = (
-            [*d_b, d_a_last, torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)]
-            if factors
-            else [None] * (first + 2)
-        )
-        return None, None, None, d_x, d_z, d_gates, None, *grads, *[None] * (2 * first + 2)
+        grads: list[Tensor | None] = [None] * (num_first + 2)
+        if wants_factors:
+            grads = [*d_b, d_a_last, torch.bmm(contiguous_transpose(gated), dy).view_as(b_last)]
+        no_grads = [None] * (2 * num_first + 2)  # of (W, b) of all layers
+        return None, None, None, d_x, d_z, d_gates, None, *grads, *no_grads
 
 
-def _sort_native(
-    rest: Sequence[Any], first: int
+def _split_native_arguments(
+    rest: Sequence[Any], num_first: int
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    """Split the flat arguments into B of the first layers, (A, B) of the last, base weights, base biases."""
-    return rest[:first], (rest[first], rest[first + 1]), rest[first + 2 :: 2], rest[first + 3 :: 2]
+    """Split the arguments of :class:`_NativeMixture` after ``num_first``, which autograd requires to be flat.
+
+    Returns:
+        B of the first layers, (A, B) of the last, weights of all layers, biases of all layers.
+    """
+    b_first, (a_last, b_last), bases = rest[:num_first], rest[num_first : num_first + 2], rest[num_first + 2 :]
+    return b_first, (a_last, b_last), bases[::2], bases[1::2]
 
 
-def _concatenate(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:
+def _join_factors(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:
     """Concatenate all experts' factors of several linear layers to one matrix per user."""
     flat = [f.flatten(1, 2) for f in factors]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
 
-def _sort(
-    rest: Sequence[Any], first: int
+def _split_arguments(
+    rest: Sequence[Any], num_first: int
 ) -> tuple[tuple[Any, Any, Tensor, Tensor], list[tuple[Tensor, Tensor | None]]]:
-    """Split the flat arguments into (A of first layers, B of first layers, A of last, B of last) and base pairs."""
-    factors, weights = rest[: 2 * first + 2], rest[2 * first + 2 :]
+    """Split the arguments of :class:`_Mixture` after ``num_first``, which autograd requires to be flat.
+
+    Returns:
+        (A of the first layers, B of the first layers, A of the last, B of the last), and (W, b) of each layer.
+    """
+    factors, weights = rest[: 2 * num_first + 2], rest[2 * num_first + 2 :]
     bases = list(zip(weights[::2], weights[1::2], strict=True))
-    return (factors[0 : 2 * first : 2], factors[1 : 2 * first : 2], factors[-2], factors[-1]), bases
+    *first, a_last, b_last = factors
+    return (first[::2], first[1::2], a_last, b_last), bases
 
 
 logger = logging.getLogger("comingle")
@@ -328,7 +385,8 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
             f"have a rank of at most {min(d_in, d_out)}; allowed: up to {d_in + d_out}"
         )
     above = {name: shape for name, shape in shapes.items() if rank > min(shape)}
-    for name, (d_out, d_in) in islice(above.items(), 1):
+    if above:
+        name, (d_out, d_in) = next(iter(above.items()))
         logger.warning(
             "adapters.rank: %d%s exceeds the full rank of %d of %d weights (%s maps %d to %d); the excess is unused",
             rank, suffix, len(above), len(shapes), name, d_in, d_out,
@@ -356,8 +414,8 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     }
     mlp.router.present = torch.ones(1, 1, dtype=torch.bool, device=up.device)
     x = torch.linspace(-1, 1, 4 * up.shape[1], dtype=up.dtype, device=up.device).view(1, 4, -1)
-    wanted, got = original(x), mlp(x)
-    error = (got - wanted).double().norm() / wanted.double().norm()
+    expected, got = original(x), mlp(x)
+    error = (got - expected).double().norm() / expected.double().norm()
     if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding errors are far smaller
         raise BaseModelError(
             f"{family}: its MLP does more than act, gate, up and down (with adapters at zero the output differs by "
@@ -448,7 +506,7 @@ class Adapters:
     def of_users(self, tensors: Tree, users: Sequence[int]) -> tuple[Tree, Bool[Tensor, "users experts"]]:
         """Return the arguments of :meth:`place`: tensors rescaled to the modules' scale, and the users' experts."""
         if bool((self.scales != self.scale).any()):
-            tensors = self._scaled(tensors, users)
+            tensors = self._rescale_factors(tensors, users)
         return tensors, self.present[list(users)].to(next(iter(tensors.values())).device)
 
     def place(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
@@ -461,7 +519,7 @@ class Adapters:
             mlp.router.present = present
             mlp.router.penalty = None  # remove that of the last pass: this one may have no router
 
-    def _scaled(self, tensors: Tree, users: Sequence[int]) -> Tree:
+    def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
         """Multiply A by the ratio of each user's scale to the modules' scale."""
         ratio = (self.scales / self.scale)[list(users)]
         a = {name: t for name, t in tensors.items() if name.endswith(".a")}
@@ -479,21 +537,26 @@ class Adapters:
             ranks: Replaces the users' ranks, for methods that change them.
         """
         ranks = self.ranks if ranks is None else ranks
-        return torch.cat([self._own(slot, ranks).flatten(1) for slot in self.layout.slots], 1)
+        return torch.cat([self._slot_mask(slot, ranks).flatten(1) for slot in self.layout.slots], 1)
 
-    def _own(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
+    def _slot_mask(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
+        """Return :meth:`mask` for one trainable tensor, ``(users, *slot.shape)``."""
         users = len(ranks)
         if slot.name.endswith(".router"):
+            num_rows, num_experts = slot.shape[0], self.present.shape[1]
             competing = self.present & (self.present.sum(1, keepdim=True) > 1)
-            rows = competing[:, -slot.shape[0] :] if slot.shape[0] <= self.present.shape[1] else competing[:, :1]
+            # At most as many rows as experts belong to the last experts; more rows are not tied to experts (`Gating`).
+            rows = competing[:, -num_rows:] if num_rows <= num_experts else competing[:, :1]
             return rows.unsqueeze(-1).expand(users, *slot.shape)
         if slot.roles[0] == RESIDUAL:
-            present = self.present if len(slot.shape) > 2 else torch.ones(users, dtype=torch.bool)
+            has_experts = len(slot.shape) > 2  # (experts, rank, width)
+            present = self.present if has_experts else torch.ones(users, dtype=torch.bool)
             return present.view(*present.shape, 1, 1).expand(users, *slot.shape)
-        places = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
+        within_rank = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
         if slot.roles == (ATTENTION,):
-            return places.unsqueeze(-1).expand(users, *slot.shape)
-        return (self.present.unsqueeze(-1) & places.unsqueeze(1)).unsqueeze(-1).expand(users, *slot.shape)
+            return within_rank.unsqueeze(-1).expand(users, *slot.shape)
+        of_experts = self.present.unsqueeze(-1) & within_rank.unsqueeze(1)  # (users, experts, rank)
+        return of_experts.unsqueeze(-1).expand(users, *slot.shape)
 
 
 def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
@@ -548,7 +611,7 @@ def inject(
         mlp.router.gating = gating
         if targets.mlp and i == 0 and not next(layer.parameters()).is_meta:
             check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
-        _place(layer, targets, mlp)
+        _replace_mlp(layer, targets, mlp)
     linears: list[Linear] = [(name, lora.linear, (rank,), (ATTENTION,)) for name, lora in attention.items()]
     for name, mlp in experts.items():
         for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
@@ -559,12 +622,12 @@ def inject(
     if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts.width, rank) for name, mlp in experts.items()]
     if residual is not None:
-        slots += residual_slots(
-            [(name, linear, len(lead[:-1]) * counts.width) for name, linear, lead, _ in linears], residual
-        )
+        # Factors of attention lead with (rank,), those of experts with (experts, rank).
+        adapted = [(name, linear, counts.width if len(lead) > 1 else 0) for name, linear, lead, _ in linears]
+        slots += residual_slots(adapted, residual)
     scales = settings.alpha / ranks.double().sqrt()
     return Adapters(
-        layout=Layout(slots=tuple(replace(slot, part=_part(slot.name, experts)) for slot in slots)),
+        layout=Layout(slots=tuple(replace(slot, part=_slot_part(slot.name, experts)) for slot in slots)),
         present=counts.present(),
         ranks=ranks,
         scales=scales,
@@ -577,6 +640,16 @@ def inject(
 def _routed_mlp(
     layer: nn.Module, targets: TargetsSection, act: str, scale: float, settings: AdaptersSection, counts: ExpertCounts
 ) -> RoutedMLP:
+    """Return the expert mixture for a decoder layer's MLP; the layer itself is unchanged.
+
+    Args:
+        layer: The decoder layer.
+        targets: Names of its linears.
+        act: Name of its activation.
+        scale: LoRA scale.
+        settings: Experts per token, load balancing and form of the mixture.
+        counts: How many experts each user has.
+    """
     first = {"gate": layer.get_submodule(targets.gate)} if targets.gate else {}
     first["up"] = layer.get_submodule(targets.up)
     mlp = RoutedMLP(first=first, last=layer.get_submodule(targets.down), act=act, scale=scale, mix=settings.mix)
@@ -586,18 +659,26 @@ def _routed_mlp(
     return mlp
 
 
-def _part(name: str, experts: dict[str, RoutedMLP]) -> str:
+def _slot_part(name: str, experts: dict[str, RoutedMLP]) -> str:
     """Return "head" for tensors of the last MLP, as for the last layer of a net, else "body"."""
     return "head" if name.startswith(f"{list(experts)[-1]}.") else "body"
 
 
-def _place(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> None:
+def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> None:
+    """Put the mixture into a decoder layer, in place.
+
+    It replaces the MLP module. If the layer itself holds the MLP's linears (OPT), the mixture replaces ``up``, and
+    ``down`` and the activation become identities.
+
+    Raises:
+        BaseModelError: The layer holds the linears but has no activation module.
+    """
     if targets.mlp:
         layer.set_submodule(targets.mlp, mlp)
         return
     leaves = [name for name, child in layer.named_children() if not list(child.children())]
     activations = [name for name in leaves if "activation" in name and not name.endswith("norm")]
-    if not activations:  # else it would apply to the mixture's output again
+    if not activations:  # the layer calls a function, which would apply to the mixture's output again
         raise BaseModelError(f"adapters.targets.mlp: '' needs a layer with an activation module; got {sorted(leaves)}")
     layer.set_submodule(targets.up, mlp)
     for name in (targets.down, *activations):
@@ -605,16 +686,26 @@ def _place(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> None:
 
 
 def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
+    """Return the slot of a linear's factor A, ``(*lead, d_in)``.
+
+    Args:
+        name: Name of the linear.
+        linear: The base's linear.
+        lead: Leading dimensions, ``(rank,)`` or ``(experts, rank)``.
+        roles: Roles along the first dimension, one per expert.
+    """
     width = base_weight(linear)[0].shape[1]
     return Slot(name=f"{name}.a", shape=(*lead, width), roles=roles, init=init_a, factor="a")
 
 
 def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
+    """Return the slot of a linear's factor B, ``(*lead, d_out)``. Args: as :func:`_a_slot`."""
     width = base_weight(linear)[0].shape[0]
     return Slot(name=f"{name}.b", shape=(*lead, width), roles=roles, init=init_zero, factor="b")
 
 
 def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
+    """Return the slot of a router; a method's gating may define its number of rows and initial values."""
     width, gating = base_weight(mlp.first["up"])[0].shape[1], mlp.router.gating
     rows, init = (experts, init_router) if gating is None else gating.start(experts, rank, width)
     return Slot(name=f"{name}.router", shape=(rows, width), roles=(ROUTER,) * rows, init=init)

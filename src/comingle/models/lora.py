@@ -78,6 +78,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Return ``scale * (x A^T) B``, with shapes as in :func:`low_rank`."""
         z = scale * torch.bmm(x, a.mT)
         ctx.save_for_backward(x, a, b, z)
         ctx.scale = scale
@@ -85,16 +86,14 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of ``x``, A and B that are needed; ``dy`` is that of the output."""
         x, a, b, z = ctx.saved_tensors
         d_z = ctx.scale * torch.bmm(dy, b.mT)
-        want_x, want_a, want_b = ctx.needs_input_grad[:3]
-        d_x = torch.bmm(d_z, a) if want_x else None
-        return (
-            d_x,
-            torch.bmm(contiguous_transpose(d_z), x) if want_a else None,
-            torch.bmm(contiguous_transpose(z), dy) if want_b else None,
-            None,
-        )
+        wants_x, wants_a, wants_b = ctx.needs_input_grad[:3]
+        d_x = torch.bmm(d_z, a) if wants_x else None
+        d_a = torch.bmm(contiguous_transpose(d_z), x) if wants_a else None
+        d_b = torch.bmm(contiguous_transpose(z), dy) if wants_b else None
+        return d_x, d_a, d_b, None
 
 
 class LoraLinear(nn.Module):
@@ -144,7 +143,7 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
             roles=(RESIDUAL,) * max(experts, 1),
             init=init_zero,
         )
-        for end, side in ((IN, 1), (OUT, 0))
+        for end, side in ((IN, 1), (OUT, 0))  # a weight is (d_out, d_in)
         for (name, _, experts), shape in zip(linears, shapes, strict=True)
     ]
 
@@ -162,5 +161,6 @@ def factors_of(
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
     if f"{name}.{IN}" not in tensors:
         return a, b
-    wide = torch.cat([a, tensors[f"{name}.{IN}"] / scale], -2)
-    return wide, torch.cat([b, tensors[f"{name}.{OUT}"]], -2)
+    extended_a = torch.cat([a, tensors[f"{name}.{IN}"] / scale], -2)
+    extended_b = torch.cat([b, tensors[f"{name}.{OUT}"]], -2)
+    return extended_a, extended_b

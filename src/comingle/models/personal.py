@@ -85,47 +85,59 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
         row: Row of the user.
     """
     model.adapters.bind(tensors, [row])
-    names, found = _module_names(model.base.model), []
+    names, changes = _module_names(model.base.model), []
     present = model.adapters.present[row]
-    for at, lora in model.adapters.attention.items():
+    for name, lora in model.adapters.attention.items():
+        layer, shares = _layer_number(name), _constant_shares(1, lora.scale)
         a, b = (_widen(f[0]).unsqueeze(0) for f in lora.factors)
-        found.append(_change(names, lora.linear, _layer_number(at), "", a, b, _constant(1, lora.scale)))
-    for at, mlp in model.adapters.experts.items():
+        changes.append(_change_of(names, lora.linear, layer, "", a, b, shares))
+    for name, mlp in model.adapters.experts.items():
+        layer, shares = _layer_number(name), _constant_shares(int(present.sum()), mlp.scale)
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
             a, b = (_widen(f[0])[present.to(f.device)] for f in mlp.factors[key])
-            found.append(_change(names, linear, _layer_number(at), key, a, b, _constant(len(a), mlp.scale)))
-    return _trim_ranks(found)
+            changes.append(_change_of(names, linear, layer, key, a, b, shares))
+    return _trim_ranks(changes)
 
 
 def averaged(changes: Sequence[Change]) -> list[Change]:
     """Return the changes with experts weighted equally, for a model that can be merged into the base's weights."""
-    means = (_constant(len(change.a), 1 / len(change.a)) for change in changes)
+    means = (_constant_shares(len(change.a), 1 / len(change.a)) for change in changes)
     return [change.reweighted(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
     """Return one change of rank C x r per adapted linear, with the clusters as experts and pi in the shares."""
-    own, shares = model.of_one_user(tensors), _widen(model.shares(tensors)[0])
-    names, found = _module_names(model.base.model), []
-    for at, layer in own.layers().items():
+    personal, shares = model.of_one_user(tensors), _widen(model.shares(tensors)[0])
+    names, changes = _module_names(model.base.model), []
+    for name, layer in personal.layers().items():
         a, b = layer.get_parameter("a"), layer.get_parameter("b")
         factors = (_widen(a.detach()), _widen(b.detach()).mT)
-        found.append(
-            _change(names, layer.base, _layer_number(at), "", *factors, layer.alpha * layer.of_mixture(shares))
-        )
-    return found
+        scaled_shares = layer.alpha * layer.of_mixture(shares)
+        changes.append(_change_of(names, layer.base, _layer_number(name), "", *factors, scaled_shares))
+    return changes
 
 
-def _change(
+def _change_of(
     names: dict[int, str], linear: nn.Module, layer: int, key: str, a: Tensor, b: Tensor, shares: Tensor
 ) -> Change:
+    """Return the change of one linear of the base, with its tensors on the CPU.
+
+    Args:
+        names: Name of each weight's module, from :func:`_module_names`.
+        linear: The linear.
+        layer: As in :class:`Change`.
+        key: As in :class:`Change`.
+        a: As in :class:`Change`.
+        b: As in :class:`Change`.
+        shares: As in :class:`Change`.
+    """
     name, transposed = names[id(linear.weight)], base_weight(linear)[0] is not linear.weight
     a, b, shares = (t.detach().cpu() for t in (a, b, shares))
     return Change(name=name, layer=layer, key=key, transposed=transposed, a=a, b=b, shares=shares.to(a))
 
 
 def _module_names(model: PreTrainedModel) -> dict[int, str]:
-    """Map the identity of each weight to its module's name; copies of the base share the weights."""
+    """Map the ``id`` of each weight to its module's name; copies of the base share the weights."""
     return {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
 
 
@@ -134,21 +146,24 @@ def _layer_number(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def _constant(experts: int, value: float) -> Float[Tensor, " experts"]:
+def _constant_shares(experts: int, value: float) -> Float[Tensor, " experts"]:
+    """Return the same share for each expert."""
     return torch.full((experts,), value, dtype=torch.float64)
 
 
 def _widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, WIDE))
 
 
 def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
-    """Remove the ranks beyond the user's own, where a factor is zero."""
-    used = max(_rank(change) for change in changes)
-    return [replace(change, a=change.a[:, :used], b=change.b[:, :used]) for change in changes]
+    """Remove trailing ranks in which all changes are zero: a user may have a smaller rank than others."""
+    rank = max(_used_rank(change) for change in changes)
+    return [replace(change, a=change.a[:, :rank], b=change.b[:, :rank]) for change in changes]
 
 
-def _rank(change: Change) -> int:
+def _used_rank(change: Change) -> int:
+    """Return the number of ranks up to the last that is not zero, at least 1."""
     nonzero_ranks = (change.a.abs().amax((0, 2)) * change.b.abs().amax((0, 2))).nonzero()
     return int(nonzero_ranks.max()) + 1 if len(nonzero_ranks) else 1
 
@@ -258,13 +273,13 @@ def turn_end(base: Base, about: ModelInfo | None) -> int | None:
 
 def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
     """Return the generation settings of an exported model, with the same end tokens as the user's model."""
-    found = copy.deepcopy(base.model.generation_config)
-    assert found is not None
-    known = () if found.eos_token_id is None else as_tuple(found.eos_token_id)
-    last = turn_end(base, about)
-    ends = list(dict.fromkeys([*known, *base.ends, *(() if last is None else (last,))]))
-    found.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    return found
+    config = copy.deepcopy(base.model.generation_config)
+    assert config is not None
+    known = () if config.eos_token_id is None else as_tuple(config.eos_token_id)
+    response_end = turn_end(base, about)
+    ends = list(dict.fromkeys([*known, *base.ends, *(() if response_end is None else (response_end,))]))
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return config
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -344,9 +359,12 @@ class Personal:
         raise self._unsupported("evaluate")
 
     def _unsupported(self, method: str) -> DataError:
+        """Return the error for a method of the other kind; it lists the methods that this class overrides."""
         cls = type(self)
-        own = sorted(name for name, of in vars(Personal).items() if callable(of) and getattr(cls, name) is not of)
-        allowed = ", ".join(name for name in own if not name.startswith("_"))
+        overridden = sorted(
+            name for name, default in vars(Personal).items() if callable(default) and getattr(cls, name) is not default
+        )
+        allowed = ", ".join(name for name in overridden if not name.startswith("_"))
         return DataError(f"user {self.name!r}: a {cls.__name__} has no {method}; allowed: model, {allowed}")
 
 
@@ -388,11 +406,12 @@ class PersonalModel(Personal):
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
         else:
-            with self._own.mixing(self.model.shares(self.tensors)[0]):
-                yield cast(PreTrainedModel, self._own.model)
+            with self._floral_model.mixing(self.model.shares(self.tensors)[0]):
+                yield cast(PreTrainedModel, self._floral_model.model)
 
     @cached_property
-    def _own(self) -> FloralModel:
+    def _floral_model(self) -> FloralModel:
+        """The user's model in a client-level mixture, whose ``model`` is the causal language model."""
         return cast(MixedLanguageModel, self.model).of_one_user(self.tensors)
 
     @torch_defaults()
@@ -405,13 +424,18 @@ class PersonalModel(Personal):
         Raises:
             DataError: Several experts are mixed after a nonlinearity, which no weights can represent.
         """
-        merged = self._merged()
+        merged = self._merge_base()
         merged.generation_config = generation_of(self.model.base, self.about)
         return merged
 
-    def _merged(self) -> PreTrainedModel:
+    def _merge_base(self) -> PreTrainedModel:
+        """Return a copy of the base with the user's adapters in its weights.
+
+        Raises:
+            DataError: No weights can hold the user's model.
+        """
         if isinstance(self.model, MixedLanguageModel):
-            return cast(PreTrainedModel, self._own.merge(self.model.shares(self.tensors)[0]))
+            return cast(PreTrainedModel, self._floral_model.merge(self.model.shares(self.tensors)[0]))
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
         if why := why_not_merged(self.model, self.row):
@@ -503,24 +527,28 @@ class PersonalModel(Personal):
             RecipeError: A setting is unknown, not supported or out of range.
             DataError: A prompt is not a text or exceeds the base's limit, or the chat template rejects the messages.
         """
-        tokenizer, chats = self._tokenizer, _is_chat(prompt)
-        if chats:
+        tokenizer, is_chat = self._tokenizer, _is_chat(prompt)
+        prompts: list[Any]
+        if is_chat:
             if generation_config is None or generation_config.eos_token_id is None:
                 options.setdefault("eos_token_id", list(chat_ends(self.model.base)))
-            prompts: list[Any] = [ChatTemplate(tokenizer, self.model.base.date).prompt(self._messages(prompt))]
+            prompts = [ChatTemplate(tokenizer, self.model.base.date).prompt(self._checked_messages(prompt))]
         else:
-            prompts = (
-                [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [prompt]
-            )
+            prompts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
             if wrong := [p for p in prompts if not isinstance(p, str)]:
                 raise DataError(f"user {self.name!r}: prompt: got {wrong[0]!r:.40}; allowed: a text or a list of texts")
         named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         with self.generating() as network:
             texts = continue_texts(network, self.model.base, prompts, sampling)
-        return texts[0] if chats or isinstance(prompt, str) else texts
+        return texts[0] if is_chat or isinstance(prompt, str) else texts
 
-    def _messages(self, prompt: Sequence[object]) -> list[Message]:
+    def _checked_messages(self, prompt: Sequence[object]) -> list[Message]:
+        """Return the messages of a conversation after checking their roles and contents.
+
+        Raises:
+            DataError: One is not a mapping with a known role and a text.
+        """
         messages: list[Message] = []
         for message in prompt:
             role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
@@ -540,8 +568,8 @@ class PersonalModel(Personal):
         """
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity: got {text!r:.40}; allowed: one text")
-        ids = self._tokens(text).int()
-        self._window(context, len(ids))
+        ids = self._tokenize(text).int()
+        self._checked_window(context, len(ids))
         least = 2 if self.model.base.begin is None else 1
         if len(ids) < least:
             raise DataError(
@@ -549,7 +577,7 @@ class PersonalModel(Personal):
             )
         return self.score(ids, context=context).perplexity
 
-    def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
+    def _tokenize(self, text: str) -> Int[Tensor, " tokens"]:
         """Tokenize like training and scoring: the spelling of a special token is plain text."""
         require_characters(text)
         encoded: Any = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
@@ -557,11 +585,20 @@ class PersonalModel(Personal):
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base's tokenizer, which it must have."""
         assert self.model.base.tokenizer is not None
         return self.model.base.tokenizer
 
-    def _window(self, context: int, tokens: int) -> int:
-        """Return ``context``, or the number of inputs if the text is shorter than one window."""
+    def _checked_window(self, context: int, tokens: int) -> int:
+        """Return ``context``, or the number of inputs if the text is shorter than one window.
+
+        Args:
+            context: Tokens per window.
+            tokens: Tokens of the text.
+
+        Raises:
+            RecipeError: ``context`` is not an integer from 1, or the window exceeds the base's number of positions.
+        """
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
             raise RecipeError(f"context: got {context!r}; allowed: a whole number from 1")
         inputs = tokens - 1 if self.model.base.begin is None else tokens
@@ -577,10 +614,10 @@ class PersonalModel(Personal):
             DataError: A token has no row in the base's embedding or head.
         """
 
-        def losses(rows: object, windows: Tensor) -> Tensor:
+        def losses(_models: object, windows: Tensor) -> Tensor:
             return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
 
-        window = self._window(context, len(tokens))
+        window = self._checked_window(context, len(tokens))
         begin = self.model.base.begin
         for part in (tokens, [] if begin is None else [begin]):
             self.model.base.require_rows(part, "the text")
@@ -603,22 +640,24 @@ class PersonalModel(Personal):
             raise DataError(f"user {self.name!r}: this model has one mixture for all tokens, so none can be routed")
         if not routing.routed(adapters := model.adapters):
             raise DataError(f"user {self.name!r}: this model has no routers, so tokens cannot be routed")
-        tokens = self._tokens(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
+        tokens = self._tokenize(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
         if not len(tokens):
             raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")
         begin = model.base.begin if begins else None
         model.base.require_rows([*([] if begin is None else [begin]), *tokens.tolist()], "the text")
         names = routing.expert_names(adapters, self.row)
 
-        def forward(part: Tensor) -> Tensor:
+        def gates_of(part: Tensor) -> Tensor:
+            """Return the user's gates ``(layers, n, experts)`` in one pass over ``n`` tokens."""
             adapters.bind(self.tensors, [self.row])
             model.backbone(input_ids=part.view(1, -1).to(model.base.device), use_cache=False)
             return routing.gates(adapters)[:, 0, :, : len(names)]
 
         with routing.record_gates(adapters), torch.compiler.set_stance("force_eager"):
-            gates = route(forward, tokens, context=context, begin=begin)
+            gates = route(gates_of, tokens, context=context, begin=begin)
         return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 
 
 def _is_chat(prompt: object) -> bool:
+    """Return whether a prompt has messages; it may have invalid items too, which are refused later."""
     return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)

@@ -43,14 +43,14 @@ def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
 @contextmanager
 def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
     """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor."""
-    read = Tree()
+    inputs_by_name = Tree()
 
-    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: read.update({f"{name}.{ROUTER}": inputs[0].detach()})
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: inputs_by_name.update({f"{name}.{ROUTER}": inputs[0].detach()})
 
-    hooks = [mlp.register_forward_pre_hook(keep(name)) for name, mlp in adapters.experts.items()]
+    hooks = [mlp.register_forward_pre_hook(recorder(name)) for name, mlp in adapters.experts.items()]
     try:
-        yield read
+        yield inputs_by_name
     finally:
         for hook in hooks:
             hook.remove()
@@ -58,13 +58,13 @@ def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
 
 def expert_names(adapters: Adapters, user: int) -> list[str]:
     """Return the names of a user's experts in order, such as "generalist", "specialist 1", "specialist 2"."""
-    every = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
-    roles = [role for role, present in zip(every, adapters.present[user].tolist(), strict=True) if present]
-    seen: Counter[str] = Counter()
+    of_all = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
+    roles = [role for role, present in zip(of_all, adapters.present[user].tolist(), strict=True) if present]
+    counts: Counter[str] = Counter()
     names = []
     for role in roles:
-        seen[role] += 1
-        names.append(f"{role} {seen[role]}" if roles.count(role) > 1 else role)
+        counts[role] += 1
+        names.append(f"{role} {counts[role]}" if roles.count(role) > 1 else role)
     return names
 
 
@@ -116,8 +116,10 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[st
     decoded, before, read = [], 0, 0  # tokens[before:read] are decoded already and are the context of the next token
     for end in range(1, len(tokens) + 1):
         old, new = decode(before, read), decode(before, end)
-        whole = not new.endswith("\N{REPLACEMENT CHARACTER}") or end == len(tokens) or end - read >= 4
-        decoded.append(new[len(old) :] if whole else "")
-        if whole:
+        is_complete = not new.endswith("\N{REPLACEMENT CHARACTER}")
+        # A character has at most four bytes, so after four tokens it is invalid rather than incomplete.
+        is_shown = is_complete or end == len(tokens) or end - read >= 4
+        decoded.append(new[len(old) :] if is_shown else "")
+        if is_shown:
             before, read = read, end
     return decoded

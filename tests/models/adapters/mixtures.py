@@ -71,7 +71,7 @@ def by_part(part: Any) -> Any:
 
     def mixture(act: Any, scale: float, x: Tensor, gates: Tensor, first: int, *rest: Tensor) -> Tensor:
         factors, weights = rest[: 2 * first + 2], rest[2 * first + 2 :]
-        alias, z = experts._Enter.apply(x, torch.cat([a.flatten(1, 2) for a in factors[0 : 2 * first : 2]], 1))
+        alias, z = experts._InputProducts.apply(x, torch.cat([a.flatten(1, 2) for a in factors[0 : 2 * first : 2]], 1))
         given = (*factors[1 : 2 * first : 2], *factors[-2:], *weights)
         return experts._NativeMixture.apply(part, act, scale, alias if x.requires_grad else x, z, gates, first, *given)
 

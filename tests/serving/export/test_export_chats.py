@@ -230,7 +230,7 @@ def test_the_card_shows_how_to_ask(
     ada.export(tmp_path / "ada", format=format)
     card = (tmp_path / "ada" / "README.md").read_text()
     asked = [{"role": "user", "content": "Hello!"}]
-    assert f"```text\n{ChatTemplate(ada.model.base.tokenizer).render(asked, asks=True)}".rstrip() in card
+    assert f"```text\n{ChatTemplate(ada.model.base.tokenizer).render(asked, add_prompt=True)}".rstrip() in card
     assert "An answer ends with `<|eos|>`" in card
     assert (f"`{end}`" in card) is (end is not None)
     assert "a-base fine-tuned with the method fedit" in card

@@ -121,7 +121,7 @@ def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExam
     prompt = "" if turns else _TEXT
     if turns and template is not None:
         with suppress(DataError):  # The template requires other roles.
-            prompt = template.render([{"role": "user", "content": "Hello!"}], asks=True)
+            prompt = template.render([{"role": "user", "content": "Hello!"}], add_prompt=True)
     ends = generation_of(base, about).eos_token_id
     return UsageExample(
         code=_CODE["gguf" if format == "gguf" else "transformers", turns],
