@@ -82,13 +82,22 @@ class Base:
             return
         low, high = (int(end) for end in torch.aminmax(tokens))
         head: Any = getattr(self.model.get_output_embeddings(), "weight", None)
-        if max(high, PAD - 1 - low) >= self.rows:
-            shown = torch.where(tokens < PAD, hide(tokens), tokens)
-            raise self._no_row("embedding", self.rows, int(shown[shown >= self.rows][0]), source)
+        largest_hidden = PAD - 1 - low  # hidden tokens are encoded as negative numbers (`hide`)
+        if max(high, largest_hidden) >= self.rows:
+            inputs = torch.where(tokens < PAD, hide(tokens), tokens)
+            raise self._missing_row_error("embedding", self.rows, int(inputs[inputs >= self.rows][0]), source)
         if head is not None and high >= len(head):
-            raise self._no_row("head", len(head), int(tokens[tokens >= len(head)][0]), source)
+            raise self._missing_row_error("head", len(head), int(tokens[tokens >= len(head)][0]), source)
 
-    def _no_row(self, part: str, rows: int, token: int, source: str) -> DataError:
+    def _missing_row_error(self, part: str, rows: int, token: int, source: str) -> DataError:
+        """Return the error for a token without a row.
+
+        Args:
+            part: "embedding" or "head".
+            rows: Its number of rows.
+            token: The token.
+            source: Origin of the token, for the message.
+        """
         size, spelling = "", ""
         if self.tokenizer is not None:
             size = f"its tokenizer has {len(self.tokenizer):,} tokens, "  # type: ignore[arg-type]
@@ -118,15 +127,15 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     """
     from transformers import GenerationConfig
 
-    own = [getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config)]
-    ends = next((tokens for tokens in own if tokens is not None), ())
+    candidates = [getattr(config, "eos_token_id", None) for config in (model.generation_config, model.config)]
+    ends = next((tokens for tokens in candidates if tokens is not None), ())
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = False
     # With a checkpoint's sampling defaults generation would depend on its source. Without a padding ID transformers
     # prints a warning at each call.
-    ids = model.config if tokenizer is None else tokenizer
-    eos, bos, pad = (getattr(ids, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
+    source = model.config if tokenizer is None else tokenizer
+    eos, bos, pad = (getattr(source, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
     pad = eos if pad is None or pad >= rows_of(model) else pad  # the embedding reads padding after finished texts
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
     return tuple(ends) if isinstance(ends, list | tuple) else (ends,)

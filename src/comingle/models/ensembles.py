@@ -73,10 +73,13 @@ class FoldedCache(Cache):
         return self._unfold(keys), self._unfold(values)
 
     def _fold(self, states: Wide) -> Folded:
-        apart = states.unflatten(0, (self.users, self.models, -1))
+        """Move the model axis from rows to heads."""
+        apart = states.unflatten(0, (self.users, self.models, -1))  # (users, models, texts, heads, ...)
         return apart.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def _unfold(self, states: Folded) -> Wide:
+        """Move the model axis from heads to rows; the inverse of :meth:`_fold`."""
+        # (users, texts, models, heads, ...)
         apart = states.unflatten(0, (self.users, -1)).unflatten(2, (self.models, -1))
         return apart.transpose(1, 2).flatten(0, 2)
 
@@ -127,10 +130,10 @@ class EnsembleModel(Model):
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
         """Return True where a user has a parameter: ``inner``'s mask for each component, True for the router."""
-        alone, count = self.inner.mask(ranks), self.mixture.clusters
-        slots = alone.split([slot.size for slot in self.inner.layout.slots], 1)
-        router = alone.new_ones(len(alone), self.mixture.num_logits)
-        return torch.cat([*(mask.repeat(1, count) for mask in slots), router], 1)
+        inner, count = self.inner.mask(ranks), self.mixture.clusters
+        by_slot = inner.split([slot.size for slot in self.inner.layout.slots], 1)
+        router = inner.new_ones(len(inner), self.mixture.num_logits)
+        return torch.cat([*(mask.repeat(1, count) for mask in by_slot), router], 1)
 
     def only(self, users: Sequence[int]) -> EnsembleModel:
         """Return the model restricted to some users."""
@@ -152,12 +155,13 @@ class EnsembleModel(Model):
             train: Ignored, as there is no dropout.
             powers: Powers of the components' probabilities, ``(users, clusters)``; None: 1.
         """
-        parts = [self._component(tensors, number) for number in range(self.mixture.clusters)]
-        own = [None] * len(parts) if powers is None else powers.unbind(1)
-        alone = [self.inner.losses(t, users, batch, powers=p)[0] for t, p in zip(parts, own, strict=True)]
-        return torch.stack(alone, 1)
+        components = [self._component_tensors(tensors, number) for number in range(self.mixture.clusters)]
+        powers_of = [None] * len(components) if powers is None else powers.unbind(1)
+        losses = [self.inner.losses(t, users, batch, powers=p)[0] for t, p in zip(components, powers_of, strict=True)]
+        return torch.stack(losses, 1)
 
-    def _component(self, tensors: Tree, number: int) -> Tree:
+    def _component_tensors(self, tensors: Tree, number: int) -> Tree:
+        """Return the users' tensors of one component, without the router's logits."""
         return {name: t[:, number].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
 
     def losses(
@@ -168,8 +172,9 @@ class EnsembleModel(Model):
         Each component's gradient is that of its own loss, not of the mixture's. Powers are not applied.
         """
         losses = self.component_losses(tensors, users, batch, train=train)
-        mixed, alone = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
-        return mixed + (alone - alone.detach()), 0.0
+        mixed, unweighted = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
+        # The value is that of the mixture, the gradient that of the unweighted sum.
+        return mixed + (unweighted - unweighted.detach()), 0.0
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """Return the mixture's losses in nats."""
@@ -198,7 +203,7 @@ class EnsembleModel(Model):
         """Yield the causal language model with the logits of the users' mixtures; batches are ordered by user."""
         network, mixing = self.inner.network, self.mixing(tensors)
         self.bind(tensors, users)
-        before = vars(network).get("forward")
+        before = vars(network).get("forward")  # an earlier replacement; None if the class's own is in use
         mix_forward(network, lambda: mixing)
         try:
             yield network
@@ -234,18 +239,26 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
 
     @wraps(forward)
     def mixed(*, input_ids: Int[Tensor, "n width"], **options: Any) -> object:
+        """Run the model for each component of each text; return its output with the mixture's logits.
+
+        Args:
+            input_ids: Tokens of the users' texts, ordered by user and equally many each.
+            **options: Further arguments of the model.
+        """
         weights, powers = mixing()
         cache = options.pop(name, None)
         (users, count), texts = weights.shape, len(input_ids)
 
-        def spread(t: Tensor) -> Tensor:
+        def repeat(t: Tensor) -> Tensor:
+            """Repeat rows (user, text) to rows (user, component, text)."""
             by_user = t.unflatten(0, (users, -1)).unsqueeze(1)
             return by_user.expand(users, count, *by_user.shape[2:]).flatten(0, 2)
 
-        given = ((key, options.get(key)) for key in PER_TEXT)
-        wide = {key: spread(t) for key, t in given if isinstance(t, Tensor) and len(t) == texts}
+        per_text = ((key, options.get(key)) for key in PER_TEXT)
+        # A single row for all texts needs no repetition.
+        repeated = {key: repeat(t) for key, t in per_text if isinstance(t, Tensor) and len(t) == texts}
         folded = None if cache is None else FoldedCache(cache, users, count)
-        out = forward(input_ids=spread(input_ids), **{name: folded}, **options | wide)
+        out = forward(input_ids=repeat(input_ids), **{name: folded}, **options | repeated)
         logits = out.logits.float().unflatten(0, (users, count, -1))
         logits = logits if powers is None else logits * powers.float().view(users, count, 1, 1, 1)
         out.logits = mix_probabilities(logits.flatten(2, 3), weights.float()).view(texts, -1, logits.shape[-1])

@@ -20,6 +20,7 @@ from comingle.utils.trees import digest_all
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
+# Files of pickled weights, which are never read.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 # Suffixes of architectures with a causal head; masked and sequence-to-sequence models have other names.
@@ -112,7 +113,8 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
     architectures = config.get("architectures") or []
     if not model_type:
         raise BaseModelError(f"base model {where}: config.json names no model_type, so it is not a transformers model.")
-    if config.get("is_encoder_decoder") or not (not architectures or any(a.endswith(_CAUSAL) for a in architectures)):
+    is_causal = not architectures or any(name.endswith(_CAUSAL) for name in architectures)
+    if config.get("is_encoder_decoder") or not is_causal:
         raise BaseModelError(
             f"base model {where}: expected a causal language model (...ForCausalLM), "
             f"got {', '.join(architectures) or 'an encoder-decoder'} of type {model_type!r}."
@@ -125,9 +127,14 @@ def check_config(where: Path, config: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder.
+
+    Raises:
+        BaseModelError: The file is missing, is not JSON, or holds another value.
+    """
     if not path.is_file():
-        holds = ", ".join(sorted(entry.name for entry in path.parent.iterdir())[:5]) or "nothing"
-        raise BaseModelError(f"base model {path.parent}: no {path.name} in this folder; it holds {holds}.")
+        entries = ", ".join(sorted(entry.name for entry in path.parent.iterdir())[:5]) or "nothing"
+        raise BaseModelError(f"base model {path.parent}: no {path.name} in this folder; it holds {entries}.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -178,6 +185,16 @@ def _count_weights(path: Path) -> int:
 
 
 def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    """Load a causal language model from safetensors, without running code from its folder.
+
+    Args:
+        folder: A folder in the Hugging Face layout.
+        dtype: Number format of the weights.
+        attention: Attention implementation of transformers; None: transformers' choice.
+
+    Raises:
+        BaseModelError: transformers cannot load it, or its files lack tensors or have others.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

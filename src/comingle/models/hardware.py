@@ -17,6 +17,7 @@ from comingle.utils.errors import BaseModelError, RecipeError
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 ATTENTIONS = ("eager", "sdpa")
 
+# Files with the memory limit of a container and its use: cgroups version 2 and 1.
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -46,6 +47,7 @@ def torch_defaults() -> Iterator[None]:
 
 
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+"""Device types whose autocast is switched off."""
 
 
 def resolve_device(device: str = "auto") -> torch.device:
@@ -59,7 +61,7 @@ def resolve_device(device: str = "auto") -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        resolved = torch.device("meta")
+        resolved = torch.device("meta")  # not allowed either, so that the same error follows
     if resolved.type not in ("cpu", "cuda", "mps"):
         raise BaseModelError(f"device: got {device!r}; allowed: auto, cpu, cuda, cuda:N, mps.")
     if resolved.type == "cuda":
@@ -70,6 +72,7 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def _require_cuda(device: torch.device) -> None:
+    """Raise a :class:`BaseModelError` if this machine has no GPU of this number."""
     if not torch.cuda.is_available():
         raise BaseModelError(f"device: got {str(device)!r}, but torch finds no CUDA GPU here; use auto or cpu.")
     if (device.index or 0) >= torch.cuda.device_count():
@@ -195,6 +198,7 @@ def keep_buffers() -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # musl has no mallopt
         return False
+    # No separate mappings for large blocks, no trimming of the heap, and growth in steps of 64 MiB.
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20}
     return all(mallopt(key, value) == 1 for key, value in settings.items())
 

@@ -65,7 +65,7 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
             if name not in linears:
                 raise BaseModelError(
                     f"adapters.targets.{key}: no linear named {name!r} in a decoder layer; got {sorted(linears)}."
-                    + _relative(name, linears)
+                    + _name_hint(name, linears)
                 )
         _check_mlp(targets, linears)
         return targets
@@ -79,7 +79,7 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
     )
 
 
-def _relative(name: str, linears: set[str]) -> str:
+def _name_hint(name: str, linears: set[str]) -> str:
     """Return a hint for a name that has a wrong prefix or is misspelt."""
     near = sorted(n for n in linears if name.endswith(f".{n}") or n.endswith(f".{name}"))
     return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
@@ -106,8 +106,10 @@ def activation_name(model: nn.Module, targets: TargetsSection) -> str:
         BaseModelError: The activation's derivative is not implemented.
     """
     config = model.config
+    # Families name the setting differently; Gemma 2 has both of the first two and uses the first.
     keys = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_fn", "activation")
-    activation = targets.activation or next((v for k in keys if isinstance(v := getattr(config, k, None), str)), None)
+    configured = [value for key in keys if isinstance(value := getattr(config, key, None), str)]
+    activation = targets.activation or next(iter(configured), None)
     if activation not in ACTIVATIONS:
         raise BaseModelError(
             f"{type(model).__name__}: MLP activation {activation!r}; allowed: {sorted(ACTIVATIONS)}; where one of them "
@@ -117,4 +119,5 @@ def activation_name(model: nn.Module, targets: TargetsSection) -> str:
 
 
 def _linears(model: nn.Module) -> list[str]:
+    """Return the names of some linears, for messages."""
     return sorted(linear_names(model))[:8]

@@ -46,9 +46,10 @@ from comingle.utils.files import cache_folder
 from comingle.utils.records import expand_home
 
 # Download safetensors, configuration and tokenizer; skip pickles and the subfolders with other frameworks' weights.
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*"]
+_DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]
 _PROBE_SECONDS = 3.0
+"""Time limit for the hub to respond."""
 
 
 def hub_folder(repository: str) -> Path:
@@ -92,27 +93,33 @@ def is_hub_reachable(endpoint: str) -> bool:
 
     The hub's own client retries for half a minute. The request runs in a thread because name lookups ignore timeouts.
     """
-    answers: list[bool] = []
-    probe = threading.Thread(target=lambda: answers.append(_responds(endpoint)), daemon=True)
+    responses: list[bool] = []  # empty if the probe has not returned in time
+    probe = threading.Thread(target=lambda: responses.append(_responds(endpoint)), daemon=True)
     probe.start()
     probe.join(_PROBE_SECONDS)
-    return any(answers)
+    return any(responses)
 
 
 def _responds(endpoint: str) -> bool:
+    """Request an address; return whether a server answers without an error of its own (status 5xx)."""
     request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "comingle"})
     try:
         with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
             return True
-    except urllib.error.HTTPError as answer:
-        answer.close()
-        return answer.code < 500
+    except urllib.error.HTTPError as response:
+        response.close()
+        return response.code < 500
     except (OSError, http.client.HTTPException, ValueError) as error:
         # An unknown certificate is still a response; the hub's client has its own certificates.
         return isinstance(getattr(error, "reason", error), ssl.SSLError)
 
 
 def _download(repository: str) -> Path:
+    """Download a repository into the hub's cache and return its folder; a terminal shows progress bars.
+
+    Raises:
+        BaseModelError: The download fails.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -120,13 +127,14 @@ def _download(repository: str) -> Path:
         disable_progress_bars()
     logger.info("downloading %s from the hub", repository)
     try:
-        return Path(snapshot_download(repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED))
     except Exception as error:  # includes errors of the client's HTTP library, which change between versions
         raise BaseModelError(
             f"hub model {repository!r}: {type(error).__name__} while downloading: {one_line(error)}"
         ) from error
 
 
+# A name, or owner and name.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
@@ -183,12 +191,18 @@ def locate(name: str) -> ModelSource:
 
 
 def _locate_file(path: Path, name: str) -> ModelSource:
+    """Convert a GGUF file and return the folder; other files raise a :class:`BaseModelError`."""
     if path.suffix.lower() != ".gguf":
         raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
     return ModelSource(folder=convert_gguf(path), name=name)
 
 
 def _locate_alias(name: str, alias: Alias) -> ModelSource:
+    """Return an alias's model from the hub, or else converted from the installed package.
+
+    Raises:
+        BaseModelError: The hub is unreachable and the package is not installed.
+    """
     try:
         source = ModelSource(folder=hub_folder(alias.repository), name=alias.repository)
         logger.info("base model %s: %s from the hub", name, alias.repository)
@@ -205,14 +219,16 @@ def _locate_alias(name: str, alias: Alias) -> ModelSource:
 
 
 def _packaged_file(alias: Alias) -> Path | None:
+    """Return the alias's GGUF file in its package; None if the package is not installed or has no such file."""
     # Located without an import, which would load the package's inference engine.
     spec = importlib.util.find_spec(alias.package)
     folders = (spec.submodule_search_locations if spec is not None else None) or []
-    files = [Path(folder) / alias.file for folder in folders if (Path(folder) / alias.file).is_file()]
-    return files[0] if files else None
+    candidates = [Path(folder) / alias.file for folder in folders]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _not_found(name: str, reason: str) -> str:
+    """Return the message for a name that is no model: the reason, all allowed forms, and similar names."""
     aliases = ", ".join(ALIASES)
     hint = did_you_mean(name, [*ALIASES, *(PREFIX + family for family in FAMILIES)])
     return (
@@ -270,8 +286,8 @@ def lm_head(base: Base) -> Head:
     head = _read_head(base.model)
     if head.weight.is_meta:  # shapes only: nothing to compare
         return head
-    first = torch.arange(4, device=base.device) + 5
-    tokens = torch.stack([first, first])
+    text = torch.arange(4, device=base.device) + 5  # the first tokens are often special ones
+    tokens = torch.stack([text, text])
     tokens[1, -1] += 1  # the texts differ only in their last token
     with torch.no_grad():
         ours = head.logits(backbone(base.model)(input_ids=tokens).last_hidden_state)
@@ -282,6 +298,11 @@ def lm_head(base: Base) -> Head:
 
 
 def _read_head(model: PreTrainedModel) -> Head:
+    """Return the head that a model's output layer and configuration describe.
+
+    Raises:
+        BaseModelError: The output layer is not an ``nn.Linear``.
+    """
     layer = model.get_output_embeddings()
     if not isinstance(layer, torch.nn.Linear):
         raise BaseModelError(f"model type {_model_type(model)!r}: expected a linear head, got {type(layer).__name__}.")
@@ -293,6 +314,16 @@ def _read_head(model: PreTrainedModel) -> Head:
 
 
 def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
+    """Check that the head's logits equal the model's, up to rounding.
+
+    Args:
+        base: The base model, for messages and the tolerance of its dtype.
+        ours: Logits computed with the head, ``(texts, n, vocab)``.
+        theirs: The model's own logits.
+
+    Raises:
+        BaseModelError: They differ, or the model's are not finite.
+    """
     if not theirs.isfinite().all():
         raise BaseModelError(
             f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not finite on a text "
@@ -308,6 +339,16 @@ def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
 
 
 def _require_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[Tensor, "2 4 vocab"]) -> None:
+    """Check that predictions do not depend on later tokens.
+
+    Args:
+        base: The base model.
+        tokens: Two texts that differ only in their last token.
+        logits: The model's logits for them; all but the last position must be equal, up to rounding.
+
+    Raises:
+        BaseModelError: The model is not causal.
+    """
     limit = _TOLERANCE[base.dtype] * logits.abs().max().item()
     leak = (logits[0, :-1] - logits[1, :-1]).abs().max().item()
     if leak > limit:
@@ -318,6 +359,7 @@ def _require_causal(base: Base, tokens: Int[Tensor, "2 4"], logits: Float[Tensor
 
 
 def _model_type(model: PreTrainedModel) -> str:
+    """Return the family's name in transformers."""
     return str(model.config.model_type)
 
 
@@ -378,9 +420,9 @@ def load_base(
     bits = "" if quantise == "none" else quantise
     if bits:
         pack(model, bits, place)
-    torch.nn.Module.to(model, place)
-    found = Base(model=model, tokenizer=tokenizer, name=source, dtype=torch_dtype, device=place, origin=origin)
-    return replace(found, quantised=bits, attention=attention, ends=ends)
+    torch.nn.Module.to(model, place)  # not model.to, which transformers overrides
+    base = Base(model=model, tokenizer=tokenizer, name=source, dtype=torch_dtype, device=place, origin=origin)
+    return replace(base, quantised=bits, attention=attention, ends=ends)
 
 
 def _require_memory(name: str) -> None:
@@ -440,7 +482,7 @@ def given_base(
             device or dtype differs from the requested one.
     """
     _check_model(model)
-    shared = _share(model)
+    shared = _share_tensors(model)
     tensors = list(shared.parameters())
     base = Base(
         model=shared,
@@ -488,7 +530,7 @@ def _check_place(base: Base, *, dtype: str, device: str) -> None:
         raise BaseModelError(f"runtime.dtype: got {dtype!r}, but the base is in {is_in}; load it in {dtype}")
 
 
-def _share(model: PreTrainedModel) -> PreTrainedModel:
+def _share_tensors(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy that shares the model's tensors, so that freezing it does not affect the original."""
     memo: dict[int, Any] = {id(t): nn.Parameter(_detached(t), requires_grad=False) for t in model.parameters()}
     memo |= {id(t): _detached(t) for t in model.buffers()}

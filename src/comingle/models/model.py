@@ -41,13 +41,13 @@ def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[s
 
 def _find_tied(net: nn.Module) -> dict[str, str]:
     """Map the name of each further occurrence of a tensor to the name of its first."""
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}  # by the tensor's id
     tied: dict[str, str] = {}
     for prefix, module in net.named_modules():  # each once
         for local_name, t in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{local_name}" if prefix else local_name
-            if t is not None and first.setdefault(id(t), name) != name:
-                tied[name] = first[id(t)]
+            if t is not None and first_names.setdefault(id(t), name) != name:
+                tied[name] = first_names[id(t)]
     return tied
 
 
@@ -72,8 +72,8 @@ def copy_with_tensors(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the module structure that shares all parameters and buffers."""
-    kept: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, kept)
+    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)  # deepcopy takes objects in the memo for copied
 
 
 @runtime_checkable

@@ -36,6 +36,7 @@ from comingle.utils.files import cache_folder, make_once
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS = {"8bit": 256, "4bit": 64}
+"""Number of weights that share a scale."""
 
 _sources: dict[int, tuple[Any, QuantisedLinear]] = {}
 """Layer of each live unpacked weight, by the weight's storage."""
@@ -45,10 +46,10 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear with a packed weight; each access to ``weight`` unpacks it."""
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not nn.Linear's, which would allocate the weight
         self.out_features, self.in_features = weight.shape
         self.bits, self.dtype, self.bias = bits, weight.dtype, bias
-        functional = _functional()
+        functional = _bitsandbytes()
         pack = functional.quantize_nf4 if bits == "4bit" else functional.quantize_blockwise
         packed, state = pack(weight.contiguous(), blocksize=BLOCKS[bits])
         for name, t in {"packed": packed, "scales": state.absmax, "code": state.code}.items():
@@ -65,13 +66,13 @@ class QuantisedLinear(nn.Linear):
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
         """Return the weight as a new tensor in the base's dtype."""
-        functional = _functional()
+        functional = _bitsandbytes()
         shape = torch.Size([self.out_features, self.in_features])
-        kept: dict[str, Any] = {"code": self.code, "blocksize": BLOCKS[self.bits], "dtype": self.dtype}
+        settings: dict[str, Any] = {"code": self.code, "blocksize": BLOCKS[self.bits], "dtype": self.dtype}
         if self.bits == "4bit":
-            state = functional.QuantState(self.scales, shape=shape, quant_type="nf4", **kept)
+            state = functional.QuantState(self.scales, shape=shape, quant_type="nf4", **settings)
             return functional.dequantize_4bit(self.packed, state)
-        return functional.dequantize_blockwise(self.packed, functional.QuantState(self.scales, **kept))
+        return functional.dequantize_blockwise(self.packed, functional.QuantState(self.scales, **settings))
 
 
 def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
@@ -85,7 +86,7 @@ def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
     Raises:
         BaseModelError: The package bitsandbytes is not installed, or does not work here.
     """
-    _functional()
+    _bitsandbytes()  # raise its error before any change
     replace_linears(model, lambda weight, bias: QuantisedLinear(weight.to(device), bias, bits))
 
 
@@ -94,8 +95,8 @@ def replace_linears(model: nn.Module, make: Callable[[Tensor, Any], nn.Module]) 
     """Replace the decoder layers' linears by ``make(weight, bias)``; the weight is ``(d_out, d_in)``."""
     for layer in decoder_layers(model):
         for name in list(linear_names(layer)):
-            linear = layer.get_submodule(name)
-            setattr(layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], make(*base_weight(linear)))
+            parent, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(parent), attribute, make(*base_weight(layer.get_submodule(name))))
 
 
 def packed_parameters(model: nn.Module) -> int:
@@ -115,18 +116,25 @@ _PackedView = tuple["QuantisedLinear", torch.Size, tuple[int, ...], int | torch.
 
 
 def _pack_saved(t: Tensor) -> Tensor | _PackedView:
+    """Return what autograd saves for a tensor: the packed linear for views of unpacked weights, else the tensor."""
     source = _sources.get(t.untyped_storage()._cdata)
     return t if source is None else (source[1], t.shape, t.stride(), t.storage_offset())
 
 
-def _restore_saved(kept: Tensor | _PackedView) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    linear, shape, strides, offset = kept
+def _restore_saved(saved: Tensor | _PackedView) -> Tensor:
+    """Return the tensor for the backward pass; unpack the weight again if it was not saved."""
+    if isinstance(saved, Tensor):
+        return saved
+    linear, shape, strides, offset = saved
     return linear.weight.as_strided(shape, strides, offset)
 
 
-def _functional() -> ModuleType:
+def _bitsandbytes() -> ModuleType:
+    """Return the module ``bitsandbytes.functional``.
+
+    Raises:
+        BaseModelError: It cannot be imported.
+    """
     try:
         return importlib.import_module("bitsandbytes.functional")
     except Exception as error:  # the import searches for GPUs, compilers and kernels, and can fail in many ways
@@ -136,7 +144,7 @@ def _functional() -> ModuleType:
 
 
 # Part of the cached folder's name: raise it when the conversion's output changes.
-_VERSION = 2
+_CONVERSION_VERSION = 2
 
 
 def convert_gguf(path: Path) -> Path:
@@ -146,7 +154,7 @@ def convert_gguf(path: Path) -> Path:
         BaseModelError: The file is not GGUF, damaged or of an unsupported kind, or the cache cannot be written.
     """
     _require_gguf(path)
-    target = cache_folder() / "gguf" / f"{path.stem}-{_fingerprint(path)}-v{_VERSION}"
+    target = cache_folder() / "gguf" / f"{path.stem}-{_fingerprint(path)}-v{_CONVERSION_VERSION}"
     try:
         return make_once(target, lambda folder: _convert_into(folder, path))
     except OSError as error:
@@ -157,6 +165,7 @@ def convert_gguf(path: Path) -> Path:
 
 
 def _require_gguf(path: Path) -> None:
+    """Raise a :class:`BaseModelError` if a file is not GGUF, or the package that reads it is missing."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
@@ -166,12 +175,23 @@ def _require_gguf(path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str:
+    """Return a digest of the file for the name of the cached folder."""
     # By content, not path and time: a reinstalled package or a second environment reuses the conversion.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _convert_into(folder: Path, path: Path) -> None:
+    """Write model and tokenizer of a GGUF file to a folder in the Hugging Face layout.
+
+    Args:
+        folder: The folder, which exists.
+        path: The GGUF file.
+
+    Raises:
+        BaseModelError: The file is damaged or unsupported.
+        OSError: The folder cannot be written.
+    """
     from safetensors import SafetensorError
 
     logger.info("converting %s to safetensors, once; this takes up to a minute", path.name)
@@ -217,17 +237,17 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     file = GGUFReader(str(path))
-    values = sum(int(tensor.n_elements) for tensor in file.tensors)
+    parameters = sum(int(tensor.n_elements) for tensor in file.tensors)
     # Twice: the tensors and the model that they are copied into are in memory together.
     advice = "its folder of safetensors"
-    require_memory(f"base model {path}: after conversion", 2 * values, torch.float32, torch.device("cpu"), advice)
+    require_memory(f"base model {path}: after conversion", 2 * parameters, torch.float32, torch.device("cpu"), advice)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     check_config(path, config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
         tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     _require_all_read(path, file, model)
-    _fill(path, model, tensors)
+    _load_tensors(path, model, tensors)
     return model, _read_tokenizer(path)
 
 
@@ -235,11 +255,11 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
     """Check that the model represents the whole file; transformers silently drops unknown tensors and RoPE scaling."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-    kind = str(file.get_field("general.architecture").contents())
-    make = TENSOR_PROCESSORS.get(kind, TensorProcessor)
-    places = get_gguf_hf_weights_map(model, make(config=model.config.to_dict()))
-    unsupported = [tensor.name for tensor in file.tensors if tensor.name not in places]
-    scaling = file.get_field(f"{kind}.rope.scaling.type")
+    architecture = str(file.get_field("general.architecture").contents())
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    known = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
+    unsupported = [tensor.name for tensor in file.tensors if tensor.name not in known]
+    scaling = file.get_field(f"{architecture}.rope.scaling.type")
     if scaling is not None and str(scaling.contents()) not in ("", "none"):
         unsupported.append(f"{scaling.contents()} RoPE scaling")
     if unsupported:
@@ -249,7 +269,17 @@ def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
         )
 
 
-def _fill(path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+def _load_tensors(path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy tensors by name into a model.
+
+    Args:
+        path: The GGUF file, for the message.
+        model: The model, changed in place.
+        tensors: Its tensors; those tied to another may be missing.
+
+    Raises:
+        BaseModelError: A tensor of the model is missing.
+    """
     missing = set(model.load_state_dict(tensors, strict=False).missing_keys)
     if model.config.tie_word_embeddings:
         missing -= set(model._tied_weights_keys or ())
@@ -259,13 +289,14 @@ def _fill(path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) 
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a GGUF file, which splits numbers as the one on the hub does."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    kind = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
-    if kind is not None and kind.contents() == "smollm":
+    pre_tokenizer = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
+    if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":
         # transformers uses GPT-2's pre-tokenizer; SmolLM's also splits numbers into digits, as on the hub.
         parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)

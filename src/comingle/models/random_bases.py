@@ -83,6 +83,7 @@ class Family:
 
 
 def _llama_like(model_type: str) -> Family:
+    """Return a family with Llama's features: grouped-query attention and a gated MLP."""
     return Family(model_type=model_type, grouped=True, gated=True)
 
 
@@ -115,21 +116,21 @@ def random_base(name: str, *, dtype: torch.dtype, attention: str | None, seed: i
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, shape = parse_random(name)
-    config = AutoConfig.for_model(family.model_type, **_settings(family, shape))
+    config = AutoConfig.for_model(family.model_type, **_config_settings(family, shape))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         except ValueError as error:
             raise BaseModelError(f"base model {name!r}, attention {attention!r}: {error}".splitlines()[0]) from error
-        _perturb(model)
+        _perturb_vectors(model)
     # Only parameters: buffers such as the rotary frequencies stay float32, as in loaded checkpoints.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def _perturb(model: PreTrainedModel) -> None:
+def _perturb_vectors(model: PreTrainedModel) -> None:
     """Move biases and norms away from 0 and 1, so that tests detect a missing bias or norm."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -156,6 +157,16 @@ def parse_random(name: str) -> tuple[Family, Shape]:
 
 
 def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
+    """Return key and value of an override such as ``layers=4``.
+
+    Args:
+        name: The whole name, for messages.
+        family: Its family.
+        text: The override.
+
+    Raises:
+        BaseModelError: The key is unknown, or the value is not a positive integer.
+    """
     key, _, value = text.partition("=")
     allowed = [field.name for field in fields(Shape) if family.grouped or field.name != "kv_heads"]
     if key not in allowed:
@@ -168,16 +179,25 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
 
 def estimate_parameters(family: Family, shape: Shape) -> int:
     """Return the number of parameters of a random base without biases, norms and an untied output matrix."""
-    settings = _settings(family, shape)
+    settings = _config_settings(family, shape)
     mlp = settings[family.mlp_setting] * (3 if family.gated else 2)
-    layer = shape.dim * (
-        2 * shape.dim + 2 * (_kv_heads(shape) if family.grouped else shape.heads) * shape.dim // shape.heads + mlp
-    )
+    kv_heads = _kv_heads(shape) if family.grouped else shape.heads
+    attention = 2 * shape.dim + 2 * kv_heads * shape.dim // shape.heads  # query and output, key and value
+    layer = shape.dim * (attention + mlp)
     positions = shape.ctx if family.learned_positions else 0
     return shape.layers * layer + (shape.vocab + positions) * shape.dim
 
 
 def _check_shape(name: str, shape: Shape) -> None:
+    """Check that the sizes fit together.
+
+    Args:
+        name: The whole name, for messages.
+        shape: The sizes.
+
+    Raises:
+        BaseModelError: They do not.
+    """
     if shape.dim % (_HEAD_DIM_STEP * shape.heads):
         raise BaseModelError(
             f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads "
@@ -196,11 +216,13 @@ def _check_shape(name: str, shape: Shape) -> None:
 
 
 def _kv_heads(shape: Shape) -> int:
+    """Return the number of key-value heads of a family with grouped-query attention."""
     # Half of the heads by default, so that tests cover grouped attention.
     return shape.kv_heads or (shape.heads // 2 if shape.heads % 2 == 0 else shape.heads)
 
 
-def _settings(family: Family, shape: Shape) -> dict[str, Any]:
+def _config_settings(family: Family, shape: Shape) -> dict[str, Any]:
+    """Return the settings of transformers' configuration for a family and sizes."""
     head_dim = shape.dim // shape.heads
     usual_mlp = -(-8 * shape.dim // 24) * 8 if family.gated else 4 * shape.dim  # 8/3 dim, rounded up to a multiple of 8
     settings: dict[str, Any] = {

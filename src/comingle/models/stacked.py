@@ -52,6 +52,7 @@ from comingle.utils.trees import (
     Tree,
 )
 
+# Roles of the parts of a `GatedPair`.
 _ROLES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
 
 
@@ -96,13 +97,13 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
     Raises:
         RecipeError: The net is not an ``nn.Sequential`` of several layers.
     """
-    parts = list(net.named_children())
-    if parts and not isinstance(net, nn.Sequential):
+    layers = list(net.named_children())
+    if layers and not isinstance(net, nn.Sequential):
         kind = type(net).__name__
         raise RecipeError(f"method pfedmoe: net {kind} has no defined last layer; allowed: an nn.Sequential")
-    if not isinstance(net, nn.Sequential) or len(parts) < 2:
+    if not isinstance(net, nn.Sequential) or len(layers) < 2:
         raise RecipeError("method pfedmoe: net 'linear' is one layer, without features to share; allowed: deeper nets")
-    return nn.Sequential(OrderedDict(parts[:-1])), parts[-1][1]
+    return nn.Sequential(OrderedDict(layers[:-1])), layers[-1][1]
 
 
 def assign_role(slot: Slot) -> Slot:
@@ -114,6 +115,7 @@ def assign_role(slot: Slot) -> Slot:
 
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
+"""Order of roles in a layout."""
 
 
 def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
@@ -132,6 +134,7 @@ def row_of(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
 
 
 def _router_slot(clusters: int) -> Slot:
+    """Return the slot of the client-level router's logits."""
     return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=init_zero)
 
 
@@ -142,9 +145,12 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _net_slots(net: nn.Module) -> list[Slot]:
-    by_name, part = _tensors(net).items(), _module_parts(net)
+    """Return the slots of a net without adaptors."""
+    by_name, parts = _tensors(net).items(), _module_parts(net)
     slots = [
-        Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=part[name.rpartition(".")[0]])
+        Slot(
+            name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=parts[name.rpartition(".")[0]]
+        )
         for name, (t, role) in by_name
     ]
     return [assign_role(slot) for slot in slots] if isinstance(net, GatedPair) else slots
@@ -162,30 +168,32 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
     """Return the slots of whole models as components of a mixture, so that servers weigh each by its users."""
-    parts = [_tensors(net) for net in nets]
+    components = [_tensors(net) for net in nets]
     slots = []
-    for name, (_, role) in parts[0].items():
-        value = torch.stack([part[name][0] for part in parts])
-        kind = ADAPTOR if role == BASE else role
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=(kind,) * len(nets), init=_constant_init(value)))
+    for name, (_, role) in components[0].items():
+        value = torch.stack([tensors[name][0] for tensors in components])
+        new_role = ADAPTOR if role == BASE else role
+        roles = (new_role,) * len(nets)
+        slots.append(Slot(name=name, shape=tuple(value.shape), roles=roles, init=_constant_init(value)))
     return slots
 
 
 def _adapted_slots(model: FloralModel) -> list[Slot]:
     """Return the slots of base, adaptors, router and statistics of a net with adaptors."""
-    draws, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
+    inits, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
     slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
-        kinds = (role,) * (model.num_clusters if role == ADAPTOR else 1)
-        init = draws.get(name, _constant_init(value))
+        of_entries = (role,) * (model.num_clusters if role == ADAPTOR else 1)
+        init = inits.get(name, _constant_init(value))
         # Statistics belong to an adapted norm, or to a norm of the base.
         factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init, factor=factor))
+        slots.append(Slot(name=name, shape=tuple(value.shape), roles=of_entries, init=init, factor=factor))
     return slots
 
 
 def _constant_init(value: Tensor) -> Init:
+    """Return an initialiser that gives all users a copy of this value."""
     initial = value.detach().clone().cpu()
     return lambda shape, generator: initial
 
@@ -263,8 +271,9 @@ class StackedModel(Model):
 
     @cached_property
     def _is_random(self) -> bool:
-        kinds = {type(m) for m in self.net.modules()}
-        return any(issubclass(k, _RANDOM) or not k.__module__.startswith("torch.nn.") for k in kinds)
+        """Whether a training pass of the net may draw random numbers."""
+        classes = {type(m) for m in self.net.modules()}
+        return any(issubclass(c, _RANDOM) or not c.__module__.startswith("torch.nn.") for c in classes)
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
@@ -292,18 +301,26 @@ class StackedModel(Model):
 
         Running statistics change in ``tensors``. For a mixture of losses, the value is ``sum_c pi_c f(w_c)``, and each
         component's gradient is that of its own loss alone (FLoRAL, eq. 4); pi weighs it in the aggregation.
+
+        Args:
+            tensors: The users' tensors.
+            users: Ignored, as users are alike.
+            batch: The users' samples, as in :data:`Batch`.
+            train: Run in training mode.
+            shares: Mixture weights of each sample; None for those of the users.
         """
         if self.mixture is None or self.mixture.at not in ("losses", "samples"):
-            return self._own_losses(tensors, batch, train), 0.0
+            return self._model_losses(tensors, batch, train), 0.0
         losses = self.component_losses(tensors, users, batch, train=train)
         if self.mixture.at == "samples":
-            mixture_shares = self.shares(tensors).unsqueeze(2) if shares is None else shares
-            return (mixture_shares * losses).sum(1), 0.0
-        weights, alone = self.shares(tensors).to(losses.dtype), losses.sum(1)
+            sample_shares = self.shares(tensors).unsqueeze(2) if shares is None else shares
+            return (sample_shares * losses).sum(1), 0.0
+        weights, unweighted = self.shares(tensors).to(losses.dtype), losses.sum(1)
         mixed = torch.einsum("uc,uc...->u...", weights, losses)
-        return mixed.detach() + (alone - alone.detach()), 0.0
+        # The value is that of the mixture, the gradient that of the unweighted sum.
+        return mixed.detach() + (unweighted - unweighted.detach()), 0.0
 
-    def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
+    def _model_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
         """Return the losses of the users' models, whether mixed or not."""
         inputs, targets, present = batch
         return self.loss(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
@@ -329,6 +346,13 @@ class StackedModel(Model):
         return self.mixture.shares(tensors[CLIENT_ROUTER])
 
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
+        """Return the outputs of the users' models, mixed as :attr:`mixture` says.
+
+        Args:
+            tensors: The users' tensors; in training their running statistics change.
+            inputs: Samples ``(users, batch, ...)``.
+            train: Run in training mode.
+        """
         mixture = self.mixture
         if mixture is not None and mixture.merges_models:
             return self._merged_outputs(tensors, inputs, train)
@@ -340,8 +364,8 @@ class StackedModel(Model):
         if mixture is None:
             return self._run_alone(train, tensors, inputs)
         shares = self.shares(tensors)
-        return self._run(
-            train, lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), tensors, inputs, shares
+        return self._run_users(
+            train, lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi), tensors, inputs, shares
         )
 
     def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
@@ -350,7 +374,7 @@ class StackedModel(Model):
         statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
         outputs = self._run_alone(train, merged | statistics, inputs)
         for name, value in statistics.items() if train else ():
-            tensors[name].copy_(value.unsqueeze(1).expand_as(tensors[name]))
+            tensors[name].copy_(value.unsqueeze(1).expand_as(tensors[name]))  # over (users, clusters, ...)
         return outputs
 
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
@@ -358,26 +382,38 @@ class StackedModel(Model):
         assert self.mixture is not None
         if self.mixture.of == "models":
             models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
-            inner = vmap(self._call, in_dims=(0, None), randomness="different")
-            return self._run(train, inner, models, inputs)
+            over_components = vmap(self._call_user, in_dims=(0, None), randomness="different")
+            return self._run_users(train, over_components, models, inputs)
         one_hot = torch.eye(self.mixture.clusters, dtype=self.dtype, device=inputs.device)
         statistics = {slot.name for slot in self.layout.only({STATISTICS}).slots} if train else set()
         # In training each component updates its own running statistics; the user's mixture then averages them.
-        wide = {
+        by_component = {
             n: t.unsqueeze(1).repeat_interleave(len(one_hot), 1) if n in statistics else t for n, t in tensors.items()
         }
         base = {s.name for s in self.layout.only({BASE}).slots if tensors[s.name].requires_grad}
-        wide |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
+        by_component |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
+        # Statistics and trained base tensors now have a component axis. Adaptors keep theirs, from which pi selects.
         in_dims = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
-        alone = vmap(
-            lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), in_dims=in_dims, randomness="different"
+        over_components = vmap(
+            lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi),
+            in_dims=in_dims,
+            randomness="different",
         )
-        outputs = self._run(train, lambda user_tensors, x: alone(user_tensors, x, one_hot), wide, inputs)
+        outputs = self._run_users(
+            train, lambda user_tensors, x: over_components(user_tensors, x, one_hot), by_component, inputs
+        )
         for name in statistics:
-            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), wide[name]))
+            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), by_component[name]))
         return outputs
 
-    def _run(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
+    def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
+        """Call a function for each user under ``vmap`` and stack the results.
+
+        Args:
+            train: Run the net in training mode.
+            call: The function of one user's tensors, inputs and further arguments.
+            *stacked: Its arguments, each with a leading user axis; the first is a tree of tensors.
+        """
         self.net.train(train)
         tensors, *others = stacked
         with FusedNorms():
@@ -387,11 +423,11 @@ class StackedModel(Model):
         """Return the outputs of one net per user."""
         if self.form is not None and self.form.takes(inputs):
             return self.form(tensors, inputs, train=train)
-        if not self._folds:
-            return self._run(train, self._call, tensors, inputs)
+        if not self._can_fold:
+            return self._run_users(train, self._call_user, tensors, inputs)
         self.net.train(train)
         with Folded():
-            return self._call(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
+            return self._call_user(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
 
     @cached_property
     def form(self) -> Form | None:
@@ -403,27 +439,30 @@ class StackedModel(Model):
         return native_form(self.net)
 
     @cached_property
-    def _folds(self) -> bool:
+    def _can_fold(self) -> bool:
+        """Whether the net can process all users' samples as one batch, which is faster than ``vmap``."""
         return folds(self.net)
 
-    def _call(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
+    def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
+        """Return the net's outputs for one user; ``options`` are further arguments of its ``forward``."""
         return call_with(self.net, user_tensors, inputs, options=options)
 
     # ---------------------------------------------------------------- adaptors
 
     @cached_property
-    def _pairs(self) -> Pairs | None:
+    def _adaptor_pairs(self) -> Pairs | None:
+        """Names of the adaptors' tensors; None for a net without adaptors."""
         return self.net.pairs() if isinstance(self.net, FloralModel) else None
 
     @torch.no_grad()
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
         """Return the gradients, those of adaptors preconditioned (FLoRAL eq. 36)."""
-        return gradients if self._pairs is None else precondition(self._pairs, tensors, gradients)
+        return gradients if self._adaptor_pairs is None else precondition(self._adaptor_pairs, tensors, gradients)
 
     @torch.no_grad()
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
         """Return base and adaptors: adaptors centred under p(c), their mean added to the base (FLoRAL eq. 37)."""
-        return tensors if self._pairs is None else centre(self._pairs, tensors, shares)
+        return tensors if self._adaptor_pairs is None else centre(self._adaptor_pairs, tensors, shares)
 
 
 def stack(
@@ -475,6 +514,7 @@ def stack(
 
 
 def _depends_on_batch(module: nn.Module) -> bool:
+    """Return whether a module of torch is a batch norm or another norm that tracks running statistics."""
     norms = nn.modules.batchnorm
     return isinstance(module, norms._BatchNorm) or (isinstance(module, norms._NormBase) and module.track_running_stats)
 
@@ -487,7 +527,7 @@ class MixedLanguageModel(StackedModel):
     head: Head
     embedding: nn.Module
 
-    def _own_losses(
+    def _model_losses(
         self, tensors: Tree, batch: Int[Tensor, "users batch window"], train: bool
     ) -> Float[Tensor, "users batch context"]:
         """Return the next-token loss in nats at every position; 0 where the target is negative."""
@@ -507,23 +547,23 @@ class MixedLanguageModel(StackedModel):
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
         """Return the losses with adaptors mixed in the weights, whatever level the mixture has in training."""
-        return self._own_losses(tensors, batch, False)
+        return self._model_losses(tensors, batch, False)
 
     @torch.no_grad()
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
         """Continue the prompts greedily, one user after another."""
-        parts, prompts = [], prompts.to(self.device)
+        continued, prompts = [], prompts.to(self.device)
         # Lengths change with every token, so compiling would not pay off.
         with torch.compiler.set_stance("force_eager"):
-            for row, of_user in enumerate(prompts):
+            for row, user_prompts in enumerate(prompts):
                 user_tensors = {name: t[row : row + 1] for name, t in tensors.items()}
                 personal = self.of_one_user(user_tensors)
                 with personal.mixing(self.shares(user_tensors)[0]):
-                    parts.append(continue_greedily(cast(PreTrainedModel, personal.model), of_user, limit))
-        width = max(part.shape[1] for part in parts)
-        return torch.stack([F.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts])
+                    continued.append(continue_greedily(cast(PreTrainedModel, personal.model), user_prompts, limit))
+        width = max(tokens.shape[1] for tokens in continued)
+        return torch.stack([F.pad(tokens, (0, width - tokens.shape[1]), value=PAD) for tokens in continued])
 
     def of_one_user(self, tensors: Tree) -> FloralModel:
         """Return one user's whole causal language model (``.model``): its adaptors over the base's shared weights."""
@@ -542,16 +582,19 @@ class MixedLanguageModel(StackedModel):
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Replace the weights of the base, which no user trains, by fake tensors."""
-        size, head = fakes.size_of(self.base.model), self.head.with_tensors(lambda real: fakes.of(real, self.device))
+        size = fakes.size_of(self.base.model)
+        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.net, self.device)
         return replace(self, head=head), size
 
-    def _run(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
+    def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
+        """Embed the tokens, then call the function for each user; always in evaluation mode, without dropout."""
         # Embed first: some families search the token ids for padding, which vmap does not support.
         tensors, inputs, *rest = stacked
-        return super()._run(False, call, tensors, self.embedding(inputs), *rest)
+        return super()._run_users(False, call, tensors, self.embedding(inputs), *rest)
 
-    def _call(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
+    def _call_user(self, user_tensors: Tree, inputs: Tensor, **options: object) -> Tensor:
+        """Return one user's last hidden states for embedded tokens ``(batch, context, width)``."""
         options |= {"inputs_embeds": inputs, "use_cache": False}
         return call_with(self.net, user_tensors, options=options).last_hidden_state
 
@@ -581,6 +624,7 @@ def mix_language_model(
         generator=torch.Generator(),  # values are drawn again for each user; torch's global generator stays untouched
     )
     stacked = stack([net], name=base.name, users=users, mixture=mixture, device=base.device, dtype=base.dtype)
+    # The frozen base is no part of the users' rows.
     slots = tuple(s for s in stacked.layout.slots if not {BASE, STATISTICS} & set(s.roles))
     fields = {**vars(stacked), "layout": Layout(slots=slots)}
     embedding = network.get_input_embeddings()

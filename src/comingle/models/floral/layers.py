@@ -112,8 +112,8 @@ class Geometry:
     @property
     def inner_shape(self) -> tuple[int, ...]:
         """Shape of the inner factor."""
-        tail = (self.columns,) if self.kind == "linear" else (self.d_in // self.groups, *self.inner_kernel)
-        return (self.groups * self.width, *tail)
+        columns = (self.columns,) if self.kind == "linear" else (self.d_in // self.groups, *self.inner_kernel)
+        return (self.groups * self.width, *columns)
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
@@ -171,9 +171,9 @@ class Geometry:
 
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
         """Return this form with another rank, limited to the largest rank that the base weight can have."""
-        unit = self.d_out // self.groups if form == "filter" else 1
-        full = math.ceil(min(self.rows, self.columns) / unit)
-        return replace(self, width=unit * min(rank, full))
+        unit = self.d_out // self.groups if form == "filter" else 1  # inner width per rank (eq. 39)
+        full_rank = math.ceil(min(self.rows, self.columns) / unit)
+        return replace(self, width=unit * min(rank, full_rank))
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
@@ -190,14 +190,18 @@ def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], 
         groups: Groups of channels.
     """
     kind: Literal["linear", "conv"] = "linear" if form == "linear" else "conv"
-    every = [
+    candidates = [
         Geometry(kind=kind, d_in=d_in, d_out=d_out, kernel=kernel, inside=inside, groups=groups)
-        for inside in _splits(form, len(kernel))
+        for inside in _possible_splits(form, len(kernel))
     ]
-    return min(every, key=lambda geometry: geometry.size).with_rank(1, form)
+    return min(candidates, key=lambda geometry: geometry.size).with_rank(1, form)
 
 
-def _splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
+def _possible_splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
+    """Yield each way in which a form may divide ``dims`` kernel dimensions among its factors.
+
+    A split says for each dimension whether the inner factor holds it.
+    """
     if form in ("balanced-2d", "filter") and dims == 2:
         yield from ((False, True), (True, False))
     else:
@@ -482,25 +486,27 @@ def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) ->
     """
     padding: Any = base.padding
     if base.padding_mode != "zeros":
-        x, padding = F.pad(x, _amounts(base, inside), mode=base.padding_mode), 0
+        x, padding = F.pad(x, _padding_amounts(base, inside), mode=base.padding_mode), 0
     elif not isinstance(padding, str):  # "same" and "valid" do not pad where the kernel is 1
-        padding = _only(padding, inside, 0)
+        padding = _select(padding, inside, 0)
     function = F.conv1d if isinstance(base, nn.Conv1d) else F.conv2d
-    stride, dilation = _only(base.stride, inside, 1), _only(base.dilation, inside, 1)
+    stride, dilation = _select(base.stride, inside, 1), _select(base.dilation, inside, 1)
     return function(x, weight, None, stride, padding, dilation, base.groups)
 
 
-def _only(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
+def _select(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
+    """Return the values of the dimensions marked in ``inside``, and ``other`` for the rest."""
     return tuple(value if selected else other for value, selected in zip(values, inside, strict=True))
 
 
-def _amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
+def _padding_amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
     """Return the padding for ``F.pad``: before and after each dimension, last dimension first."""
-    both = base._reversed_padding_repeated_twice
-    return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(both)]
+    amounts = base._reversed_padding_repeated_twice  # two per dimension, so item i is of dimension -1 - i // 2
+    return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(amounts)]
 
 
 Gram = Float[Tensor, "... groups width width"]
+"""Products of a factor's matrix with its transpose, one per group."""
 
 
 def precondition(
@@ -516,31 +522,47 @@ def precondition(
         gradients: Gradients by name. Tensors that are no factors are returned unchanged; factors may be missing.
         eps: Damping of the Gram matrices.
     """
-    made = dict(gradients)
+    preconditioned = dict(gradients)
     for pair in pairs.factors:
         inner, outer = tensors[pair.inner], tensors[pair.outer]
         if pair.inner in gradients:
-            made[pair.inner] = _inner(pair, outer, gradients[pair.inner], eps)
+            preconditioned[pair.inner] = _precondition_inner(pair, outer, gradients[pair.inner], eps)
         if pair.outer in gradients:
-            made[pair.outer] = _outer(pair, inner, gradients[pair.outer], eps)
-    return made
+            preconditioned[pair.outer] = _precondition_outer(pair, inner, gradients[pair.outer], eps)
+    return preconditioned
 
 
-def _inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float) -> Tensor:
-    matrix = _wide(pair.geometry.outer_matrix(outer))
-    gram, g = matrix.mT @ matrix, _wide(pair.geometry.inner_matrix(gradient))
-    made = _solve(gram, g, eps) if pair.geometry.kind == "linear" else g / (_norm(gram) + eps)
-    return pair.geometry.inner_from_matrix(made).to(gradient.dtype)
+def _precondition_inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float) -> Tensor:
+    """Return the preconditioned gradient G_I of an inner factor.
+
+    Args:
+        pair: The adaptor.
+        outer: Value of its outer factor O.
+        gradient: Gradient of its inner factor.
+        eps: Damping.
+    """
+    matrix = _at_least_float32(pair.geometry.outer_matrix(outer))
+    gram, g = matrix.mT @ matrix, _at_least_float32(pair.geometry.inner_matrix(gradient))
+    result = _solve(gram, g, eps) if pair.geometry.kind == "linear" else g / (_block_norm(gram) + eps)
+    return pair.geometry.inner_from_matrix(result).to(gradient.dtype)
 
 
-def _outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float) -> Tensor:
-    matrix = _wide(pair.geometry.inner_matrix(inner))
-    gram, g = matrix @ matrix.mT, _wide(pair.geometry.outer_matrix(gradient))
-    made = _solve(gram, g.mT, eps).mT if pair.geometry.kind == "linear" else g / (_norm(gram) + eps)
-    return pair.geometry.outer_from_matrix(made).to(gradient.dtype)
+def _precondition_outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float) -> Tensor:
+    """Return the preconditioned gradient G_O of an outer factor.
+
+    Args:
+        pair: The adaptor.
+        inner: Value of its inner factor I.
+        gradient: Gradient of its outer factor.
+        eps: Damping.
+    """
+    matrix = _at_least_float32(pair.geometry.inner_matrix(inner))
+    gram, g = matrix @ matrix.mT, _at_least_float32(pair.geometry.outer_matrix(gradient))
+    result = _solve(gram, g.mT, eps).mT if pair.geometry.kind == "linear" else g / (_block_norm(gram) + eps)
+    return pair.geometry.outer_from_matrix(result).to(gradient.dtype)
 
 
-def _wide(matrix: Tensor) -> Tensor:
+def _at_least_float32(matrix: Tensor) -> Tensor:
     """Return at least float32: PyTorch's solvers do not support less."""
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
@@ -551,7 +573,7 @@ def _solve(gram: Gram, right: Float[Tensor, "... groups width n"], eps: float) -
     return torch.linalg.solve_ex(damped, right)[0]
 
 
-def _norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
+def _block_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
     """Return the Frobenius norm of the block-diagonal matrix of all groups."""
     return torch.linalg.vector_norm(gram, dim=(-3, -2, -1), keepdim=True)
 
@@ -569,22 +591,23 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
     Returns:
         New tensors by name; those that ``pairs`` does not name are unchanged.
     """
-    made = dict(tensors)
+    centred = dict(tensors)
     for pair in pairs.factors:
-        mean, made[pair.inner], made[pair.outer] = _centre(
+        mean, centred[pair.inner], centred[pair.outer] = _centre_factors(
             pair.geometry, tensors[pair.inner], tensors[pair.outer], shares
         )
-        made[pair.weight] = tensors[pair.weight] + pair.alpha * mean
+        centred[pair.weight] = tensors[pair.weight] + pair.alpha * mean
     for offset in pairs.offsets:
-        axis = -offset.dims - 1
+        cluster_axis = -offset.dims - 1
         adaptors = tensors[offset.adaptor]
-        mean = (adaptors * shares.to(adaptors).view(-1, *(1 for _ in range(offset.dims)))).sum(axis, keepdim=True)
-        made[offset.adaptor] = adaptors - mean
-        made[offset.base] = tensors[offset.base] + offset.alpha * mean.squeeze(axis)
-    return made
+        weights = shares.to(adaptors).view(-1, *(1 for _ in range(offset.dims)))  # (clusters, 1, ...)
+        mean = (adaptors * weights).sum(cluster_axis, keepdim=True)
+        centred[offset.adaptor] = adaptors - mean
+        centred[offset.base] = tensors[offset.base] + offset.alpha * mean.squeeze(cluster_axis)
+    return centred
 
 
-def _centre(
+def _centre_factors(
     geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of the clusters' changes in the base weight's shape, and the factors of the differences from it.
@@ -592,6 +615,12 @@ def _centre(
     Computed in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows of ``I`` likewise, a
     difference is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal ``D_c``. So each SVD is at most of size C * width
     squared, and no difference is computed at full size.
+
+    Args:
+        geometry: Shapes of the factors.
+        inner: Inner factors I_c, with the cluster axis before those of :attr:`Geometry.inner_shape`.
+        outer: Outer factors O_c, likewise.
+        shares: The clusters' p(c).
     """
     dtype = torch.promote_types(inner.dtype, torch.float32)
     rows = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
@@ -603,15 +632,16 @@ def _centre(
 
     left, left_core = torch.linalg.qr(wide_columns)
     right, right_core = torch.linalg.qr(wide_rows.mT)
+    # R_O D_c R_I^T of each cluster c: (..., clusters, groups, m, n)
     core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
     u, values, v = _truncated_svd(core, geometry.width)
     scale = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
-    zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]
-    root = values.sqrt().masked_fill(zero, 0)
+    is_zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]  # up to rounding
+    root = values.sqrt().masked_fill(is_zero, 0)
     new_outer = left.unsqueeze(-4) @ (u * root.unsqueeze(-2))
     # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
     # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
-    new_inner = torch.where(zero.unsqueeze(-1), rows, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
+    new_inner = torch.where(is_zero.unsqueeze(-1), rows, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
     return (
         mean,
         geometry.inner_from_matrix(new_inner).to(inner.dtype),

@@ -41,8 +41,8 @@ def is_linear(module: nn.Module) -> bool:
 def is_adaptable(module: nn.Module) -> bool:
     """Return whether there is an adaptor for this type, and the layer has a floating-point weight of its own."""
     weight = module._parameters.get("weight")
-    known = is_linear(module) or type(module) in (*CONVS, *PLAIN_NORMS, *BATCH_NORMS)
-    return known and weight is not None and weight.is_floating_point()
+    has_adaptor = is_linear(module) or type(module) in (*CONVS, *PLAIN_NORMS, *BATCH_NORMS)
+    return has_adaptor and weight is not None and weight.is_floating_point()
 
 
 def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
@@ -50,6 +50,10 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
 
     The output head of a language model gets none, nor does a layer that shares a parameter with a layer without
     adaptors (a head tied to its embedding).
+
+    Args:
+        model: The model.
+        wanted: Whether a layer for which there is an adaptor gets one.
 
     Raises:
         RecipeError: Two of the layers share a parameter, one of them has two names, or the model has adaptors already.
@@ -64,15 +68,15 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
         if is_adaptable(module) and wanted(module) and id(module) not in heads
     }
     _check_names(layers)
-    owners = _owners(model)
+    owners = _parameter_owners(model)
     chosen = {id(module) for module in layers.values()}
     partners = {name: _sharing_layers(module, owners) for name, module in layers.items()}
-    free = {name: module for name, module in layers.items() if set(partners[name]) <= chosen}
-    for name in free:
-        others = [other for key, other in partners[name].items() if other != name and key != id(free[name])]
+    unshared = {name: module for name, module in layers.items() if set(partners[name]) <= chosen}
+    for name in unshared:
+        others = [other for key, other in partners[name].items() if other != name and key != id(unshared[name])]
         if others:
             raise RecipeError(f"floral: layers {name!r} and {others[0]!r} share a parameter; give each its own")
-    return free
+    return unshared
 
 
 def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[str, ...]:
@@ -86,13 +90,14 @@ def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[s
 
 
 def _check_names(layers: dict[str, nn.Module]) -> None:
-    seen: dict[int, str] = {}
+    """Raise a :class:`RecipeError` if a layer occurs under two names, as its adaptors would then be added twice."""
+    first_names: dict[int, str] = {}
     for name, module in layers.items():
-        if (first := seen.setdefault(id(module), name)) != name:
+        if (first := first_names.setdefault(id(module), name)) != name:
             raise RecipeError(f"floral: {first!r} and {name!r} are one layer; register it once (it may run many times)")
 
 
-def _owners(model: nn.Module) -> dict[int, dict[int, str]]:
+def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
     """Return for each parameter's ``id`` the modules that hold it: their ``id`` and their first name."""
     owners: dict[int, dict[int, str]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -104,19 +109,21 @@ def _owners(model: nn.Module) -> dict[int, dict[int, str]]:
 
 def _sharing_layers(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
     """Return the names, by module id, of all modules that share a parameter with this one, including itself."""
-    held = [owners[id(p)] for p in module._parameters.values() if p is not None]
-    return {key: name for holders in held for key, name in holders.items()}
+    by_parameter = [owners[id(p)] for p in module._parameters.values() if p is not None]
+    return {key: name for modules in by_parameter for key, name in modules.items()}
 
 
 def _output_heads(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each output head of language models within a model."""
     return {id(head) for module in model.modules() for head in _output_head(module)}
 
 
 def _output_head(module: nn.Module) -> Iterator[nn.Module]:
-    get = getattr(module, "get_output_embeddings", None)
-    if callable(get):
+    """Yield the output head of a language model of transformers; nothing for other modules."""
+    get_head = getattr(module, "get_output_embeddings", None)
+    if callable(get_head):
         with contextlib.suppress(AttributeError, NotImplementedError):  # transformers models without a head
-            if isinstance(head := get(), nn.Module):
+            if isinstance(head := get_head(), nn.Module):
                 yield head
 
 
@@ -161,18 +168,18 @@ def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: i
         )  # fmt: skip
 
 
-def log_cut(rank: int, cut: Collection[str], layers: int) -> None:
+def log_limited(rank: int, limited: Collection[str], layers: int) -> None:
     """Log a warning if the rank is larger than the weights of some layers can have.
 
     Args:
         rank: The rank that was asked for.
-        cut: Names of the layers with a smaller rank.
+        limited: Names of the layers with a smaller rank.
         layers: The number of low-rank layers.
     """
-    if cut:
+    if limited:
         logger.warning(
             "floral: rank %d exceeds the full rank of %d of %d low-rank layers (%s); using the full rank in these",
-            rank, len(cut), layers, shorten(cut),
+            rank, len(limited), layers, shorten(limited),
         )  # fmt: skip
 
 
@@ -220,7 +227,7 @@ class FloralModel(nn.Module):
         Raises:
             RecipeError: The mixture has another shape.
         """
-        before = self._enter(mixture)
+        before = self._set_mixture(mixture)
         try:
             return self.model(*args, **kwargs)
         finally:
@@ -235,22 +242,31 @@ class FloralModel(nn.Module):
         Raises:
             RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.
         """
-        before = self._enter(mixture)
+        before = self._set_mixture(mixture)
         try:
             yield
         finally:
             self._mixture.value = before
 
-    def _enter(self, mixture: Tensor | None) -> Tensor | None:
+    def _set_mixture(self, mixture: Tensor | None) -> Tensor | None:
+        """Set the mixture of the layers, and return the one before, which the caller must restore.
+
+        Args:
+            mixture: Weights of the clusters; None: that of an enclosing :meth:`mixing`, or else the router's.
+
+        Raises:
+            RecipeError: As in :meth:`forward`.
+        """
         before = self._mixture.value
         if mixture is None:
             mixture = self.router.mixture() if before is None else before
         else:
-            self._check(mixture)
+            self._check_shape(mixture)
         self._mixture.value = mixture
         return before
 
-    def _check(self, mixture: Tensor) -> None:
+    def _check_shape(self, mixture: Tensor) -> None:
+        """Raise a :class:`RecipeError` for a shape other than (clusters,) or that of the router's logits."""
         if mixture.shape not in ((self.num_clusters,), self.router.theta.shape):
             raise RecipeError(f"mixture: got shape {tuple(mixture.shape)}; allowed: {tuple(self.router.theta.shape)}")
 
@@ -279,7 +295,7 @@ class FloralModel(nn.Module):
         if mixture is None:
             mixture = softmax_mixture(self.router.theta, self.router.temperature)
         else:
-            self._check(mixture)
+            self._check_shape(mixture)
         model = copy.deepcopy(self.model)
         adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
         for name, layer in adapted:

@@ -81,10 +81,10 @@ def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor 
     """Run ``nn.InstanceNorm``'s forward with another gamma and beta; the input may lack the batch axis."""
     base._check_input_dim(x)
     batched = x if x.dim() != base._get_no_batch_dim() else x.unsqueeze(0)
-    of_batch = base.training or not base.track_running_stats
+    use_input = base.training or not base.track_running_stats  # instead of running statistics
     mean, var = base.running_mean, base.running_var
     momentum = base.momentum if base.momentum is not None else 0.0
-    y = F.instance_norm(batched, mean, var, weight, bias, of_batch, momentum, base.eps)
+    y = F.instance_norm(batched, mean, var, weight, bias, use_input, momentum, base.eps)
     return y if batched is x else y.squeeze(0)
 
 
@@ -118,7 +118,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         base._check_input_dim(x)
         gain, shift = self._gain_and_shift()
         if base.training or self.running_mean is None:
-            return self._normalise_by_batch(x, base.weight + gain, _sum(base._parameters.get("bias"), shift))
+            return self._normalise_by_batch(x, base.weight + gain, _add_present(base._parameters.get("bias"), shift))
         y = F.batch_norm(x, base.running_mean, base.running_var, base.weight, base.bias, False, 0.0, base.eps)
         return y + F.batch_norm(x, self.running_mean, self.running_var, gain, shift, False, 0.0, base.eps)
 
@@ -129,7 +129,7 @@ class AdaptedBatchNorm(AdaptedNorm):
             return gain, shift
         ratio, drift = self._relative_statistics()
         fixed = mix(self.shares(self.weight), self.weight.detach())  # gradients reach only the mixture weights
-        return ratio * gain, _sum(shift, drift * fixed)
+        return ratio * gain, _add_present(shift, drift * fixed)
 
     def _relative_statistics(self) -> tuple[Tensor, Tensor]:
         """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``."""
@@ -139,11 +139,19 @@ class AdaptedBatchNorm(AdaptedNorm):
         return (own_var + eps).sqrt() / deviation, (own_mean - mean) / deviation
 
     def _normalise_by_batch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Normalise by the batch's statistics; in training update the base's and the local running statistics.
+
+        Args:
+            x: Input of the norm.
+            weight: Sum of the base's gamma and the adaptors' gain.
+            bias: Sum of the base's beta and the adaptors' shift, if there is any.
+        """
         base = cast(_BatchNorm, self.base)
         if not base.training or base.running_mean is None:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, base.eps)
         assert base.num_batches_tracked is not None
         base.num_batches_tracked.add_(1)
+        # Without momentum PyTorch keeps the plain mean over all batches.
         rate = base.momentum if base.momentum is not None else 1.0 / float(base.num_batches_tracked)
         differences = self._local_differences()
         y = F.batch_norm(x, base.running_mean, base.running_var, weight, bias, True, rate, base.eps)
@@ -158,14 +166,19 @@ class AdaptedBatchNorm(AdaptedNorm):
     def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the base's running mean and variance, then the local ones."""
         names = ("running_mean", "running_var")
-        main, adapted = ([tensor(module, name) for name in names] for module in (self.base, self))
-        return main[0], main[1], adapted[0], adapted[1]
+        mean, var = (tensor(self.base, name) for name in names)
+        own_mean, own_var = (tensor(self, name) for name in names)
+        return mean, var, own_mean, own_var
 
     def _update_local_statistics(self, differences: list[Tensor], keep: float) -> None:
-        """Update the local statistics after an update of the base's.
+        """Update the local mean and variance after an update of the base's.
 
         Both are moving averages with the same rate over the same batch, so their difference shrinks by ``1 - rate``.
-        The batch's statistics need not be computed twice.
+        So the batch's statistics are computed only once.
+
+        Args:
+            differences: Local mean and variance minus the base's, before the update.
+            keep: ``1 - rate`` of the moving averages.
         """
         mean, var, own_mean, own_var = self._statistics()
         with torch.no_grad():
@@ -195,5 +208,6 @@ class AdaptedBatchNorm(AdaptedNorm):
         return base
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _add_present(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of the tensors that are not None; None if both are."""
     return b if a is None else a if b is None else a + b

@@ -28,8 +28,8 @@ from comingle.models.floral.model import (
     check_size,
     find_layers,
     is_linear,
-    log_cut,
     log_excess,
+    log_limited,
     replace_module,
     shorten,
     sizes,
@@ -59,12 +59,12 @@ class _Plan:
 
     def wants(self, module: nn.Module) -> bool:
         """Return whether an adaptable layer gets any adaptor under these settings."""
-        low_rank = (is_linear(module) and self.lora) or (type(module) in CONVS and self.conv != "none")
         if is_linear(module) or type(module) in CONVS:
+            low_rank = self.lora if is_linear(module) else self.conv != "none"
             return low_rank or (self.bias and module._parameters.get("bias") is not None)
         return self.norm
 
-    def form(self, module: nn.Module) -> Geometry | None:
+    def rank_one(self, module: nn.Module) -> Geometry | None:
         """Return the geometry of a layer's low-rank adaptor at rank 1; None if it gets none."""
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
@@ -79,28 +79,28 @@ class _Plan:
         )
 
     def sized(self, module: nn.Module) -> Geometry | None:
-        """Return :meth:`form` at the rank that was asked for or that the budget allows."""
-        form = self.form(module)
-        if form is None:
+        """Return :meth:`rank_one` at the rank of the settings, or at the one that the budget allows."""
+        rank_one = self.rank_one(module)
+        if rank_one is None:
             return None
-        rank = self.rank if self.budget is None else max(1, affordable_rank(form, self.budget))
+        rank = self.rank if self.budget is None else max(1, affordable_rank(rank_one, self.budget))
         assert rank is not None
-        return form.with_rank(rank, self.conv if type(module) in CONVS else "channel")
+        return rank_one.with_rank(rank, self.conv if type(module) in CONVS else "channel")
 
     def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
         """Return the layers in which even rank 1 exceeds the budget."""
         if self.budget is None:
             return []
-        forms = {name: self.form(module) for name, module in layers.items()}
-        return [name for name, form in forms.items() if form and affordable_rank(form, self.budget) < 1]
+        geometries = {name: self.rank_one(module) for name, module in layers.items()}
+        return [name for name, form in geometries.items() if form and affordable_rank(form, self.budget) < 1]
 
-    def cut(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the layers whose weight cannot have the rank that was asked for."""
-        forms = {name: (self.form(module), self.sized(module)) for name, module in layers.items()}
+    def limited(self, layers: dict[str, nn.Module]) -> list[str]:
+        """Return the layers whose adaptor has a smaller rank than asked for, as their weight cannot have more."""
+        geometries = {name: (self.rank_one(module), self.sized(module)) for name, module in layers.items()}
         return [
             name
-            for name, (rank_one, adapted) in forms.items()
-            if rank_one and adapted and adapted.width < (self.rank or 0) * rank_one.width
+            for name, (rank_one, sized) in geometries.items()
+            if rank_one and sized and sized.width < (self.rank or 0) * rank_one.width
         ]
 
     def adapt(self, base: nn.Module) -> AdaptedLayer:
@@ -172,8 +172,8 @@ def floral(
         num_clusters=num_clusters, rank=rank, budget=budget, alpha=alpha, conv=conv, lora=lora, bias=bias, norm=norm,
         batch_nora=batch_nora, mixture=mixture,
     )  # fmt: skip
-    wrapped = _wrap(model, plan, router, copy=copy, generator=generator)
-    return _routed_by_layer(wrapped) if per_layer else wrapped
+    wrapped = _add_adaptors(model, plan, router, copy=copy, generator=generator)
+    return _route_by_layer(wrapped) if per_layer else wrapped
 
 
 def adaptor_size(
@@ -205,36 +205,52 @@ def adaptor_size(
         num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
         batch_nora=False, mixture=Mixture(),
     )  # fmt: skip
-    return sum(form.size for module in find_layers(model, plan.wants).values() if (form := plan.sized(module)))
+    geometries = [plan.sized(module) for module in find_layers(model, plan.wants).values()]
+    return sum(geometry.size for geometry in geometries if geometry is not None)
 
 
-def _wrap(
+def _add_adaptors(
     model: nn.Module, plan: _Plan, router: ClientRouter, *, copy: bool, generator: torch.Generator | None
 ) -> FloralModel:
+    """Add adaptors and a router to a model.
+
+    Args:
+        model: Any module.
+        plan: Settings of the adaptors.
+        router: The router, which is moved to the adaptors' device.
+        copy: Deep-copy the model first.
+        generator: Generator of the initial values; None: torch's global one.
+
+    Raises:
+        RecipeError: No layer can be adapted, or the model cannot be copied.
+    """
     layers = find_layers(model, plan.wants)
-    left = unadapted_leaves(model, layers)
+    unadapted = unadapted_leaves(model, layers)
     if not layers:
         raise RecipeError(
             f"floral: no layer of {type(model).__name__} can be adapted with these settings; got "
-            f"{shorten(left) or 'no parameters'}; allowed: {ADAPTABLE}"
+            f"{shorten(unadapted) or 'no parameters'}; allowed: {ADAPTABLE}"
         )
-    model = _copied(model) if copy else model
-    wrapped = FloralModel(_replace(model, layers, plan), router=router, mixture=plan.mixture, unadapted=left)
+    model = _deep_copy(model) if copy else model
+    wrapped = FloralModel(_adapt_layers(model, layers, plan), router=router, mixture=plan.mixture, unadapted=unadapted)
     _initialise(wrapped, generator)
     _log_sizes(wrapped, plan)
     return wrapped
 
 
-def _routed_by_layer(model: FloralModel) -> FloralModel:
-    layers, whole = list(model.layers().values()), model.router
+def _route_by_layer(model: FloralModel) -> FloralModel:
+    """Replace the router by one with a softmax per layer, in place, and return the model."""
+    layers, shared_router = list(model.layers().values()), model.router
     for place, layer in enumerate(layers):
         layer.place = place
-    router = ClientRouter(model.num_clusters, temperature=whole.temperature, noise=whole.noise, layers=len(layers))
-    model.router = router.to(whole.theta).train(whole.training)
+    temperature, noise = shared_router.temperature, shared_router.noise
+    router = ClientRouter(model.num_clusters, temperature=temperature, noise=noise, layers=len(layers))
+    model.router = router.to(shared_router.theta).train(shared_router.training)
     return model
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _deep_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy; raise a :class:`RecipeError` for models that have none."""
     try:
         return copying.deepcopy(model)
     except (RuntimeError, TypeError) as error:  # tensors with a graph (torch.nn.utils.weight_norm), locks
@@ -267,7 +283,8 @@ def check_flags(**flags: bool) -> None:
             raise RecipeError(f"floral {name}: got {value!r}; allowed: True or False")
 
 
-def _replace(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.Module:
+def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.Module:
+    """Replace layers by adapted ones, in place; return the model, which may itself be such a layer."""
     for name in layers:
         model = replace_module(model, name, plan.adapt(model.get_submodule(name)))
     for module in model.modules():
@@ -289,10 +306,11 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
 
 
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
+    """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows."""
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
-    low_rank = sum(plan.form(base) is not None for base in bases.values())
+    low_rank = sum(plan.rank_one(base) is not None for base in bases.values())
     if plan.rank is not None:
-        log_cut(plan.rank, plan.cut(bases), low_rank)
+        log_limited(plan.rank, plan.limited(bases), low_rank)
         return
     assert plan.budget is not None
     counts = sizes(model)
