@@ -559,7 +559,7 @@ class ChatTemplate:
                 return {key: hide(item) for key, item in value.items()}
             return [hide(item) for item in value] if isinstance(value, list | tuple) else value
 
-        safe = [
+        safe: list[Message] = [
             {**hide({**message, "content": message["content"] or ""}), "role": message["role"]} for message in messages
         ]
         return safe, hidden_texts
