@@ -19,7 +19,7 @@ from comingle.config import load_recipe
 from comingle.reports.comparisons import read_comparison
 from comingle.reports.tables import latex
 from comingle.runs import compare, comparison
-from comingle.runs.compare import pass_size
+from comingle.runs.compare import split_by_seed
 from comingle.training.client import Clients
 from comingle.utils.errors import DivergenceError
 from comingle.utils.records import read_metrics
@@ -112,11 +112,11 @@ def test_where_all_fail_the_first_is_told(comingle: Any, short: Path, monkeypatc
 
 def test_runs_of_a_seed_share_a_process_unless_there_are_more_jobs() -> None:
     keys = [(method, seed) for seed in (0, 1, 2) for method in "abcd"]
-    assert [len(some) for some in pass_size(keys, 2)] == [4, 4, 4]
-    assert all(len({seed for _, seed in some}) == 1 for some in pass_size(keys, 8))
+    assert [len(some) for some in split_by_seed(keys, 2)] == [4, 4, 4]
+    assert all(len({seed for _, seed in some}) == 1 for some in split_by_seed(keys, 8))
     for jobs in (1, 2, 3, 4, 8, 100):
-        assert sorted(key for some in pass_size(keys, jobs) for key in some) == sorted(keys)
-        assert len(pass_size(keys, jobs)) >= min(jobs, 12)
+        assert sorted(key for some in split_by_seed(keys, jobs) for key in some) == sorted(keys)
+        assert len(split_by_seed(keys, jobs)) >= min(jobs, 12)
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_a_level_result_is_pale_and_never_hatched(write_run: Any) -> None:
     entries = read_entries(runs)
     figure = figures.users_figure(entries, entries[0])
     assert figure is not None
-    assert [(bar.get_alpha(), bar.get_hatch()) for bar in figure.axes[0].patches] == [(figures.PALE, "")] * 2
+    assert [(bar.get_alpha(), bar.get_hatch()) for bar in figure.axes[0].patches] == [(figures.LEVEL_OPACITY, "")] * 2
 
 
 def test_bytes_are_held_against_both_means_of_perplexities(entries: Any) -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib", reason="NO FIGURES: pip install comingle[repor
 
 from matplotlib.figure import Figure
 
-from comingle.reports.figures import _heat  # pyright: ignore[reportPrivateUsage]
+from comingle.reports.figures import _paint_heatmap  # pyright: ignore[reportPrivateUsage]
 from comingle.reports.runs import Curve, ExpertCurves, Spread
 
 
@@ -17,7 +17,9 @@ def test_layers_are_whole_numbers(layers: int) -> None:
     """Also where there is one, which has no second tick to be given."""
     axis = Figure().subplots()
     curve = Curve(iterations=(0, 10), values=(Spread(mean=0.5), Spread(mean=0.4)))
-    _heat(axis, expert=ExpertCurves(name="generalist", layers=(curve,) * layers), title="", rounds={0: 0, 10: 1})
+    _paint_heatmap(
+        axis, expert=ExpertCurves(name="generalist", layers=(curve,) * layers), title="", rounds={0: 0, 10: 1}
+    )
     low, high = sorted(axis.get_ylim())
     ticks = [tick for tick in axis.get_yticks() if low <= tick <= high]
     assert ticks

@@ -15,7 +15,7 @@ import pytest
 
 from comingle.reports.page import Text, TokenView, pack_gates, render_page
 from comingle.reports.runs import read_entries
-from comingle.reports.tables import counted, judged_tables
+from comingle.reports.tables import judged_tables, upload_weights
 from comingle.utils.errors import RecipeError
 
 NASTY = "</script><img src=x onerror=alert(1)> & \"'{{ 7*7 }} \u2028"
@@ -383,7 +383,7 @@ def test_the_page_says_whose_uploads_counted(run_writer: Any, tmp_path: Any, pag
     write_run, scores = run_writer(tmp_path), {number: {"ann": 3.0, NASTY: 4.0} for number in (0, 1, 2, 3)}
     judged = {1: {"ann": 1.0, NASTY: 0.0}, 2: {"ann": 0.5}, 3: {"ann": 0.0, NASTY: 0.0}}
     entries = read_entries([write_run("robust", "fedavg", scores, judged=judged)])
-    assert [(one.user, one.uploads, one.left_out, one.mean) for one in counted(entries[0])] == [
+    assert [(one.user, one.uploads, one.left_out, one.mean) for one in upload_weights(entries[0])] == [
         (NASTY, 2, 2, 0.0),
         ("ann", 3, 1, 0.5),
     ]

@@ -88,10 +88,10 @@ def report(
 
 def warn_unlike(entries: Sequence[Entry]) -> None:
     """Warn if numbers of these runs should not be compared."""
-    from comingle.reports.page import unlike
+    from comingle.reports.page import comparability_warnings
     from comingle.utils.terminal import errors, words
 
-    for line in unlike(entries):
+    for line in comparability_warnings(entries):
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
 

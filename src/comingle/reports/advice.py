@@ -72,13 +72,14 @@ class Advice:
         trained = [(name, None, gains) for name, gains in self.methods.items()]
         trained += [(self.grouped_by, names, gains) for names, gains in self.groups.items()]
         return [
-            {"method": method, "together": together, "user": user, **_numbers(gain)}
+            {"method": method, "together": together, "user": user, **_gain_fields(gain)}
             for method, together, gains in trained
             for user, gain in gains.items()
         ]
 
 
-def _numbers(gain: Gain) -> dict[str, Any]:
+def _gain_fields(gain: Gain) -> dict[str, Any]:
+    """Return mean, ends of the interval and verdict, for a record."""
     low, high = gain.interval or (None, None)
     return {"change": gain.change.mean, "low": low, "high": high, "verdict": gain.verdict}
 
@@ -97,8 +98,10 @@ def advise_on(
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
     num_intervals = len(first["users"]) * len(methods) + sum(map(len, groups))
-    means = {name: _mean_gain(name, runs, local, measure, 2 * len(methods) - 1) for name, runs in methods.items()}
-    best = _best(means, measure)
+    # Each method against `local`, and each other one against the best.
+    num_mean_intervals = 2 * len(methods) - 1
+    means = {name: _mean_gain(name, runs, local, measure, num_mean_intervals) for name, runs in methods.items()}
+    best = _best_method(means, measure)
     return Advice(
         measure=measure,
         seeds=tuple(local),
@@ -110,36 +113,54 @@ def advise_on(
         },
         grouped_by=grouped_by,
         methods={
-            name: _gains(runs, local, list(first["users"]), measure, num_intervals) for name, runs in methods.items()
+            name: _gains_of_users(runs, local, list(first["users"]), measure, num_intervals)
+            for name, runs in methods.items()
         },
         means=means,
         against_best={
-            name: _mean_gain(name, runs, methods[best], measure, 2 * len(methods) - 1)
+            name: _mean_gain(name, runs, methods[best], measure, num_mean_intervals)
             for name, runs in methods.items()
             if name != best
         },
-        groups={names: _gains(runs, local, names, measure, num_intervals) for names, runs in groups.items()},
-        upload_bytes={name: _bytes(runs, "upload") for name, runs in methods.items()},
-        download_bytes={name: _bytes(runs, "download") for name, runs in methods.items()},
+        groups={names: _gains_of_users(runs, local, names, measure, num_intervals) for names, runs in groups.items()},
+        upload_bytes={name: _mean_bytes(runs, "upload") for name, runs in methods.items()},
+        download_bytes={name: _mean_bytes(runs, "download") for name, runs in methods.items()},
     )
 
 
-def _bytes(runs: Runs, way: str) -> float:
+def _mean_bytes(runs: Runs, way: str) -> float:
+    """Return the mean over seeds of the bytes per user and round; ``way`` is ``upload`` or ``download``."""
     return fmean(metrics[f"{way}_bytes_per_user_round"] for metrics in runs.values())
 
 
-def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, num_intervals: int) -> dict[str, Gain]:
-    """Return the change of each user, seed by seed; users with a result that is not finite are left out."""
+def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str, num_intervals: int) -> dict[str, Gain]:
+    """Return the change of each user, seed by seed; users with a result that is not finite are left out.
+
+    Args:
+        runs: Runs of a method by seed.
+        local: Runs of ``local`` by seed.
+        users: The users.
+        measure: The measure.
+        num_intervals: Number of intervals that hold simultaneously.
+    """
     key, by_user = f"test_{measure}", {}
     for user in users:
         pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
-        if (gain := _gain(user, pairs, measure, num_intervals)) is not None:
+        if (gain := _gain_of_user(user, pairs, measure, num_intervals)) is not None:
             by_user[user] = gain
     return by_user
 
 
 def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals: int) -> Gain:
-    """Return the mean change over users, seed by seed. Relative changes give each user the same weight."""
+    """Return the mean change over users, seed by seed. Relative changes give each user the same weight.
+
+    Args:
+        name: The method, which takes the place of a user in the result.
+        runs: Its runs by seed.
+        others: Runs to compare with, by seed.
+        measure: The measure.
+        num_intervals: Number of intervals that hold simultaneously.
+    """
     key, by_seed = f"test_{measure}", []
     for seed, other in others.items():
         users = other["users"]
@@ -148,9 +169,17 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
     return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed, together=num_intervals))
 
 
-def _gain(
+def _gain_of_user(
     user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, num_intervals: int
 ) -> Gain | None:
+    """Return a user's mean change over seeds; None if a result is not finite.
+
+    Args:
+        user: The user.
+        pairs: The user's result and its result of ``local``, for each seed.
+        measure: The measure.
+        num_intervals: Number of intervals that hold simultaneously.
+    """
     changes = [
         change(value, baseline, measure) for value, baseline in pairs if value is not None and baseline is not None
     ]
@@ -160,7 +189,8 @@ def _gain(
     return Gain(user=user, measure=measure, change=spread(values), interval=interval(values, together=num_intervals))
 
 
-def _best(means: Mapping[str, Gain], measure: str) -> str:
+def _best_method(means: Mapping[str, Gain], measure: str) -> str:
+    """Return the method with the best mean over users."""
     sign = 1 if MEASURES[measure] == "lower" else -1
     return min(means, key=lambda name: sign * means[name].change.mean)
 
@@ -181,15 +211,21 @@ def method_to_take(advice: Advice) -> str | None:
 
 def harmed_by_all(advice: Advice) -> list[str]:
     """Return the users that every method is shown to harm."""
-    return _users(advice, lambda verdicts: verdicts == {HARMED})
+    return _users_by_verdict(advice, lambda verdicts: verdicts == {HARMED})
 
 
 def undecided(advice: Advice) -> list[str]:
     """Return the users for which no method is shown to gain, without those that every method harms."""
-    return _users(advice, lambda verdicts: GAINED not in verdicts and verdicts != {HARMED})
+    return _users_by_verdict(advice, lambda verdicts: GAINED not in verdicts and verdicts != {HARMED})
 
 
-def _users(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
+def _users_by_verdict(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
+    """Return the users whose verdicts are wanted.
+
+    Args:
+        advice: The advice.
+        wanted: Called with the set of a user's verdicts over all methods.
+    """
     users = dict.fromkeys(user for gains in advice.methods.values() for user in gains)
     verdicts = {user: {gains[user].verdict for gains in advice.methods.values() if user in gains} for user in users}
     return [user for user in users if wanted(verdicts[user])]
@@ -210,15 +246,15 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
 
 def paragraph(advice: Advice) -> str:
     """Return the advice in a few sentences, without anything that an interval leaves open."""
-    sentences = [_method_text(advice)]
+    sentences = [_method_sentence(advice)]
     if len(advice.seeds) < 2:
         sentences = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
     else:
         if harmed := harmed_by_all(advice):
-            sentences.append(f"Every method tried harms {_listed(harmed)}: train alone.")
+            sentences.append(f"Every method tried harms {_joined_names(harmed)}: train alone.")
         if level := undecided(advice):
-            sentences.append(f"No method is shown to help {_listed(level)}.")
-        sentences += _pair_texts(advice)
+            sentences.append(f"No method is shown to help {_joined_names(level)}.")
+        sentences += _pair_sentences(advice)
         sentences.append(
             f"The {advice.intervals} intervals of users have a joint confidence of 95%, and so have those of means."
         )
@@ -233,7 +269,8 @@ def paragraph(advice: Advice) -> str:
     return " ".join(sentences)
 
 
-def _method_text(advice: Advice) -> str:
+def _method_sentence(advice: Advice) -> str:
+    """Return the sentences on the method to take, with the methods that may be as good."""
     taken = method_to_take(advice)
     if taken is None:
         return "No method is shown to beat local training on average over users; take local, which sends nothing."
@@ -243,17 +280,18 @@ def _method_text(advice: Advice) -> str:
     if taken != best:
         text += f" {best} has the best mean, but is not shown to be better."
     elif level := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
-        text += f" It is not shown to be better than {_listed(level)}."
+        text += f" It is not shown to be better than {_joined_names(level)}."
     return text
 
 
-def _pair_texts(advice: Advice) -> list[str]:
+def _pair_sentences(advice: Advice) -> list[str]:
+    """Return a sentence for each user that gains from others in groups of two, or is harmed by them."""
     users = dict.fromkeys(user for gains in advice.groups.values() for user in gains)
     sentences = []
     for user in users:
         by_verdict = partners(advice, user)
         parts = [
-            f"{word} {_listed(by_verdict[key])}"
+            f"{word} {_joined_names(by_verdict[key])}"
             for key, word in ((GAINED, "gains from"), (HARMED, "is harmed by"))
             if by_verdict[key]
         ]
@@ -264,7 +302,8 @@ def _pair_texts(advice: Advice) -> list[str]:
     return sentences
 
 
-def _listed(names: Sequence[str]) -> str:
+def _joined_names(names: Sequence[str]) -> str:
+    """Join users' names with commas and "and"."""
     *most, last = map(printable, names)
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -293,7 +332,7 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
         for i, (name, gains) in enumerate(advice.methods.items())
     ]
     for names, gains in advice.groups.items():
-        label = f"{advice.grouped_by}: {_listed(names)}"
+        label = f"{advice.grouped_by}: {_joined_names(names)}"
         rows.append([label, *(cell(gains[user]) if user in gains else "" for user in users), "", "", ""])
     return ["together", *users, "mean", "sent / round", "received / round"], rows
 

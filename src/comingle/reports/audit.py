@@ -194,12 +194,12 @@ def verdict(audit: Audit) -> list[str]:
     """Return sentences on what the audit shows and what it does not show."""
     if audit.inversions:
         return [
-            *map(_inversion_text, audit.inversions),
+            *map(_inversion_sentence, audit.inversions),
             "No other attacks were run; canaries need users with text or conversations.",
         ]
-    sentences = [_proof_text(proof, audit) for proof in audit.proofs]
-    sentences += [_membership_text(audit), *(_shadowed_text(audit, view) for view in VIEWS if audit.shadowed)]
-    sentences += [_exposure_text(audit), *map(_recovery_text, audit.recoveries)]
+    sentences = [_proof_sentence(proof, audit) for proof in audit.proofs]
+    sentences += [_membership_sentence(audit), *(_shadowed_sentence(audit, view) for view in VIEWS if audit.shadowed)]
+    sentences += [_exposure_sentence(audit), *map(_recovery_sentence, audit.recoveries)]
     if audit.kind == "conversations":
         sentences.append("The attack that recovers tokens from one upload was not run: it needs users with text.")
     also = f", the reference models in {audit.shadows} more" if audit.shadowed else ""
@@ -211,7 +211,13 @@ def verdict(audit: Audit) -> list[str]:
     return sentences
 
 
-def _proof_text(proof: Proof, audit: Audit) -> str:
+def _proof_sentence(proof: Proof, audit: Audit) -> str:
+    """Return the sentence on a lower bound of epsilon, and on what the accountant guarantees.
+
+    Args:
+        proof: The bound.
+        audit: The audit.
+    """
     who = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
     of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
@@ -234,7 +240,11 @@ def _proof_text(proof: Proof, audit: Audit) -> str:
     )
 
 
-def _membership_text(audit: Audit) -> str:
+def _membership_sentence(audit: Audit) -> str:
+    """Return the sentence on membership inference from the final shared model.
+
+    Windows count as distinguishable if the interval of the mean AUC over users is above 0.5.
+    """
     values = [result.auc for result in audit.members]
     if not values:
         return "Membership inference was not run."
@@ -253,7 +263,7 @@ def _membership_text(audit: Audit) -> str:
     )
 
 
-def _shadowed_text(audit: Audit, view: str) -> str:
+def _shadowed_sentence(audit: Audit, view: str) -> str:
     """Return the sentence on attacks with reference models."""
     source = {"server": "a user's uploads", "users": "what other users receive"}[view]
     values = [result.auc for result in audit.shadowed if result.view == view]
@@ -267,13 +277,13 @@ def _shadowed_text(audit: Audit, view: str) -> str:
     return f"{which} is not shown to be inferable from {source}: {auc_text}."
 
 
-def _recovery_text(recovery: Recovery) -> str:
+def _recovery_sentence(recovery: Recovery) -> str:
     """Return the sentence on tokens: they are read if the interval of the difference to common tokens is above 0."""
     pairs = zip(recovery.recovered, recovery.guesses, strict=True)
     bounds = interval([found - guess for found, guess in pairs])
     shares = (
-        f"{_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens; guessing common ones gives "
-        f"{_percent(recovery.guesses)}"
+        f"{_mean_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens; "
+        f"guessing common ones gives {_mean_percent(recovery.guesses)}"
     )
     if bounds is not None and bounds[0] > 0:
         return f"The server recovers tokens from the upload of {recovery.what}: {shares}."
@@ -283,32 +293,38 @@ def _recovery_text(recovery: Recovery) -> str:
     )
 
 
-def _percent(values: Sequence[float]) -> str:
+def _mean_percent(values: Sequence[float]) -> str:
+    """Return the mean of shares as a percentage."""
     return f"{fmean(values):.0%}"
 
 
-def _exposure_text(audit: Audit) -> str:
+def _exposure_sentence(audit: Audit) -> str:
+    """Return the sentence on exposure.
+
+    A canary counts as memorised if the interval of inserted canaries is above that of canaries that were left out.
+    """
     exposures = (
         f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits if it was trained on, "
         f"{mean_text(audit.absent)} if not"
     )
-    bounds = interval(audit.inserted), interval(audit.absent)
-    if bounds[0] and bounds[1] and bounds[0][0] > bounds[1][1]:
+    inserted, absent = interval(audit.inserted), interval(audit.absent)
+    if inserted and absent and inserted[0] > absent[1]:
         return f"The model that other users receive has memorised a canary of one user: {exposures}."
     return f"The model that other users receive is not shown to have memorised a canary of one user: {exposures}."
 
 
-_BACK = 0.1
+_MAX_RELATIVE_ERROR = 0.1
 """Largest relative error at which an input counts as reconstructed."""
 
 
-def _inversion_text(inversion: Inversion) -> str:
-    back = sum(error < _BACK for error in inversion.errors)
+def _inversion_sentence(inversion: Inversion) -> str:
+    """Return the sentence on inputs that were reconstructed from one upload, up to :data:`_MAX_RELATIVE_ERROR`."""
+    num_users = sum(error < _MAX_RELATIVE_ERROR for error in inversion.errors)
     errors_text = (
         f"relative error {mean_text(inversion.errors, 3)}; the mean input has {mean_text(inversion.guesses, 3)}"
     )
-    if back:
-        count = f"{back} of {len(inversion.errors)} users"
+    if num_users:
+        count = f"{num_users} of {len(inversion.errors)} users"
         return f"The server reconstructs an input from the upload of {inversion.what} for {count}: {errors_text}."
     return f"This attack reconstructs no input from the upload of {inversion.what}; others may: {errors_text}."
 
@@ -358,7 +374,7 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     ]
     found = [result.found for result in audit.members if result.found is not None]
     columns = ([result.auc for result in audit.members], [result.auc_of_loss for result in audit.members], found)
-    rows.append(["mean", "", "", *map(_spread, columns)])
+    rows.append(["mean", "", "", *map(_mean_and_interval, columns)])
     return head, rows
 
 
@@ -385,7 +401,7 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
             )
         found = [result.found for result in of_view if result.found is not None]
         columns = ([result.auc for result in of_view], [result.auc_of_scores for result in of_view], found)
-        rows += [["mean", view, "", "", *map(_spread, columns)]] if of_view else []
+        rows += [["mean", view, "", "", *map(_mean_and_interval, columns)]] if of_view else []
     return head, rows
 
 
@@ -419,7 +435,8 @@ def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
     return sections
 
 
-def _spread(values: Sequence[float]) -> str:
+def _mean_and_interval(values: Sequence[float]) -> str:
+    """Return a mean with its interval as text; empty without values."""
     if not values:
         return ""
     bounds = interval(values)
@@ -444,11 +461,12 @@ def markdown(audit: Audit) -> str:
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
     lines += [f"- {sentence}" for sentence in verdict(audit)]
     for head, rows in _sections(audit).values():
-        lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, rows)]
+        lines += ["", _markdown_row(head), _markdown_row(["---"] * len(head)), *map(_markdown_row, rows)]
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
+def _markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

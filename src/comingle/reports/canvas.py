@@ -37,8 +37,9 @@ MUTED = Colour("#59636e", "#a3adb8")
 LINE = Colour("#d5dbe1", "#39424c")
 PAPER = Colour("#ffffff", "#15191e")
 
-_FIXED = {"pretrained": 7, "local": 2, "fedavg": 3}
-_METHODS = (
+# Indices of the colours of methods that look the same in every report.
+_FIXED_COLOURS = {"pretrained": 7, "local": 2, "fedavg": 3}
+_METHOD_COLOURS = (
     Colour("#d55e00", "#ff8f4a"),
     Colour("#0072b2", "#5aaee8"),
     Colour("#00805d", "#2fcb9f"),
@@ -49,11 +50,11 @@ _METHODS = (
     Colour("#6b6f75", "#b4b9bf"),
     Colour("#7d5a35", "#cfa272"),
 )
-_LINES: tuple[LineStyle, ...] = ("-", "--", "-.", ":")
+_LINE_STYLES: tuple[LineStyle, ...] = ("-", "--", "-.", ":")
 _MARKERS = "osD^vPX*<>hd"
 
 # Backgrounds of tokens and fills of heat maps, for light and dark pages.
-_EXPERTS = {
+_EXPERT_COLOURS = {
     "generalist": (Colour("#f0892b", "#9a4904"), Colour("#d9b52c", "#806410")),
     "specialist": (
         Colour("#4a94d8", "#1f69b3"),
@@ -76,18 +77,18 @@ class Style:
 
 def styles(methods: Sequence[str]) -> list[Style]:
     """Return a style for each method; pretrained, local and fedavg look the same in every report."""
-    free = [number for number in range(len(_METHODS)) if number not in _FIXED.values()]
+    free = [number for number in range(len(_METHOD_COLOURS)) if number not in _FIXED_COLOURS.values()]
     chosen: list[Style] = []
     others = 0
     for method in methods:
-        number, line = _FIXED.get(method), "-"
-        if number is None or method in methods[: len(chosen)]:
-            number, line = free[others % len(free)], _LINES[others // len(free) % len(_LINES)]
+        number, line = _FIXED_COLOURS.get(method), "-"
+        if number is None or method in methods[: len(chosen)]:  # also a further entry of a method with a fixed style
+            number, line = free[others % len(free)], _LINE_STYLES[others // len(free) % len(_LINE_STYLES)]
             others += 1
         marker = _MARKERS[number % len(_MARKERS)]
         if method == "pretrained":  # a horizontal line, not a curve
             line, marker = ":", ""
-        chosen.append(Style(colour=_METHODS[number], line=line, marker=marker))
+        chosen.append(Style(colour=_METHOD_COLOURS[number], line=line, marker=marker))
     return chosen
 
 
@@ -100,7 +101,7 @@ def expert_kind(name: str) -> tuple[str, int]:
 def expert_colour(name: str) -> Colour:
     """Return the background colour of tokens whose top expert this is."""
     role, number = expert_kind(name)
-    return _EXPERTS[role][number % len(_EXPERTS[role])]
+    return _EXPERT_COLOURS[role][number % len(_EXPERT_COLOURS[role])]
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
@@ -110,13 +111,13 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 def expert_css() -> list[tuple[str, Colour]]:
     """Return the class name (g1, g2, s1 ...) and the background colour of each expert."""
-    return [(f"{role[0]}{n + 1}", colour) for role, kinds in _EXPERTS.items() for n, colour in enumerate(kinds)]
+    return [(f"{role[0]}{n + 1}", colour) for role, kinds in _EXPERT_COLOURS.items() for n, colour in enumerate(kinds)]
 
 
 def expert_class(name: str) -> str:
     """Return the class name of an expert in :func:`expert_css`."""
     role, number = expert_kind(name)
-    return f"{role[0]}{number % len(_EXPERTS[role]) + 1}"
+    return f"{role[0]}{number % len(_EXPERT_COLOURS[role]) + 1}"
 
 
 SETTINGS: dict[Any, Any] = {
@@ -197,6 +198,7 @@ class Panels:
         """Return all panels in one picture; only the outer ones have labels."""
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
+            """Fill all panels, label the outer ones and add the legend."""
             for number, (axis, fill) in enumerate(zip(axes, self.paint, strict=False)):
                 axis.set_xlabel(self.below if number + self.columns >= len(self.paint) else "")
                 axis.set_ylabel(self.left if number % self.columns == 0 else "")
@@ -214,10 +216,13 @@ class Panels:
     def parts(self) -> list[Figure]:
         """Return one picture with labels for each panel."""
         return [
-            draw(1, 1, self.size, lambda _, axes, fill=fill: self._part(axes[0], fill)) for fill in self.paint if fill
+            draw(1, 1, self.size, lambda _, axes, fill=fill: self._draw_panel(axes[0], fill))
+            for fill in self.paint
+            if fill
         ]
 
-    def _part(self, axis: Axes, paint: Callable[[Axes], None]) -> None:
+    def _draw_panel(self, axis: Axes, paint: Callable[[Axes], None]) -> None:
+        """Fill one panel and label its axes."""
         axis.set_xlabel(self.below)
         axis.set_ylabel(self.left)
         paint(axis)
@@ -277,14 +282,14 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
-    text = text[text.index("<svg") :]
+    text = text[text.index("<svg") :]  # without the XML declaration
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
     text = re.sub("#[0-9a-f]{6}", lambda colour: variables.get(colour[0], colour[0]), text)
     width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
-    letters = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
-    least = width * SMALLEST / min(letters) if letters else 0.0
-    sides = f"min-width:{math.ceil(least)}px;max-width:{max(least, width * 1.45):.0f}px"
+    font_sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
+    least_width = width * SMALLEST / min(font_sizes) if font_sizes else 0.0
+    sides = f"min-width:{math.ceil(least_width)}px;max-width:{max(least_width, width * 1.45):.0f}px"
     role = f'role="img" aria-label="{label}"' if label else 'aria-hidden="true"'
     opening = f'<svg {role} viewBox="0 0 {width} {height}" style="{sides}"'
     return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
@@ -314,17 +319,20 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
     """
     figure.draw_without_rendering()  # computes the layout
     scale = 72 / figure.dpi
-    at = [(float(x) * scale, float(y) * scale) for x, y in (axis.transData.transform(p[:2]) for p in points)]
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
-    for (x, y), (right_of, above, text) in zip(at, points, strict=True):
-        width = 5.6 * len(text)
+    pixels = [axis.transData.transform(point[:2]) for point in points]
+    places = [(float(x) * scale, float(y) * scale) for x, y in pixels]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    for (x, y), (data_x, data_y, text) in zip(places, points, strict=True):
+        width = 5.6 * len(text)  # mean width of a letter, in points
+        # Offsets of the label: right above, right below, left above, left below.
         sides = [(8.0, 5.0), (8.0, -13.0), (-8.0 - width, 5.0), (-8.0 - width, -13.0)]
         boxes = [(x + right, y + up, x + right + width, y + up + 10) for right, up in sides]
-        free = [number for number, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)]
+        free = [number for number, box in enumerate(boxes) if not any(_overlaps(box, other) for other in taken)]
         chosen = free[0] if free else 0
         taken.append(boxes[chosen])
-        axis.annotate(text, (right_of, above), textcoords="offset points", xytext=sides[chosen], fontsize=9)
+        axis.annotate(text, (data_x, data_y), textcoords="offset points", xytext=sides[chosen], fontsize=9)
 
 
-def _overlap(box: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _overlaps(box: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Return whether two boxes (left, bottom, right, top) overlap."""
     return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]

@@ -100,12 +100,13 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     if num_users == 1:
         return one_way(values[0].tolist())
     mean, by_user, by_seed = values.mean(), values.mean(1), values.mean(0)
+    # Mean squares of users, of seeds, and of the rest.
     of_users, of_seeds = num_seeds * by_user.var(ddof=1), num_users * by_seed.var(ddof=1)
     of_rest = ((values - by_user[:, None] - by_seed + mean) ** 2).sum() / ((num_users - 1) * (num_seeds - 1))
     variance, freedom = max((of_users, num_users - 1.0), (of_seeds, num_seeds - 1.0))
     if (both := of_users + of_seeds - of_rest) > variance:
         parts = ((of_users, num_users - 1), (of_seeds, num_seeds - 1), (of_rest, (num_users - 1) * (num_seeds - 1)))
-        variance, freedom = both, both**2 / sum(square**2 / own for square, own in parts)
+        variance, freedom = both, both**2 / sum(square**2 / part_freedom for square, part_freedom in parts)
     return Estimate(mean=float(mean), error=math.sqrt(variance / values.size), freedom=float(freedom))
 
 
@@ -149,8 +150,8 @@ def signed_rank(differences: Sequence[float]) -> float:
     chances = np.ones(1)  # probability of each sum of the ranks with a positive sign
     for rank in ranks:
         chances = (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0))) / 2
-    found = int(ranks[known > 0].sum())
-    return min(1.0, 2 * float(min(chances[: found + 1].sum(), chances[found:].sum())))
+    observed = int(ranks[known > 0].sum())
+    return min(1.0, 2 * float(min(chances[: observed + 1].sum(), chances[observed:].sum())))
 
 
 def smallest_signed_rank(users: int) -> float:
@@ -283,38 +284,53 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
         baseline: One or several methods, separated by commas.
 
     Returns:
-        The verdicts; None if there is no other method or none with two seeds.
+        The verdicts; None if there is no other method, or none that has two seeds in common with the baseline.
     """
-    best = _best([results[name] for name in baseline_methods(baseline)], measure)
-    pairs = {name: _differences(own, best, measure) for name, own in results.items() if name != baseline}
-    if not any(len(found) > 1 for found in pairs.values()):
+    baseline_results = _best_results([results[name] for name in baseline_methods(baseline)], measure)
+    differences = {
+        name: _differences(of_method, baseline_results, measure)
+        for name, of_method in results.items()
+        if name != baseline
+    }
+    if not any(len(by_seed) > 1 for by_seed in differences.values()):
         return None
-    tables = {name: table for name, found in pairs.items() if (table := _whole(found)) is not None}
+    # Methods whose differences are all finite, with one table of users x seeds each.
+    tables = {name: table for name, by_seed in differences.items() if (table := _as_array(by_seed)) is not None}
     by_method = {name: two_way(table) for name, table in tables.items()}
     shares = dict(zip(tables, holm_shares([estimate.p_value for estimate in by_method.values()]), strict=True))
     p_values = dict(zip(tables, holm([signed_rank(table.mean(1).tolist()) for table in tables.values()]), strict=True))
-    users = len(next(iter(best.values())))
+    users = len(next(iter(baseline_results.values())))
     has_p_values = len(tables) * smallest_signed_rank(users) <= ERROR
 
     def verdict(name: str) -> Verdict:
-        seeds = tuple(pairs[name])
+        seeds = tuple(differences[name])
         if name not in tables:
             return Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
         p_value = p_values[name] if has_p_values else None
-        return _verdict(name, seeds, by_method[name], measure, shares[name], p_value)
+        return _verdict_of(name, seeds, by_method[name], measure, shares[name], p_value)
 
     return BaselineComparison(
         baseline=baseline_text(baseline_methods(baseline)),
         measure=measure,
         users=users,
-        verdicts=tuple(replace(verdict(name), **_counted(found, measure)) for name, found in pairs.items()),
+        verdicts=tuple(
+            replace(verdict(name), **_count_ahead(by_seed, measure)) for name, by_seed in differences.items()
+        ),
     )
 
 
-def _best(
+def _best_results(
     results: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str
 ) -> dict[int, dict[str, float | None]]:
-    """Return each user's best result for each seed of all methods; None if a method's result is not finite."""
+    """Return the results of a baseline of several methods: each user's best result for each seed that all methods have.
+
+    Args:
+        results: Results of each method by seed and user.
+        measure: The measure.
+
+    Returns:
+        Results by seed and user; None if a method's result is not finite.
+    """
     pick = best_of(measure)
 
     def pick_of(seed: int, user: str) -> float | None:
@@ -325,9 +341,14 @@ def _best(
     return {seed: {user: pick_of(seed, user) for user in results[0][seed]} for seed in seeds}
 
 
-def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
-    """Return the number of differences for the better, the number of all, and the worst change."""
-    changes = [value for values in pairs.values() for value in values]
+def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
+    """Return the fields ``ahead``, ``pairs`` and ``worst`` of a :class:`Verdict`.
+
+    Args:
+        differences: Differences of all users by seed; None if one is not finite.
+        measure: The measure.
+    """
+    changes = [value for values in differences.values() for value in values]
     known = [value for value in changes if value is not None]
     ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
     extreme = worst_of(measure)(known) if known and len(known) == len(changes) else None
@@ -337,7 +358,13 @@ def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[
 def _differences(
     results: Mapping[int, Mapping[str, float | None]], baseline: Mapping[int, Mapping[str, float | None]], measure: str
 ) -> dict[int, list[float | None]]:
-    """Return each user's difference, for each seed that both have."""
+    """Return each user's difference to the baseline, for each seed that both have; None if it is not finite.
+
+    Args:
+        results: Results of a method by seed and user.
+        baseline: Results of the baseline by seed and user.
+        measure: The measure.
+    """
     return {
         seed: [additive_difference(results[seed].get(user), value, measure) for user, value in users.items()]
         for seed, users in baseline.items()
@@ -345,23 +372,33 @@ def _differences(
     }
 
 
-def _whole(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
+def _as_array(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
     """Return an array of users x seeds; None with fewer than two seeds or if a difference is missing."""
     if len(differences) < 2 or any(value is None for values in differences.values() for value in values):
         return None
     return np.array(list(differences.values()), dtype=float).T
 
 
-def _verdict(
+def _verdict_of(
     name: str, seeds: tuple[int, ...], estimate: Estimate, measure: str, share: float, p_value: float | None
 ) -> Verdict:
+    """Return the verdict on a method with a finite mean change, without the numbers of :func:`_count_ahead`.
+
+    Args:
+        name: The method.
+        seeds: Its seeds.
+        estimate: Its mean difference to the baseline.
+        measure: The measure.
+        share: Share of ERROR at which Holm's procedure tests it.
+        p_value: Its adjusted p-value; None if there are too few users.
+    """
     bounds = estimate.interval(share)
-    harm = is_worse(estimate.mean, measure)
+    changed = WORSE if is_worse(estimate.mean, measure) else BETTER
     low, high = (as_change(end, measure) for end in bounds)
     return Verdict(
         method=name,
         seeds=seeds,
-        verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else WORSE if harm else BETTER,
+        verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else changed,
         change=as_change(estimate.mean, measure),
         low=low,
         high=high,
@@ -398,6 +435,7 @@ def rows_of(against: BaselineComparison) -> tuple[list[str], list[list[str]]]:
 
 
 def _p_text(value: float | None) -> str:
+    """Return a p-value as text with two significant digits; a dash if there is none."""
     if value is None:
         return "–"
     return "< 0.001" if value < 0.001 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
@@ -486,7 +524,7 @@ class ComparisonTable(_ComparisonTable, total=False):
     against: BaselineComparisonRecord | None
 
 
-def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+def _mean_and_deviation(values: Sequence[float | None]) -> tuple[float | None, float | None]:
     """Return mean and standard deviation (0 for a single value); None if a value is not finite."""
     known = [v for v in values if v is not None]
     if len(known) < len(values):
@@ -518,7 +556,11 @@ def compare_runs(
 
 
 def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str | None = None) -> ComparisonTable:
-    """Return the table of :func:`compare_runs` for metrics in memory, each with its method's name.
+    """Return the table of :func:`compare_runs` for metrics in memory.
+
+    Args:
+        named: The label of a method and the metrics of one run, for each run.
+        baseline: A method, or several separated by commas, of which the best result counts.
 
     Raises:
         RunError: Runs have different users.
@@ -528,7 +570,7 @@ def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str |
     for name, metrics in named:
         by_method.setdefault(name, []).append(metrics)
     require_same_users(users_of(run for runs in by_method.values() for run in runs))
-    return with_baseline({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
+    return with_baseline({"methods": [_method_row(name, runs) for name, runs in by_method.items()]}, baseline)
 
 
 def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
@@ -580,18 +622,26 @@ def read_baseline_comparison(table: ComparisonTable) -> BaselineComparison | Non
     return BaselineComparison.read(comparison) if comparison else None
 
 
-def _row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
+def _method_row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
+    """Return a method's row of a comparison.
+
+    Args:
+        name: The method's label.
+        runs: Metrics of its runs, one for each seed.
+    """
     measure, unit = measure_of(runs[0]), runs[0].get("unit", "tokens")
-    mean, std = _spread([run[f"mean_test_{measure}"] for run in runs])
+    mean, std = _mean_and_deviation([run[f"mean_test_{measure}"] for run in runs])
     results = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in runs[0]["users"]}
-    users = {user: dict(zip(("mean", "std"), _spread(values), strict=True)) for user, values in results.items()}
+    users = {
+        user: dict(zip(("mean", "std"), _mean_and_deviation(values), strict=True)) for user, values in results.items()
+    }
     row = {
         "method": name,
         "seeds": [run["seed"] for run in runs],
         "rounds": [run["rounds"] for run in runs],
         **({"planned_rounds": planned} if (planned := max(run.get("planned_rounds", 0) for run in runs)) else {}),
         f"mean_test_{measure}": {"mean": mean, "std": std},
-        **_geometric_row(runs, measure),
+        **_geometric_mean_entry(runs, measure),
         "users": users,
         "results": results,
         "upload_bytes_per_user_round": runs[0]["upload_bytes_per_user_round"],
@@ -615,10 +665,10 @@ def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"seed {run['seed']}: {warning}" for run in runs for warning in run.get("warnings", ())]
 
 
-def _geometric_row(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[str, CellSpread]:
+def _geometric_mean_entry(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[str, CellSpread]:
     """Return mean and deviation over seeds of the geometric mean over users, for perplexities only."""
     means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
-    return {GEOMETRIC: dict(zip(("mean", "std"), _spread(means), strict=True))} if means else {}
+    return {GEOMETRIC: dict(zip(("mean", "std"), _mean_and_deviation(means), strict=True))} if means else {}
 
 
 def read_comparison(folder: Path) -> ComparisonTable:

@@ -149,16 +149,16 @@ class TimesRecord(TypedDict):
 
 def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
     """Yield the tables of a plan: parameters and bytes, compute, memory, privacy, and the paper's figures."""
-    yield _head(plan)
-    for table in (_parameters(plan), _compute(plan), _memory(plan)):
+    yield _plan_heading(plan)
+    for table in (_parameters_table(plan), _compute_table(plan), _memory_table(plan)):
         yield table
         yield ""
-    yield from _kept(plan)
+    yield from _store_lines(plan)
     if any("privacy" in method for method in plan["methods"]):
-        yield from _privacy(plan)
+        yield from _privacy_lines(plan)
         yield ""
     if plan["comigs_1g1s_minus_fedavg"]:
-        yield from _paper(plan)
+        yield from _paper_tables(plan)
 
 
 def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
@@ -177,28 +177,30 @@ def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
             yield f"{method['method']}: does not fit: {needs}; {hint}", False
 
 
-def _privacy(plan: PlanRecord) -> Iterator[str]:
+def _privacy_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield the privacy budget that each method spends, and its noise."""
-    yield f"Privacy: bound on what the run reveals about any {_hidden(plan)}"
+    yield f"Privacy: bound on what the run reveals about any {_privacy_unit(plan)}"
     for method in plan["methods"]:
         if not (spent := method.get("privacy")):
             continue
         events = "steps" if protects_examples(spent["mechanism"]) else "exchanges"
-        ends = "" if spent["releases"] == spent["planned_releases"] else f" of {spent['planned_releases']}"
+        # Fewer than planned if the budget is spent before the last round.
+        planned = "" if spent["releases"] == spent["planned_releases"] else f" of {spent['planned_releases']}"
         yield (
             f"{method['method']}: epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}, {spent['mechanism']} "
             f"noise of {spent['noise_multiplier']:.4g} times the clip norm ({spent['clip_norm']}), "
-            f"{spent['releases']}{ends} {events}, by {spent['accountant'].upper()}"
+            f"{spent['releases']}{planned} {events}, by {spent['accountant'].upper()}"
         )
 
 
-def _hidden(plan: PlanRecord) -> str:
+def _privacy_unit(plan: PlanRecord) -> str:
     """Return the unit of privacy: a user or an example."""
     mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if "privacy" in method}
     return "example" if mechanisms and all(map(protects_examples, mechanisms)) else "user"
 
 
-def _head(plan: PlanRecord) -> Text:
+def _plan_heading(plan: PlanRecord) -> Text:
+    """Return the text above the tables: base, dtype, device, users, and the work of a run."""
     names = ", ".join(plan["users"][:8]) + (" ..." if len(plan["users"]) > 8 else "")
     if plan["unit"] == "token":
         size = f"{plan['base_parameters'] / 1e6:,.1f}M"
@@ -217,17 +219,19 @@ def _head(plan: PlanRecord) -> Text:
     return Text.assemble(words(plan["base"], "bold"), printable(rest, keep="\n"))
 
 
-def _table(title: str, caption: str = "") -> Table:
+def _captioned_table(title: str, caption: str = "") -> Table:
+    """Return an empty table with a title above and a caption below."""
     return Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=None)
 
 
-def _columns(table: Table, *names: str, left: int = 2) -> Table:
+def _add_columns(table: Table, *names: str, left: int = 2) -> Table:
+    """Add columns, the first ``left`` of which are left-aligned and do not wrap; return the table."""
     for i, name in enumerate(names):
         table.add_column(name, justify="left" if i < left else "right", no_wrap=i < left)
     return table
 
 
-def _rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
+def _user_rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
     """Yield each method's users, one row for each group with equal costs."""
     for method in plan["methods"]:
         for i, user in enumerate(method["users"]):
@@ -236,68 +240,84 @@ def _rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
             yield (method["method"] if i == 0 else ""), label, user
 
 
-def _parameters(plan: PlanRecord) -> Table:
-    roles = list(dict.fromkeys(role for _, _, user in _rows(plan) for role in user["parameters"]))
-    table = _table(
+def _parameters_table(plan: PlanRecord) -> Table:
+    """Return the table of trained parameters by role, bytes per exchange, and exchanges."""
+    roles = list(dict.fromkeys(role for _, _, user in _user_rows(plan) for role in user["parameters"]))
+    table = _captioned_table(
         "Trained parameters of one user, and bytes it sends and receives per exchange",
         "Tensors travel as float32; an exchange is an upload and the aggregation at the end of a round.",
     )
-    _columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges")
+    _add_columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges")
     exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
-    for name, label, user in _rows(plan):
+    for name, label, user in _user_rows(plan):
         counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
-        sent = [_bytes(user[key]) for key in ("upload_bytes", "download_bytes")]
+        sent = [_bytes_text(user[key]) for key in ("upload_bytes", "download_bytes")]
         cells = [*counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, ""))]
         table.add_row(name, words(label), *cells)
     return table
 
 
-def _compute(plan: PlanRecord) -> Table:
-    unit, whole = plan["unit"], "frozen base" if plan["unit"] == "token" else "net"
-    rows = list(_rows(plan))
+def _compute_table(plan: PlanRecord) -> Table:
+    """Return the table of FLOPs of each user's forward pass and training, and the overhead over the base."""
+    unit, base = plan["unit"], "frozen base" if plan["unit"] == "token" else "net"
+    rows = list(_user_rows(plan))
     naive = any(user["experts"] for _, _, user in rows)
-    spent = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
+    counted = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
     more = "\nNaive: a whole MLP per expert, instead of one product with base weights for all experts." if naive else ""
     mixed = not all(user["experts"] for _, _, user in rows)
     once = " in one pass a step" if mixed else ""
-    table = _table(
-        f"Compute of one user (the {whole} alone: {_mega(plan[f'base_forward_flops_per_{unit}'])} a {unit} forward)",
-        f"{spent}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
+    base_flops = _mega_flops(plan[f"base_forward_flops_per_{unit}"])
+    table = _captioned_table(
+        f"Compute of one user (the {base} alone: {base_flops} a {unit} forward)",
+        f"{counted}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
         f"the same passes{'; of mixtures and nets,' + once if mixed else ''}.{more}",
     )
     last = ("overhead", "naive") if naive else ("overhead",)
-    _columns(table, "method", "user", f"forward / {unit}", *last, f"training / {unit}", "training / round", *last)
+    _add_columns(table, "method", "user", f"forward / {unit}", *last, f"training / {unit}", "training / round", *last)
     for name, label, user in rows:
         forward, training = user[f"forward_flops_per_{unit}"], user[f"training_flops_per_{unit}"]
-        done = user["training_flops_per_round"]
-        cells = [_mega(forward["total"]), *_overheads(user, forward, naive), _mega(training["total"])]
-        table.add_row(name, words(label), *cells, _tera(done["total"]), *_overheads(user, done, naive))
+        whole_round = user["training_flops_per_round"]
+        cells = [_mega_flops(forward["total"]), *_overheads(user, forward, naive), _mega_flops(training["total"])]
+        table.add_row(
+            name, words(label), *cells, _tera_flops(whole_round["total"]), *_overheads(user, whole_round, naive)
+        )
     return table
 
 
 def _overheads(user: UserCostRecord, spent: FlopsRecord, naive: bool) -> list[str]:
-    """Return the overhead over the base, and that of the naive implementation if any user has experts."""
-    cells = [_share(spent["overhead"])]
-    return [*cells, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else cells
+    """Return the cells of the overhead over the base and, if any user has experts, of the naive implementation's.
+
+    Args:
+        user: Costs of the user.
+        spent: FLOPs of a pass of the user.
+        naive: Whether any user of the table has experts.
+    """
+    overhead = _signed_percent(spent["overhead"])
+    if not naive:
+        return [overhead]
+    return [overhead, _signed_percent(spent["naive_overhead"]) if user["experts"] else "–"]
 
 
 _COMPILED = ", without compilation (runtime.compile: false); compiled code needs less"
 
 
-def _memory(plan: PlanRecord) -> Table:
+def _memory_table(plan: PlanRecord) -> Table:
+    """Return the table of peak memory by purpose: on this machine, and on a device of one user."""
     sampled = plan["unit"] == "sample"
     kept = ("process", "data" if sampled else "weights", "adapters", "moments")
     keys = (*kept, "gradients", "activations", "exchange", "allocator")
     shown = {"exchange": "messages"} | ({"adapters": "nets"} if sampled else {})
     names = [shown.get(key, key) for key in keys]
-    table = _table(
+    table = _captioned_table(
         "Peak memory in MB",
         "Process: Python and its libraries, measured on this machine; unknown for a GPU.\n"
         f"Activations: memory of one pass without gradients{'' if sampled else _COMPILED}."
         "\nMessages: uploads of a round while they are made, which is not during a pass; the larger one counts."
         "\nAllocator: estimate of its fragmentation on a CPU, not a bound; unknown for a GPU.",
     )
-    _columns(table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total")
+    _add_columns(
+        table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total"
+    )
     for method in plan["methods"]:
         here = f"{method['users_per_step']} x {method['micro_batch']}"
         alone = f"1 x {method['micro_batch']}"
@@ -305,59 +325,76 @@ def _memory(plan: PlanRecord) -> Table:
             (method["method"], f"here, {len(plan['users'])} users", here, method["machine"]),
             ("", "a device of one user", alone, method["own_device"]),
         ):
-            table.add_row(name, where, size, *(_millions(part_bytes[f"{key}_bytes"]) for key in (*keys, "total")))
+            table.add_row(
+                name, where, size, *(_megabytes_number(part_bytes[f"{key}_bytes_text"]) for key in (*keys, "total"))
+            )
     return table
 
 
-def _kept(plan: PlanRecord) -> Iterator[str]:
+def _store_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield the bytes of users on disk."""
     for method in plan["methods"]:
         if method["store_bytes"]:
             yield f"{method['method']}: users on disk take {megabytes(method['store_bytes'])} there at most\n"
 
 
-def _paper(plan: PlanRecord) -> Iterator[Table | str]:
+def _paper_tables(plan: PlanRecord) -> Iterator[Table | str]:
+    """Yield the columns of the paper's Table 3 as rows of a table, and why they differ."""
     columns = plan["comigs_1g1s_minus_fedavg"]
-    table = _table("CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters")
-    _columns(table, "for one user", "the paper", "counted its way", "what is true here", left=1)
+    table = _captioned_table(
+        "CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters"
+    )
+    _add_columns(table, "for one user", "the paper", "counted its way", "what is true here", left=1)
     for column in columns:
-        show = _flops if column["unit"] == "FLOPs" else _small
+        show = _scaled_flops if column["unit"] == "FLOPs" else _precise_megabytes
         value, share = column["theirs"], column["theirs_share"]
-        theirs = "" if value is None or share is None else _difference(value, share, show)
-        table.add_row(column["what"], column["paper"], theirs, _difference(column["true"], column["true_share"], show))
+        theirs = "" if value is None or share is None else _difference_text(value, share, show)
+        table.add_row(
+            column["what"], column["paper"], theirs, _difference_text(column["true"], column["true_share"], show)
+        )
     yield table
     yield "\n".join(f"  {column['what']}: {column['why']}" for column in columns) + "\n"
 
 
-def _difference(value: float, share: float, show: Callable[[float], str]) -> str:
+def _difference_text(value: float, share: float, show: Callable[[float], str]) -> str:
+    """Return a difference as text, with its fraction.
+
+    Args:
+        value: The difference.
+        share: The same as a fraction of the costs without it.
+        show: Returns an amount as text.
+    """
     return f"{'+' if value >= 0 else '-'}{show(abs(value))} ({share:+.2%})"
 
 
-def _share(value: float) -> str:
+def _signed_percent(value: float) -> str:
     return f"{value:+.2%}"
 
 
-def _mega(flops: float) -> str:
+def _mega_flops(flops: float) -> str:
+    """Return FLOPs as text in MFLOPs, small ones in kFLOPs."""
     return f"{flops / 1e6:,.1f} MFLOPs" if flops >= 5e4 or not flops else f"{flops / 1e3:,.2f} kFLOPs"
 
 
-def _tera(flops: float) -> str:
-    return f"{flops / 1e12:,.3f} TFLOPs" if flops >= 5e8 or not flops else _mega(flops)
+def _tera_flops(flops: float) -> str:
+    """Return FLOPs as text in TFLOPs, small ones as by :func:`_mega_flops`."""
+    return f"{flops / 1e12:,.3f} TFLOPs" if flops >= 5e8 or not flops else _mega_flops(flops)
 
 
-def _flops(flops: float) -> str:
-    return _mega(flops) if flops < 1e11 else f"{flops / 1e12:,.2f} TFLOPs"
+def _scaled_flops(flops: float) -> str:
+    return _mega_flops(flops) if flops < 1e11 else f"{flops / 1e12:,.2f} TFLOPs"
 
 
-def _bytes(count: float) -> str:
+def _bytes_text(count: float) -> str:
     return megabytes(count) if count >= 1e5 or not count else f"{count / 1e3:,.2f} kB"
 
 
-def _millions(count: float) -> str:
+def _megabytes_number(count: float) -> str:
+    """Return bytes in megabytes without unit, with more digits for small ones."""
     return f"{count / 1e6:,.1f}" if count >= 1e6 or not count else f"{count / 1e6:.3f}"
 
 
-def _small(count: float) -> str:
+def _precise_megabytes(count: float) -> str:
     return f"{count / 1e6:,.3f} MB"
 
 
@@ -365,7 +402,7 @@ def _gigabytes(count: float) -> str:
     return f"{count / 1e9:,.2f} GB"
 
 
-_SPENT = ("compute", "server", "network", "disk")
+_TIME_PARTS = ("compute", "server", "network", "disk")
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 
 
@@ -374,11 +411,12 @@ def render_times(times: TimesRecord) -> Iterator[Table | str]:
     yield _times_head(times)
     for method in times["methods"]:
         yield _times_table(method, priced=times["price"] is not None)
-        yield f"  {_measured(method['parts'])}\n"
-    yield from _notes(times)
+        yield f"  {_measurements_line(method['parts'])}\n"
+    yield from _times_notes(times)
 
 
 def _times_head(times: TimesRecord) -> str:
+    """Return the line above the tables of times: machines, their price and the link between them."""
     machines, processes = times["machines"], times["processes"]
     what = f"{processes} GPUs" if times["gpus"] else f"{processes} processes on {times['cores']} cores"
     each = " each" if machines > 1 else ""
@@ -388,8 +426,18 @@ def _times_head(times: TimesRecord) -> str:
 
 
 def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
+    """Return the table of a method's rounds for populations of several sizes; ``priced`` adds a column of money."""
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)
-    names = ["users", "in a round", *_SPENT, "round", "run", *(["money"] if priced else []), "binds", "users' bytes"]
+    names = [
+        "users",
+        "in a round",
+        *_TIME_PARTS,
+        "round",
+        "run",
+        *(["money"] if priced else []),
+        "binds",
+        "users' bytes",
+    ]
     for name in names:
         table.add_column(name, justify="right")
     for row in method["rows"]:
@@ -402,17 +450,18 @@ def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
     return table
 
 
-def _measured(parts: TimePartsRecord) -> str:
-    given = f"a user's local steps {seconds(parts['user_seconds'])} of a core"
+def _measurements_line(parts: TimePartsRecord) -> str:
+    """Return the measurements behind a method's times as one line."""
+    local = f"a user's local steps {seconds(parts['user_seconds'])} of a core"
     more = f", its messages {seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}"
     disk = f"; disk {parts['disk'] / 1e6:,.0f} MB/s"
     if parts["bus"] is None:
-        return given + more + disk
+        return local + more + disk
     network = f"; between processes {parts['bus'] / 1e6:,.0f} MB/s, {parts['hops']:,.0f} small messages a round of "
-    return given + more + disk + network + seconds(parts["hop_seconds"])
+    return local + more + disk + network + seconds(parts["hop_seconds"])
 
 
-def _notes(times: TimesRecord) -> Iterator[str]:
+def _times_notes(times: TimesRecord) -> Iterator[str]:
     step = "The time of local steps was given" if times["step_given"] else "Local steps were measured here"
     yield f"{step}; a process is assumed to speed up linearly with its cores. Start-up is not included."
     yield "Users' bytes: their tensors and moments on each machine, in memory or with runtime.store: disk there."

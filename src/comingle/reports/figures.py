@@ -38,7 +38,7 @@ from comingle.reports.canvas import (
     short,
     styles,
 )
-from comingle.reports.formatting import axis_label, byte_unit, change_label, is_worse, sparse, tick
+from comingle.reports.formatting import axis_label, byte_unit, change_label, is_worse, sparse_tick, tick
 from comingle.reports.runs import (
     Curve,
     Entry,
@@ -77,15 +77,23 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
     users = list(entries[0].first.users)
     if len(users) <= most:
         return {user: user for user in users}
-    lists = _by_change(entries, baseline) or _by_result(entries)
+    values = _by_change(entries, baseline) or _by_result(entries)
     sign = -1 if MEASURES[entries[0].first.measure] == "higher" else 1
-    order = sorted(users, key=lambda user: (user not in lists, sign * lists.get(user, 0.0)))
+    order = sorted(users, key=lambda user: (user not in values, sign * values.get(user, 0.0)))
     best, worst = order[: -(-most // 2)], order[len(order) - most // 2 :]
-    named = {user: f"best {number}: {user}" for number, user in enumerate(best, 1)}
-    return named | {user: f"worst {len(worst) - number}: {user}" for number, user in enumerate(worst)}
+    titles = {user: f"best {number}: {user}" for number, user in enumerate(best, 1)}
+    return titles | {user: f"worst {len(worst) - number}: {user}" for number, user in enumerate(worst)}
 
 
 def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, float]:
+    """Return each user's mean change over all compared entries, by name.
+
+    Users without a change in one of them are left out.
+
+    Args:
+        entries: Entries with the same users.
+        baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
+    """
     baseline = baseline or next(iter(baselines(entries)), None)
     rows = [] if baseline is None else compared(entries, baseline)
     by_entry = [{gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in rows]
@@ -94,6 +102,7 @@ def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, fl
 
 
 def _by_result(entries: Sequence[Entry]) -> dict[str, float]:
+    """Return each user's mean result over the trained entries, by name; users without one of them are left out."""
     entries = [entry for entry in entries if entry.trained] or entries
     by_user = {user: [final(entry, user) for entry in entries] for user in entries[0].first.users}
     known = {user: [value.mean for value in values if value] for user, values in by_user.items()}
@@ -129,7 +138,8 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     for user, by_layer in users.items():
         titles = [f"{short(shown[user], 27 - len(curves.name))}: {curves.name}" for curves in by_layer]
         paint += [
-            partial(_heat, expert=e, title=title, rounds=rounds) for e, title in zip(by_layer, titles, strict=True)
+            partial(_paint_heatmap, expert=e, title=title, rounds=rounds)
+            for e, title in zip(by_layer, titles, strict=True)
         ]
         paint += [None] * (width - len(by_layer))
     names = [expert.name for expert in max(users.values(), key=len)]
@@ -145,20 +155,34 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     )
 
 
-def _heat(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int]) -> None:
+def _paint_heatmap(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int]) -> None:
+    """Paint an expert's mean scores: rounds across, layers up.
+
+    Args:
+        axis: The axes.
+        expert: The expert's curve of each layer.
+        title: Title of the panel.
+        rounds: The round by number of local steps.
+    """
     values = np.array([[value.mean for value in layer.values] for layer in expert.layers])
     colour = expert_colour(expert.name).light
     shades = LinearSegmentedColormap.from_list(expert.name, [f"{colour}00", f"{colour}ff"])
     axis.imshow(values, vmin=0, vmax=1, cmap=shades, aspect="auto", interpolation="none", origin="lower")
     axis.set_title(title)
-    at = [rounds[iterations] for iterations in expert.layers[0].iterations]
-    places = range(0, len(at), -(-len(at) // MOST_TICKS))
-    axis.set_xticks(places, [str(at[place]) for place in places])
+    evaluated = [rounds[iterations] for iterations in expert.layers[0].iterations]
+    places = range(0, len(evaluated), -(-len(evaluated) // MOST_TICKS))
+    axis.set_xticks(places, [str(evaluated[place]) for place in places])
     axis.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True, min_n_ticks=1))
     axis.grid(visible=False)
 
 
 def _heatmap_sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
+    """Return a sheet with every score of the heat maps.
+
+    Args:
+        users: Each shown user's experts by name.
+        rounds: The round by number of local steps.
+    """
     rows: list[list[object]] = [["user", "expert", "layer", "round", "mean_score", "std_over_seeds"]]
     for user, by_layer in users.items():
         for expert in by_layer:
@@ -170,7 +194,7 @@ def _heatmap_sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int])
 
 MAX_BARS = 60
 """Largest number of bars in a figure; tables have all users."""
-PALE = 0.4
+LEVEL_OPACITY = 0.4
 """Opacity of the bars of level results."""
 
 Rows = Sequence[tuple[Entry, Sequence[Gain]]]
@@ -199,7 +223,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     shown = extremes(entries, max_users_with_bars(rows), baseline)
     measure = baseline.first.measure
     return Panels(
-        paint=[partial(_users, rows=rows, shown=shown, by_label=by_label, measure=measure)],
+        paint=[partial(_paint_users, rows=rows, shown=shown, by_label=by_label, measure=measure)],
         columns=1,
         size=(width, 1.1 + 0.17 * len(shown) * (len(rows) + 0.8)),
         sheet=_gain_sheet(rows, baseline),
@@ -214,6 +238,7 @@ def max_users_with_bars(rows: Sequence[object]) -> int:
 
 
 def _styles_by_label(entries: Sequence[Entry]) -> dict[str, Style]:
+    """Return the style of each entry by its label."""
     every = styles([entry.method for entry in entries])
     return {entry.label: style for entry, style in zip(entries, every, strict=True)}
 
@@ -232,58 +257,83 @@ def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
     return sheet
 
 
-def _users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dict[str, Style], measure: str) -> None:
+def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dict[str, Style], measure: str) -> None:
+    """Paint a group of bars for each user, with one bar for each entry.
+
+    Args:
+        axis: The axes.
+        rows: Entries with their users' gains.
+        shown: Users that have bars, with their labels.
+        by_label: The style of each entry.
+        measure: The measure.
+    """
     height = 0.8 / len(rows)
     for number, (entry, gains_of_entry) in enumerate(rows):
         by_user = {gain.user: gain for gain in gains_of_entry}
-        _bars(axis, list(shown), by_user, by_label[entry.label], (number + 0.5) * height - 0.4, height)
-    axis.axvline(_from(measure), color=INK.light, linewidth=1)
+        _paint_bars(axis, list(shown), by_user, by_label[entry.label], (number + 0.5) * height - 0.4, height)
+    axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
     if measure == "loss":
         axis.set_xscale("log")
-        _multiples(axis.xaxis, *axis.get_xlim())
+        _format_factors(axis.xaxis, *axis.get_xlim())
     axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])
     axis.set_ylim(len(shown) - 0.4, -0.6)
     axis.grid(visible=False, axis="y")
 
 
-def _bars(
+def _paint_bars(
     axis: Axes, users: Sequence[str], by_user: dict[str, Gain], style: Style, offset: float, height: float
 ) -> None:
-    have = [(i, by_user[user]) for i, user in enumerate(users) if user in by_user]
-    places = [i + offset for i, _ in have]
-    ends = [_end(g, g.change.mean) for _, g in have]
-    # Bars of harmed users are hatched, which is visible without colour. Bars of level results are pale.
-    for place, end, (_, gain) in zip(places, ends, have, strict=True):
-        start = _from(gain.measure)
+    """Paint one entry's bars, with deviations over seeds.
+
+    Bars of harmed users are hatched, which is visible without colour. Bars of level results are pale.
+
+    Args:
+        axis: The axes.
+        users: Users that have bars, from top to bottom.
+        by_user: The gains of the entry's users.
+        style: The style of the entry.
+        offset: Place of the entry's bar relative to the centre of a user's bars.
+        height: Height for a bar.
+    """
+    indexed = [(i, by_user[user]) for i, user in enumerate(users) if user in by_user]
+    places = [i + offset for i, _ in indexed]
+    ends = [_to_axis(g, g.change.mean) for _, g in indexed]
+    for place, end, (_, gain) in zip(places, ends, indexed, strict=True):
+        start = _no_change(gain.measure)
         (bar,) = axis.barh(
             place, end - start, height * 0.92, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
         )
-        bar.set_alpha(PALE if gain.verdict == "level" else 1.0)
+        bar.set_alpha(LEVEL_OPACITY if gain.verdict == "level" else 1.0)
         bar.set_hatch("////" if gain.verdict != "level" and is_worse(gain.change.mean, gain.measure) else "")
-    if any(g.change.std for _, g in have):
-        spreads = [[_end(g, g.change.mean + sign * (g.change.std or 0.0)) for _, g in have] for sign in (-1, 1)]
-        below, above = ([abs(end - to) for end, to in zip(ends, side, strict=True)] for side in spreads)
+    if any(g.change.std for _, g in indexed):
+        lows, highs = (
+            [_to_axis(g, g.change.mean + sign * (g.change.std or 0.0)) for _, g in indexed] for sign in (-1, 1)
+        )
+        below = [abs(end - low) for end, low in zip(ends, lows, strict=True)]
+        above = [abs(end - high) for end, high in zip(ends, highs, strict=True)]
         axis.errorbar(ends, places, xerr=[below, above], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
 
 
-def _from(measure: str) -> float:
-    """Return the value that stands for no change. Changes of losses are shown as factors."""
+def _no_change(measure: str) -> float:
+    """Return the place of no change on the axis: 1 for losses, whose changes are shown as factors, else 0."""
     return 1.0 if measure == "loss" else 0.0
 
 
-def _end(gain: Gain, change: float) -> float:
+def _to_axis(gain: Gain, change: float) -> float:
+    """Return a change of a gain's measure in the unit of the axis: a factor for losses, else unchanged."""
     return 10**change if gain.measure == "loss" else change
 
 
-def _multiples(axis: Axis, low: float, high: float) -> None:
+def _format_factors(axis: Axis, low: float, high: float) -> None:
     """Format the ticks of a logarithmic axis as factors."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
     crowded = high > 30 * low
-    axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_multiple))
+    axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_factor_tick))
 
 
-def _multiple(value: float, _: object) -> str:
-    ticks = sparse(value, "loss")
+def _factor_tick(value: float, _: object) -> str:
+    """Return the label of a minor tick as a factor, empty for most ticks."""
+    ticks = sparse_tick(value, "loss")
     return f"×{ticks}" if ticks else ""
 
 
@@ -300,10 +350,14 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
     with_amounts = [entry for entry in rows if amounts]
     return Panels(
         paint=[
-            partial(_distribution, rows=rows, by_label=by_label, measure=measure, baseline=baseline.label),
+            partial(_paint_distribution, rows=rows, by_label=by_label, measure=measure, baseline=baseline.label),
             *(
                 partial(
-                    _against_data, entry=entry, gains=gains_of_entry, style=by_label[entry.label], baseline=baseline
+                    _paint_against_data,
+                    entry=entry,
+                    gains=gains_of_entry,
+                    style=by_label[entry.label],
+                    baseline=baseline,
                 )
                 for entry, gains_of_entry in with_amounts
             ),
@@ -316,32 +370,36 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
 
 
 def _legend_line(style: Style) -> Line2D:
+    """Return a line with a style's colour, line style and marker, for a legend."""
     return Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
 
 
-def _distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], measure: str, baseline: str) -> None:
+def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], measure: str, baseline: str) -> None:
     """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across)."""
     for entry, gains_of_entry in rows:
-        ends = np.sort([_end(gain, gain.change.mean) for gain in gains_of_entry])
+        ends = np.sort([_to_axis(gain, gain.change.mean) for gain in gains_of_entry])
         style = by_label[entry.label]
         axis.ecdf(ends, color=style.colour.light, linestyle=style.line)
-    axis.axvline(_from(measure), color=INK.light, linewidth=1)
+    axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
     axis.set_title("distribution over users")
     axis.set_ylabel("share of users, %")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
     axis.set_xlabel(change_label(measure, baseline, short=True))
     if measure == "loss":
         axis.set_xscale("log")
-        _multiples(axis.xaxis, *axis.get_xlim())
+        _format_factors(axis.xaxis, *axis.get_xlim())
 
 
-def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
+def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
     """Draw a point for each user: amount of data (across) and change (up)."""
     first = baseline.first
-    have = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
-    across, up = [first.amounts[gain.user] for gain in have], [_end(gain, gain.change.mean) for gain in have]
-    axis.plot(across, up, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light)
-    axis.axhline(_from(first.measure), color=INK.light, linewidth=1)
+    with_data = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
+    amounts = [first.amounts[gain.user] for gain in with_data]
+    changes = [_to_axis(gain, gain.change.mean) for gain in with_data]
+    axis.plot(
+        amounts, changes, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light
+    )
+    axis.axhline(_no_change(first.measure), color=INK.light, linewidth=1)
     axis.set_title(f"{short(entry.label)} and amount of data")
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -350,11 +408,13 @@ def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Sty
     axis.set_ylabel(change_label(first.measure, baseline.label, short=True))
     if first.measure == "loss":
         axis.set_yscale("log")
-        _multiples(axis.yaxis, *axis.get_ylim())
+        _format_factors(axis.yaxis, *axis.get_ylim())
 
 
 MAX_SNAPSHOTS = 6
+"""Largest number of evaluations that a figure of mixtures shows."""
 _MOST_NAMES = 40
+"""Largest number of users, or clusters, that are labelled."""
 _SOLID = "#2b7bc4"  # similar contrast on light and dark pages
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
@@ -444,14 +504,14 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
     follow, the most used first.
     """
     sets = range(mixture.shape[1])
-    taken: list[int] = []
+    matched: list[int] = []
     if clusters is not None:
         true_clusters = np.array(clusters)
         used = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
         rows, columns = linear_sum_assignment(used, maximize=True)
-        taken = [int(columns[place]) for place in np.argsort(rows)]
+        matched = [int(columns[place]) for place in np.argsort(rows)]
     total = mixture.sum(0)
-    return (*taken, *sorted((c for c in sets if c not in taken), key=lambda c: (-total[c], c)))
+    return (*matched, *sorted((c for c in sets if c not in matched), key=lambda c: (-total[c], c)))
 
 
 def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: Sequence[Hashable]) -> float:
@@ -460,14 +520,15 @@ def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: S
     ``(n - e) / (m - e)``: n pairs are together in both partitions, e is the number expected by chance, and m is the
     mean number of pairs together in either partition (Hubert and Arabie, 1985). 0 / 0 counts as 1.
     """
-    together = _pairs(Counter(zip(first_partition, second_partition, strict=True)))
-    first, second = _pairs(Counter(first_partition)), _pairs(Counter(second_partition))
+    in_both = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
+    first, second = _num_pairs(Counter(first_partition)), _num_pairs(Counter(second_partition))
     chance = first * second / comb(len(first_partition), 2) if len(first_partition) > 1 else 0.0
-    most = (first + second) / 2
-    return 1.0 if most == chance else (together - chance) / (most - chance)
+    mean = (first + second) / 2
+    return 1.0 if mean == chance else (in_both - chance) / (mean - chance)
 
 
-def _pairs(sizes: Counter[object]) -> int:
+def _num_pairs(sizes: Counter[object]) -> int:
+    """Return the number of pairs of items that are in the same part, from the sizes of all parts."""
     return sum(comb(size, 2) for size in sizes.values())
 
 
@@ -479,12 +540,13 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
 
     Weight 1 is solid and weight 0 is transparent, so that the figure suits light and dark pages.
     """
-    panels = _spread_out(len(mixtures.rounds))
+    panels = _snapshot_indices(len(mixtures.rounds))
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
+        """Paint one heat map for each snapshot, and the colour bar."""
         for axis, at in zip(axes, panels, strict=True):
             axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
-            axis.set_title(_title(mixtures, at))
+            axis.set_title(_snapshot_title(mixtures, at))
             axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
             if len(mixtures.order) > 10:  # labels of two digits would overlap horizontally
                 axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
@@ -501,13 +563,14 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
     return draw(1, len(panels), (width / len(panels), 3.4), paint)
 
 
-def _spread_out(count: int) -> list[int]:
+def _snapshot_indices(count: int) -> list[int]:
     """Return the first evaluation, the last, and some between them at equal distances."""
     wanted = min(count, MAX_SNAPSHOTS)
     return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
 
 
-def _title(mixtures: Mixtures, at: int) -> str:
+def _snapshot_title(mixtures: Mixtures, at: int) -> str:
+    """Return the title of a snapshot: its round and, if the true clusters are known, the adjusted Rand index."""
     title = f"round {mixtures.rounds[at]}"
     return title if mixtures.recovery is None else f"{title}\nARI {mixtures.recovery[at]:.2f}"
 
@@ -558,13 +621,13 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     users = extremes(entries, MAX_PANELS)
     count = len(entries[0].first.users)
     over = f"over {count} users" if count > len(users) else "over users"
-    which = [(None, False, f"mean {over}")]
+    which = [(None, False, f"mean {over}")]  # user, whether the mean is geometric, title
     which += [(None, True, f"geometric mean {over}")] if measure == "perplexity" else []
     which += [(user, False, short(title)) for user, title in users.items()]
     curves = [[_curve_of(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in which]
     return Panels(
         paint=[
-            partial(_curves_panel, entries=entries, curves=curve, title=title, start=start, measure=measure)
+            partial(_paint_curves_panel, entries=entries, curves=curve, title=title, start=start, measure=measure)
             for (_, _, title), curve in zip(which, curves, strict=True)
         ],
         columns=min(4, len(which)),
@@ -584,6 +647,7 @@ def method_keys(entries: Sequence[Entry]) -> list[Key]:
 
 
 def _curve_of(entry: Entry, user: str | None, measure: str, geometric: bool, start: bool) -> Curve:
+    """Return a learning curve as :func:`learning_curve`, without the first evaluation unless ``start``."""
     curve = learning_curve(entry, user, measure, geometric=geometric)
     return curve if start else _without_start(curve)
 
@@ -591,6 +655,13 @@ def _curve_of(entry: Entry, user: str | None, measure: str, geometric: bool, sta
 def _curves_sheet(
     entries: Sequence[Entry], names: Sequence[str], curves: Sequence[Sequence[Curve]]
 ) -> list[list[object]]:
+    """Return a sheet with every point of the learning curves.
+
+    Args:
+        entries: The entries.
+        names: The user, or the mean, of each panel.
+        curves: The curves of each panel, one for each entry.
+    """
     rows: list[list[object]] = [["of", "method", "local_iterations", "mean_over_seeds", "std_over_seeds"]]
     for name, by_entry in zip(names, curves, strict=True):
         for entry, curve in zip(entries, by_entry, strict=True):
@@ -599,27 +670,40 @@ def _curves_sheet(
     return rows
 
 
-def _curves_panel(
+def _paint_curves_panel(
     axis: Axes, *, entries: Sequence[Entry], curves: Sequence[Curve], title: str, start: bool, measure: str
 ) -> None:
+    """Paint the curves of one user, or of a mean over users; entries that do not train are horizontal lines.
+
+    Args:
+        axis: The axes.
+        entries: The entries.
+        curves: Their curves.
+        title: Title of the panel.
+        start: Whether the curves include the first evaluation.
+        measure: The measure.
+    """
     axis.set_title(title)
     line_styles = styles([entry.method for entry in entries])
     trained = [entry.trained for entry in entries]
-    means = [value.mean for curve, moves in zip(curves, trained, strict=True) if moves for value in curve.values]
-    wide = _is_wide(means, measure, start)
-    for curve, style, moves in zip(curves, line_styles, trained, strict=True):
-        if moves:
-            _line(axis, curve, style, wide)
+    means = [value.mean for curve, trains in zip(curves, trained, strict=True) if trains for value in curve.values]
+    log_axis = _needs_log_axis(means, measure, start)
+    for curve, style, trains in zip(curves, line_styles, trained, strict=True):
+        if trains:
+            _paint_curve(axis, curve, style, log_axis)
         elif curve.values:
             means.append(curve.values[0].mean)
             axis.axhline(means[-1], color=style.colour.light, linestyle=style.line)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    if wide:
+    if log_axis:
         logarithmic(axis, means, measure)
 
 
-def _is_wide(values: Sequence[float], measure: str, start: bool) -> bool:
-    """Return whether small differences need a logarithmic axis; for losses also without the first evaluation."""
+def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
+    """Return whether values span too wide a range for a linear axis: the largest is over 4 times the smallest.
+
+    Accuracies never do. Without the first evaluation, which is far from the others, only losses may.
+    """
     if not values or MEASURES[measure] == "higher":
         return False
     return (start or measure == "loss") and 0 < 4 * min(values) < max(values)
@@ -638,15 +722,16 @@ def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float =
     axis.set_ylim(min(values) / room, max(values) * room)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     crowded = max(values) > 1000 * min(values)
-    axis.yaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(lambda v, _: sparse(v, measure)))
+    axis.yaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(lambda v, _: sparse_tick(v, measure)))
 
 
 def _without_start(curve: Curve) -> Curve:
+    """Return a curve without the evaluation before training."""
     kept = [i for i, x in enumerate(curve.iterations) if x > 0]
     return Curve(iterations=tuple(curve.iterations[i] for i in kept), values=tuple(curve.values[i] for i in kept))
 
 
-def _line(axis: Axes, curve: Curve, style: Style, wide: bool) -> None:
+def _paint_curve(axis: Axes, curve: Curve, style: Style, log_axis: bool) -> None:
     """Draw a curve with a band of one standard deviation.
 
     On a logarithmic axis the band reaches as many decades down as up, as it could reach 0 otherwise.
@@ -657,7 +742,7 @@ def _line(axis: Axes, curve: Curve, style: Style, wide: bool) -> None:
     axis.plot(curve.iterations, means, color=colour, linestyle=style.line, marker=marker)
     if any(value.std for value in curve.values):
         high = [value.mean + (value.std or 0) for value in curve.values]
-        low = [m * m / h if wide else 2 * m - h for m, h in zip(means, high, strict=True)]
+        low = [m * m / h if log_axis else 2 * m - h for m, h in zip(means, high, strict=True)]
         axis.fill_between(curve.iterations, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
@@ -679,7 +764,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
         sheet += [[mean, e.label, cost(e).upload_bytes, end.mean, end.std] for e, end in ends if end is not None]
     _, name = byte_unit(max((cost(entry).upload_bytes for entry in entries), default=0))
     return Panels(
-        paint=[partial(_bytes_panel, entries=entries, mean=mean) for mean in means],
+        paint=[partial(_paint_bytes_panel, entries=entries, mean=mean) for mean in means],
         columns=len(means),
         size=(4.2, 3.0),
         sheet=sheet,
@@ -688,7 +773,14 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
     )
 
 
-def _bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> None:
+def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> None:
+    """Paint a point for each trained entry: uploaded bytes across, mean test result up.
+
+    Args:
+        axis: The axes.
+        entries: The entries.
+        mean: ``mean`` or ``geometric mean``, over users.
+    """
     measure = entries[0].first.measure
     most = max((cost(entry).upload_bytes for entry in entries), default=0)
     unit, _ = byte_unit(most)
@@ -697,9 +789,9 @@ def _bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> None:
         spread = final(entry, geometric=mean != "mean")
         if spread is None or not entry.trained:
             continue
-        sent = cost(entry).upload_bytes / unit
-        axis.errorbar(sent, spread.mean, yerr=spread.std, fmt=style.marker, color=style.colour.light, markersize=7)
-        points.append((sent, spread.mean, entry.label))
+        uploaded = cost(entry).upload_bytes / unit
+        axis.errorbar(uploaded, spread.mean, yerr=spread.std, fmt=style.marker, color=style.colour.light, markersize=7)
+        points.append((uploaded, spread.mean, entry.label))
     axis.set_title(f"{mean} over users")
     axis.margins(y=0.2)
     axis.set_xlim(-0.04 * (most / unit or 1.0), 1.4 * (most / unit or 1.0))  # room for labels on the right

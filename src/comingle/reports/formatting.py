@@ -37,8 +37,8 @@ TOLERANCE = 0.1
 def best_first(scores: Mapping[str, float | None], measure: str) -> list[str]:
     """Sort users by score, best first; users without a finite score come last."""
     sign = 1 if MEASURES[measure] == "lower" else -1
-    finite = {name: math.inf if score is None else sign * score for name, score in scores.items()}
-    return sorted(scores, key=finite.__getitem__)
+    sort_keys = {name: math.inf if score is None else sign * score for name, score in scores.items()}
+    return sorted(scores, key=sort_keys.__getitem__)
 
 
 def at_share(ordered: Sequence[str], share: float) -> str:
@@ -86,7 +86,7 @@ def tick(value: float, measure: str) -> str:
     return f"{value:,.2f}".rstrip("0").removesuffix(".") if value >= 10 else f"{value:g}"
 
 
-def sparse(value: float, measure: str) -> str:
+def sparse_tick(value: float, measure: str) -> str:
     """Return the tick label of 2 and 5 times powers of ten, and an empty label for others."""
     leading = round(value / 10 ** math.floor(math.log10(value)))
     return tick(value, measure) if leading in (2, 5) else ""
@@ -101,7 +101,7 @@ def byte_unit(largest: float) -> tuple[float, str]:
 
 _POINTS = {**dict.fromkeys(SHARES, "percentage points"), "rouge1": "points of 0.01"}
 """Units of differences of measures with values from 0 to 1."""
-_LARGEST = 700.0
+_LARGEST_EXPONENT = 700.0
 """Largest logarithm whose exponential is a finite float; ends of intervals can be beyond it."""
 
 
@@ -145,7 +145,7 @@ def as_change(mean: float, measure: str) -> float:
     """Convert a mean of :func:`additive_difference` to the unit of :func:`change`."""
     if measure in _POINTS:
         return 100 * mean
-    return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST))
+    return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST_EXPONENT))
 
 
 def is_worse(difference: float, measure: str) -> bool:
@@ -179,10 +179,11 @@ def factor_text(factor: float) -> str:
     >>> factor_text(0.0625), factor_text(1.00072), factor_text(1.0)
     ('×0.0625', '×1.00072', '×1')
     """
-    away = abs(factor - 1)
-    if not 0 < away < 0.005:
+    distance = abs(factor - 1)
+    if not 0 < distance < 0.005:  # three digits show that the factor is not 1, or it is
         return f"×{factor:.3g}"
-    return f"×{factor:.{min(9, 1 - math.floor(math.log10(away)))}f}"
+    digits = min(9, 1 - math.floor(math.log10(distance)))
+    return f"×{factor:.{digits}f}"
 
 
 def change_text(difference: float, measure: str) -> str:
@@ -195,7 +196,7 @@ def change_text(difference: float, measure: str) -> str:
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
     """Return an interval of changes as text, with one more digit if it is narrow."""
     if measure == "loss":
-        return " to ".join(factor_text(10 ** min(end, _LARGEST / math.log(10))) for end in bounds)
+        return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
     digits = 1 if bounds[1] - bounds[0] >= 1 else 2
     return f"{bounds[0]:+.{digits}f} to {bounds[1]:+.{digits}f}"
 
@@ -244,34 +245,32 @@ class Table(table.Table):
             body = list(super().__rich_console__(console, options))
         finally:
             self.title, self.caption = title, caption
-        yield from _lines(console, title, "table.title")
+        yield from _full_width_text(console, title, "table.title")
         yield from body
-        yield from _lines(console, caption, "table.caption")
+        yield from _full_width_text(console, caption, "table.caption")
 
 
-def _lines(console: Console, text: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
+def _full_width_text(console: Console, text: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
+    """Yield a title or a caption, which wraps at the width of the console; nothing without one."""
     if text:
         yield text if isinstance(text, Text) else console.render_str(text, style=style)
 
 
 def html_of(parts: Iterable[table.Table | Text]) -> str:
     """Return tables and notes as one HTML fragment for a notebook, without scripts, all text escaped."""
-    return (
-        "<div>"
-        + "".join(_html_table(part) if isinstance(part, table.Table) else _html_note(part) for part in parts)
-        + "</div>"
-    )
+    inner = "".join(_html_table(part) if isinstance(part, table.Table) else _html_note(part) for part in parts)
+    return f"<div>{inner}</div>"
 
 
 def _html_table(source: table.Table) -> str:
+    """Return a table of rich as HTML with its title and caption."""
     head = "".join(_html_cell("th", column, column.header) for column in source.columns)
     rows = zip(*(column.cells for column in source.columns), strict=False)
-    body = "".join(
-        "<tr>"
-        + "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
-        + "</tr>"
+    cells_of_rows = (
+        "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
         for row in rows
     )
+    body = "".join(f"<tr>{cells}</tr>" for cells in cells_of_rows)
     foot = "".join(_html_cell("td", column, column.footer) for column in source.columns)
     foot = f"<tfoot><tr>{foot}</tr></tfoot>" if source.show_footer else ""
     return (

@@ -57,11 +57,11 @@ from comingle.reports.runs import (
     Spread,
     baseline_comparison,
     baselines,
-    bound,
     brief_list,
     common_measures,
     compared,
     cost,
+    epsilon_text,
     expert_curves,
     final,
     verdicts,
@@ -139,7 +139,7 @@ def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cell:
+class _TokenCell:
     """A text under one user's model at one layer; ``gates`` has the shape (tokens, experts)."""
 
     title: str
@@ -152,50 +152,61 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
     """Return a figure of texts (rows) x users' models (columns) with each token on the colour of its top expert."""
     rows = [
         [
-            _cell_of(view, row, column, layer, f"text: {text.name}, model: {user}{_remark(view, text, user)}")
+            _token_cell(view, row, column, layer, f"text: {text.name}, model: {user}{_remark(view, text, user)}")
             for column, user in enumerate(view.users)
         ]
         for row, text in enumerate(view.texts)
     ]
-    return _grid(view, rows, f"{view.label}, layer {layer}")
+    return _tokens_grid(view, rows, f"{view.label}, layer {layer}")
 
 
 def own_texts_figure(view: TokenView, layers: Sequence[int]) -> Figure:
     """Return a figure of layers (rows) x users (columns): each user's text under its own model (CoMiGS, Figure 3)."""
     owners = [text.owner for text in view.texts]
     own = [(column, owners.index(user), user) for column, user in enumerate(view.users) if user in owners]
-    rows = [[_cell_of(view, row, column, at, f"{user}, layer {at}") for column, row, user in own] for at in layers]
-    return _grid(view, rows, view.label)
+    rows = [[_token_cell(view, row, column, at, f"{user}, layer {at}") for column, row, user in own] for at in layers]
+    return _tokens_grid(view, rows, view.label)
 
 
 def _remark(view: TokenView, text: Text, user: str) -> str:
+    """Return a note for a user's own text under its own model, if its test text is like its training text."""
     return " (in distribution)" if text.owner == user and view.in_distribution else ""
 
 
-def _cell_of(view: TokenView, row: int, column: int, layer: int, title: str) -> _Cell:
+def _token_cell(view: TokenView, row: int, column: int, layer: int, title: str) -> _TokenCell:
+    """Return the cell of a text under a user's model.
+
+    Args:
+        view: The token view.
+        row: Index of the text.
+        column: Index of the user.
+        layer: The layer.
+        title: Title of the cell.
+    """
     gates = view.gates[row][column][layer]
-    return _Cell(title=title, tokens=view.texts[row].tokens, experts=view.experts[column], gates=gates)
+    return _TokenCell(title=title, tokens=view.texts[row].tokens, experts=view.experts[column], gates=gates)
 
 
-def _grid(view: TokenView, rows: Sequence[Sequence[_Cell]], title: str) -> Figure:
+def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: str) -> Figure:
     """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts."""
     cells = [cell for row in rows for cell in row]
-    lines = max(_positions(cell.tokens)[-1][1] + 1 if cell.tokens else 1 for cell in cells)
+    lines = max(_token_positions(cell.tokens)[-1][1] + 1 if cell.tokens else 1 for cell in cells)
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
+        """Paint all cells and the legend."""
         for axis, cell in zip(axes, cells, strict=True):
-            _paint(axis, cell, lines)
+            _paint_tokens(axis, cell, lines)
             axis.set_title(cell.title, fontsize=7)
         names = max(view.experts, key=len)
         patches = [Patch(color=expert_colour(name).light) for name in names]
         legend_above(figure, patches, names, title=title)
-        _fit(figure, axes)
+        _fit_letters(figure, axes)
 
     return draw(len(rows), len(rows[0]), (3.6, max(1.1, 0.35 + 0.115 * lines)), paint)
 
 
-def _fit(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Set the font size so that letters have the width that :func:`_positions` assumes."""
+def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Set the font size so that letters have the width that :func:`_token_positions` assumes."""
     figure.draw_without_rendering()
     points = axes[0].get_window_extent().width / figure.dpi * 72
     for axis in axes:
@@ -203,11 +214,20 @@ def _fit(figure: Figure, axes: Sequence[Axes]) -> None:
             text.set_fontsize(points / COLUMNS / ADVANCE)
 
 
-def _paint(axis: Axes, cell: _Cell, lines: int) -> None:
+def _paint_tokens(axis: Axes, cell: _TokenCell, lines: int) -> None:
+    """Paint each token of a cell on the colour of its top expert.
+
+    Args:
+        axis: The axes, on which a letter is 1 wide and a line 1 high.
+        cell: The cell.
+        lines: Number of lines of the axes.
+    """
     axis.set_axis_off()
     axis.set_xlim(0, COLUMNS)
     axis.set_ylim(lines, 0)
-    for token, (column, line), top in zip(cell.tokens, _positions(cell.tokens), cell.gates.argmax(-1), strict=True):
+    for token, (column, line), top in zip(
+        cell.tokens, _token_positions(cell.tokens), cell.gates.argmax(-1), strict=True
+    ):
         visible_text = visible(token)
         if not visible_text:
             continue
@@ -221,8 +241,8 @@ def visible(token: str) -> str:
     return "".join("⏎" if c == "\n" else c if c.isprintable() else "·" for c in token)
 
 
-def _positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """Return column and line of every token."""
+def _token_positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
+    """Return column and line of every token, in lines of :data:`COLUMNS` letters; a token is not split."""
     places, column, line = [], 0, 0
     for token in tokens:
         width = len(visible(token))
@@ -233,14 +253,14 @@ def _positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
     return places
 
 
-def _tested(key: str) -> bool:
+def _affects_test_data(key: str) -> bool:
     """Return whether a recipe key affects the test data; the amount of training data does not."""
     return key.startswith("data.") and "max_train" not in key and key != "data.task.fraction"
 
 
 def notices(entries: Sequence[Entry]) -> list[str]:
     """Return what limits a comparison of these entries: other bases, other test data, unfinished runs."""
-    lines = unlike(entries)
+    lines = comparability_warnings(entries)
     for run in (run for entry in entries for run in entry.runs):
         if run.metrics is None:
             last = run.evaluations[-1].round
@@ -250,43 +270,45 @@ def notices(entries: Sequence[Entry]) -> list[str]:
     return lines
 
 
-def unlike(entries: Sequence[Entry]) -> list[str]:
+def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
     """Return why numbers of these entries should not be compared: other bases, other test data, changed files."""
     runs = [run for entry in entries for run in entry.runs]
     lines = []
     bases = sorted({run.base for run in runs})
     if len(bases) > 1:
         lines.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
-    sources = {repr([pair for pair in run.key if _tested(pair[0])]) for run in runs}
-    if len(sources) > 1:
-        what = (
-            "read their text in different ways: their perplexities"
-            if runs[0].unit == "tokens"
-            else ("have different tasks: their numbers")
-        )
+    test_data_keys = {repr([pair for pair in run.key if _affects_test_data(pair[0])]) for run in runs}
+    if len(test_data_keys) > 1:
+        if runs[0].unit == "tokens":
+            what = "read their text in different ways: their perplexities"
+        else:
+            what = "have different tasks: their numbers"
         lines.append(f"These runs {what} may not be comparable.")
-    return lines + _changed(runs)
+    return lines + _changed_inputs(runs)
 
 
-def _changed(runs: Sequence[RunRecord]) -> list[str]:
+def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
     """Return the runs whose recipes are equal but whose input files differ, by their digests.
 
     Runs without digests are left out.
     """
     lines: list[str] = []
-    first: dict[str, tuple[RunRecord, Inputs]] = {}
+    first_runs: dict[str, tuple[RunRecord, Inputs]] = {}  # the first run of each recipe for data, and its inputs
     for run in runs:
         try:
-            now = read_inputs(run.folder)
+            inputs = read_inputs(run.folder)
         except RunError:
             continue
-        read = [pair for pair in run.key if pair[0].startswith("data.") or pair[0] == "training.context"]
-        before, was = first.setdefault(repr((run.seed, run.base, now.tokenizer, read)), (run, now))
-        changed = ["the base"] if now.base != was.base else []
-        changed += [f"the data of {name}" for name, user in now.users.items() if user != was.users.get(name)]
+        data_keys = [pair for pair in run.key if pair[0].startswith("data.") or pair[0] == "training.context"]
+        recipe_key = repr((run.seed, run.base, inputs.tokenizer, data_keys))
+        first_run, first_inputs = first_runs.setdefault(recipe_key, (run, inputs))
+        changed = ["the base"] if inputs.base != first_inputs.base else []
+        changed += [
+            f"the data of {name}" for name, user in inputs.users.items() if user != first_inputs.users.get(name)
+        ]
         if changed:
             what = f"have the same recipe, but {changed[0]} changed in between: do not compare their numbers."
-            lines.append(f"{run.folder} and {before.folder} {what}")
+            lines.append(f"{run.folder} and {first_run.folder} {what}")
     return lines
 
 
@@ -320,11 +342,11 @@ def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
             "run": run.name,
             **{key: metrics[key] for key in ("method", "seed", "base", "rounds")},
             "user": user,
-            **common_measures,
+            **metrics_of_user,
         }
         for run in finished
         for metrics in [read_metrics(run)]
-        for user, common_measures in metrics["users"].items()
+        for user, metrics_of_user in metrics["users"].items()
     ]
 
 
@@ -356,15 +378,19 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
     return rows
 
 
-_ROOM = 1.2
+_MIN_SCALE = 1.2
 """CSS pixels per point of a panel's width that are needed before another panel is put next to it."""
 
 
-class Drawn:
-    """Converts figures to markup whose colours follow the page's theme."""
+class FigureMarkup:
+    """Converts figures to markup whose colours follow the page's theme.
+
+    Args:
+        variables: CSS variables by colour.
+    """
 
     def __init__(self, variables: dict[str, str]):
-        self._variables, self._count = variables, 0
+        self._variables, self._count = variables, 0  # the count makes the ids of each figure unique
 
     def wide(self, figure: Figure, label: str, name: str, sheet: Sheet) -> Markup:
         """Return one figure with fixed proportions, which scrolls in its frame if it is too wide.
@@ -376,7 +402,7 @@ class Drawn:
             sheet: Content of the CSV file.
         """
         frame = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
-        return _plot([frame.format(label, self._svg(figure, label))], name, sheet)
+        return _figure_markup([frame.format(label, self._svg(figure, label))], name, sheet)
 
     def panels(self, panels: Panels, label: str, name: str, *, phone: Panels | None = None) -> Markup:
         """Return panels side by side as far as they fit.
@@ -390,34 +416,44 @@ class Drawn:
         inner = [self._keys(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
         if phone is not None:
             inner.append(self._grid(phone, label, "phone"))
-        return _plot(inner, name, panels.sheet)
+        return _figure_markup(inner, name, panels.sheet)
 
     def _grid(self, panels: Panels, label: str, screen: str) -> Markup:
-        drawn = [(figure, figure.axes[0].get_title("left")) for figure in panels.parts()]
-        pictures = [self._svg(figure, f"{label}: {title}" if title else label) for figure, title in drawn]
+        """Return one picture per panel, side by side as far as they fit.
+
+        Args:
+            panels: The panels.
+            label: Text for screen readers, to which each panel's title is added.
+            screen: ``desk`` or ``phone`` for screens of one width only, or empty.
+        """
+        titled = [(figure, figure.axes[0].get_title("left")) for figure in panels.parts()]
+        pictures = [self._svg(figure, f"{label}: {title}" if title else label) for figure, title in titled]
         frames = Markup("\n").join(Markup('<div class="frame">{}</div>').format(picture) for picture in pictures)
-        room = round(72 * panels.size[0] * _ROOM)
+        room = round(72 * panels.size[0] * _MIN_SCALE)
         return Markup('<div class="panels {}" style="--room:{}px">{}</div>').format(screen, room, frames)
 
     def _keys(self, keys: Sequence[Key]) -> Markup:
+        """Return a legend; empty without marks."""
         marks = [
             Markup('<span class="key">{}{}</span>').format(self._svg(draw_key(mark), ""), label) for mark, label in keys
         ]
         return Markup('<div class="keys">{}</div>').format(Markup(" ").join(marks)) if marks else Markup("")
 
     def _svg(self, figure: Figure, label: str) -> Markup:
+        """Return a figure as inline SVG with a unique prefix for its ids; without a label it is decoration."""
         self._count += 1
         return Markup(svg(figure, f"f{self._count}", str(escape(label)), self._variables))
 
 
-def _plot(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
+def _figure_markup(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
+    """Return pictures with a link to the CSV file of their sheet; ``name`` is that of the file."""
     link = Markup('<a class="csv" download="{}.csv" href="{}">CSV of this figure</a>').format(name, data_uri(sheet))
     return Markup("<figure>{}{}</figure>").format(Markup("\n").join(inner), link)
 
 
 WIDE = 8
 """Largest number of users with a column each in the table of results; else it has the worst and the best user."""
-NAMED = 12
+MAX_NAMES = 12
 """Largest number of names in a cell."""
 LISTED_SEEDS = 8
 """Largest number of seeds that the heading lists."""
@@ -438,7 +474,7 @@ def render_page(
         baseline: The baseline of verdicts; None for ``local`` or else the first entry.
     """
     palette = _palette(entries)
-    drawn = Drawn({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
+    drawn = FigureMarkup({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     environment = Environment(
         loader=PackageLoader("comingle.reports", "templates"),
         autoescape=True,
@@ -447,7 +483,9 @@ def render_page(
     )
     first = entries[0].first
     users = list(first.users)
-    mixtures = [_mixtures(entry.label, learned, drawn) for entry in entries if (learned := _learned(entry))]
+    mixtures = [
+        _mixtures_section(entry.label, learned, drawn) for entry in entries if (learned := _learned_mixtures(entry))
+    ]
     components = {mixture["component"] for mixture in mixtures}
     return environment.get_template("report.html").render(
         heading=_heading(entries),
@@ -463,21 +501,21 @@ def render_page(
         palette=palette,
         experts=expert_css(),
         channels=lambda colour: " ".join(map(str, rgb(colour))),
-        results=_results(entries, users),
-        against=_against(baseline_comparison(entries, baseline)),
+        results=_results_table(entries, users),
+        against=_verdicts_table(baseline_comparison(entries, baseline)),
         panels=MAX_PANELS,
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
         examples=any(protects_examples((e.first.recipe.get("privacy") or {}).get("mechanism", "")) for e in entries),
         level=negligible_change_text(first.measure),
-        curves=list(_curves(entries, drawn)),
-        gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],
+        curves=list(_curve_figures(entries, drawn)),
+        gains=[section for one in baselines(entries) if (section := _gains_section(entries, one, drawn))],
         costs=ledger([cost(entry) for entry in entries]),
         judged=judged_tables(entries),
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
         component=components.pop() if len(components) == 1 else "component",
-        scores=[_scores(entry, entries, drawn) for entry in entries if entry.first.routed],
+        scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.routed],
         views=as_data(views),
         owners=any(text.owner for view in views for text in view.texts),
     )
@@ -505,35 +543,45 @@ def _palette(entries: Sequence[Entry]) -> list[Colour]:
 
 
 def _spread_text(value: Spread | None, measure: str) -> str:
+    """Return a mean with its deviation over seeds as text."""
     if value is None:
         return "not finite"
     deviation = "" if value.std is None else f" ({number(value.std, measure)})"
     return f"{number(value.mean, measure)}{deviation}"
 
 
-def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
+def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
     """Return a table of entries x users and means; for many users the worst and the best, and a second table of all."""
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
-    whole = [(user, [_spread_text(v, measure) for v in spreads]) for user, spreads in by_user.items()]
+    user_columns = [(user, [_spread_text(v, measure) for v in spreads]) for user, spreads in by_user.items()]
     means = {"mean": [final(entry) for entry in entries]}
     if measure == "perplexity":
         means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
-    columns = whole if len(users) <= WIDE else [_extreme(by_user, measure, worst=worst) for worst in (True, False)]
+    if len(users) <= WIDE:
+        columns = user_columns
+    else:
+        columns = [_extreme_column(by_user, measure, worst=worst) for worst in (True, False)]
     columns = [*columns, *((name, [_spread_text(v, measure) for v in spreads]) for name, spreads in means.items())]
     if any(entry.first.spent for entry in entries):
-        columns.append(("epsilon", [bound(entry) for entry in entries]))
+        columns.append(("epsilon", [epsilon_text(entry) for entry in entries]))
     rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
     return {
         "head": [name for name, _ in columns],
         "rows": [{"label": entry.label, "cells": cells} for entry, cells in rows],
         "labels": [entry.label for entry in entries],
-        "users": whole if len(users) > WIDE else [],
+        "users": user_columns if len(users) > WIDE else [],
     }
 
 
-def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[str]]:
-    """Return each entry's user with the worst or the best mean over seeds."""
+def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[str]]:
+    """Return a column with each entry's user that has the worst or the best mean over seeds.
+
+    Args:
+        by_user: Each user's results, one for each entry.
+        measure: Their measure.
+        worst: Whether to take the worst user instead of the best.
+    """
     pick = worst_of(measure) if worst else best_of(measure)
     cells = []
     for values in zip(*by_user.values(), strict=True):
@@ -543,15 +591,15 @@ def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bo
     return ("worst user" if worst else "best user"), cells
 
 
-def _against(found: BaselineComparison | None) -> dict[str, object] | None:
-    """Return the table of verdicts."""
+def _verdicts_table(found: BaselineComparison | None) -> dict[str, object] | None:
+    """Return the table of verdicts for the template; None without a comparison."""
     if found is None:
         return None
     head, rows = rows_of(found)
     return {"heading": heading(found), "head": head, "rows": rows, "notes": notes(found), "classes": _CLASSES}
 
 
-def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Markup]]:
+def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tuple[str, Markup]]:
     """Yield titles and figures of learning curves, for accuracies also of losses."""
     names = common_measures(entries)
     for name in names:
@@ -562,7 +610,17 @@ def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Marku
             yield prefix + suffix, drawn.panels(panels, label, file)
 
 
-def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str, object] | None:
+def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarkup) -> dict[str, object] | None:
+    """Return the section on each user's change against a baseline, for the template.
+
+    Args:
+        entries: Entries with the same users.
+        baseline: The baseline.
+        drawn: Converts figures to markup.
+
+    Returns:
+        Figures, and for each entry the users of each verdict; None if nothing can be compared.
+    """
     measure, pairs = baseline.first.measure, compared(entries, baseline)
     bars = users_panels(entries, baseline)
     if bars is None:
@@ -573,8 +631,8 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str,
         by_kind = {
             kind: [f"{gain.user} ({gain.text})" for gain in gains_of_entry if gain.verdict == kind] for kind in kinds
         }
-        bad = verdicts(measure)[3:]
-        cells = [(_CLASSES.get(kind, ""), _names(names, last=kind in bad)) for kind, names in by_kind.items()]
+        bad = verdicts(measure)[3:]  # the last two, from which the worst users are listed first
+        cells = [(_CLASSES.get(kind, ""), _names_markup(names, last=kind in bad)) for kind, names in by_kind.items()]
         rows.append({"label": entry.label, "cells": cells})
     label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"
     population = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
@@ -595,30 +653,42 @@ def _has_column(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> boo
     return kind == "level" or ("one seed" in kind) in single
 
 
-def _names(names: list[str], *, last: bool) -> Markup:
-    """Return users' names, best first; of many the count, and the first names, or from the end if ``last``."""
-    listed_most = names[: -NAMED - 1 : -1] if last else names[:NAMED]
-    listed = names if len(names) <= NAMED else listed_most
+def _names_markup(names: list[str], *, last: bool) -> Markup:
+    """Return users' names; of many the count and :data:`MAX_NAMES` names.
+
+    Args:
+        names: The names, best first.
+        last: Whether to list the last names, from the end, instead of the first.
+    """
+    extreme = names[: -MAX_NAMES - 1 : -1] if last else names[:MAX_NAMES]
+    listed = names if len(names) <= MAX_NAMES else extreme
     spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in listed[:-1]]
     spans += [Markup('<span class="name">{}</span>').format(name) for name in listed[-1:]]
     joined = Markup(" ").join(spans)
-    if len(names) <= NAMED:
+    if len(names) <= MAX_NAMES:
         return joined or Markup("none")
-    return Markup("{} users: {} and {} more").format(len(names), joined, len(names) - NAMED)
+    return Markup("{} users: {} and {} more").format(len(names), joined, len(names) - MAX_NAMES)
 
 
 # -------------------------------------------------------------------- mixtures and scores
 
 
-def _learned(entry: Entry) -> list[Mixtures]:
+def _learned_mixtures(entry: Entry) -> list[Mixtures]:
     """Return the mixtures of an entry's runs that have learned ones."""
     by_run = [read_mixtures(run.folder) for run in entry.runs]
     return [mixtures for mixtures in by_run if mixtures is not None and mixtures.learned]
 
 
-def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str, object]:
+def _mixtures_section(label: str, by_run: Sequence[Mixtures], drawn: FigureMarkup) -> dict[str, object]:
+    """Return the section on an entry's mixtures, for the template.
+
+    Args:
+        label: Label of the entry.
+        by_run: The mixtures of each run; the figure and the weights are those of the first.
+        drawn: Converts figures to markup.
+    """
     first = by_run[0]
-    users = first.clusters or [None] * len(first.users)
+    clusters = first.clusters or [None] * len(first.users)
     return {
         "label": label,
         "component": first.component,
@@ -642,14 +712,21 @@ def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str,
         "true": first.clusters is not None,
         "users": [
             (user, cluster, [f"{weight:.2f}" for weight in weights])
-            for user, cluster, weights in zip(first.users, users, first.values[-1], strict=True)
+            for user, cluster, weights in zip(first.users, clusters, first.values[-1], strict=True)
         ],
     }
 
 
-def _scores(
-    entry: Entry, entries: Sequence[Entry], drawn: Drawn
+def _scores_section(
+    entry: Entry, entries: Sequence[Entry], drawn: FigureMarkup
 ) -> tuple[str, Markup, list[tuple[str, str, list[str]]]]:
+    """Return an entry's label, the figure of its expert scores, and the table of its last scores.
+
+    Args:
+        entry: The entry, which has routers.
+        entries: All entries, by which users are ranked if there are too many for the figure.
+        drawn: Converts figures to markup.
+    """
     panels = scores_panels(entry, entries)
     figure = drawn.panels(panels, f"expert scores of {entry.label}", f"scores-{entry.method}")
     return entry.label, figure, _score_rows(entry)

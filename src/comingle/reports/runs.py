@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from comingle.utils.records import MEASURES, geometric_mean, measure_of, read_ev
 logger = logging.getLogger(__name__)
 
 # Recipe keys that affect neither the result nor the label of an entry.
-_ASIDE = ("seed", "runtime", "checkpoints")
+_IRRELEVANT_KEYS = ("seed", "runtime", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +136,11 @@ class RunRecord:
     @cached_property
     def key(self) -> tuple[tuple[str, object], ...]:
         """Everything that distinguishes the run from others, except for the seed."""
-        kept = {key: value for key, value in self.recipe.items() if key not in _ASIDE}
-        given = kept.pop("evaluation", None) or {}
-        evaluation = {"model": given.get("model"), "select": given.get("select", "last")}
-        return tuple(sorted(_flat({**kept, "evaluation": evaluation}).items()))
+        kept = {key: value for key, value in self.recipe.items() if key not in _IRRELEVANT_KEYS}
+        section = kept.pop("evaluation", None) or {}
+        # How often a run is evaluated does not affect its result.
+        evaluation = {"model": section.get("model"), "select": section.get("select", "last")}
+        return tuple(sorted(_flattened({**kept, "evaluation": evaluation}).items()))
 
 
 def brief_list(names: Sequence[str], last: str) -> str:
@@ -185,7 +186,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise RunError(f"{path}: no such run folder")
-        inside = [path] if (path / "events.jsonl").is_file() else _inside(path)
+        inside = [path] if (path / "events.jsonl").is_file() else _runs_of_comparison(path)
         if not inside:
             raise RunError(f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders")
         for folder in inside:
@@ -193,8 +194,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return list(by_path.values())
 
 
-def _inside(path: Path) -> list[Path]:
-    """Return the runs of a comparison, in the order of its table if there is one."""
+def _runs_of_comparison(path: Path) -> list[Path]:
+    """Return the runs in a folder, in the order of its ``table.json`` if it has one."""
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
     try:
         order = [row["method"] for row in yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))["methods"]]
@@ -225,7 +226,7 @@ def read_run(folder: Path) -> RunRecord:
         planned_rounds=start["rounds"],
         users=tuple(start["users"]),
         recipe=recipe,
-        evaluations=tuple(_evaluation(event, local_steps) for event in evaluations),
+        evaluations=tuple(_evaluation_of(event, local_steps) for event in evaluations),
         rounds=tuple(event for event in events if event["event"] == "round"),
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
         unit=_unit(start["users"]),
@@ -242,10 +243,16 @@ def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _amounts(users: dict[str, dict[str, Any]], key: str) -> dict[str, int]:
+    """Return each user's value of a key in a start event; empty if a user does not have it."""
     return {name: user[key] for name, user in users.items()} if all(key in u for u in users.values()) else {}
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's recipe file, which is not checked: it may be of an older version.
+
+    Raises:
+        RunError: It is missing, not YAML, or not a mapping.
+    """
     try:
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -255,19 +262,26 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     return recipe
 
 
-def _evaluation(event: dict[str, Any], local_steps: int) -> Evaluation:
+def _evaluation_of(event: dict[str, Any], local_steps: int) -> Evaluation:
+    """Return the record of an evaluation event.
+
+    Args:
+        event: The event.
+        local_steps: Local steps in a round, for events of older runs.
+    """
     return Evaluation(
         round=event["round"],
         iterations=event.get("iterations", event["round"] * local_steps),  # missing in older runs
         measure=measure_of(event),
-        users={name: _measures(user) for name, user in event["users"].items()},
+        users={name: _without_prefix(user) for name, user in event["users"].items()},
         experts=event.get("experts", {}),
         scores=event.get("expert_scores", {}),
         valid_loss=event.get("mean_valid_loss"),
     )
 
 
-def _measures(user: dict[str, float | None]) -> dict[str, float | None]:
+def _without_prefix(user: dict[str, float | None]) -> dict[str, float | None]:
+    """Return a user's test results by measure, whose keys in events begin with ``test_``."""
     return {key.removeprefix("test_"): value for key, value in user.items()}
 
 
@@ -290,49 +304,54 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
     require_same_users([(str(run.folder), run.users) for run in runs])
     groups: dict[Any, dict[int, RunRecord]] = {}
     for run in runs:
-        if (counted := groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)) is not run:
-            logger.warning("%s: left out, since its recipe and seed are those of %s", run.folder, counted.folder)
-    several = [tuple(seeds[seed] for seed in sorted(seeds)) for seeds in groups.values()]
-    labels = _labels([group[0] for group in several])
-    return [Entry(label=label, runs=group) for label, group in zip(labels, several, strict=True)]
+        if (first := groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)) is not run:
+            logger.warning("%s: left out, since its recipe and seed are those of %s", run.folder, first.folder)
+    runs_of_entries = [tuple(by_seed[seed] for seed in sorted(by_seed)) for by_seed in groups.values()]
+    labels = _labels([group[0] for group in runs_of_entries])
+    return [Entry(label=label, runs=group) for label, group in zip(labels, runs_of_entries, strict=True)]
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
     """Return each method's name; if several entries have the same method, with the settings in which they differ."""
     labels = []
     for run in runs:
-        among = [other for other in runs if other.method == run.method]
-        whole = all(other.recipe.get("privacy") for other in among)
-        alike = [_identity(other, whole=whole) for other in among]
-        of_run = _identity(run, whole=whole)
+        same_method = [other for other in runs if other.method == run.method]
+        all_private = all(other.recipe.get("privacy") for other in same_method)
+        settings = _settings_of(run, full_privacy=all_private)
+        others = [_settings_of(other, full_privacy=all_private) for other in same_method]
         keys = sorted(
-            {key for other in alike for key in of_run.keys() | other.keys() if of_run.get(key) != other.get(key)}
+            {key for other in others for key in settings.keys() | other.keys() if settings.get(key) != other.get(key)}
         )
-        settings = [f"{key.rpartition('.')[2]} {_short(of_run.get(key))}" for key in keys]
-        labels.append(f"{run.method} ({', '.join(settings)})" if settings else run.method)
+        differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in keys]
+        labels.append(f"{run.method} ({', '.join(differing)})" if differing else run.method)
     return labels
 
 
-def _identity(run: RunRecord, *, whole: bool) -> dict[str, object]:
-    """Return everything that distinguishes a run from others.
+def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
+    """Return everything that distinguishes a run from others, by recipe key.
 
-    Unless ``whole``, that is if others have no privacy, only the mechanism of its privacy is kept.
+    Args:
+        run: The run.
+        full_privacy: Whether to keep all settings of privacy. If other runs have no privacy, these would all differ, so
+            only the mechanism is kept.
     """
-    if whole:
+    if full_privacy:
         return dict(run.key)
     kept = {key: value for key, value in run.key if not key.startswith("privacy")}
     return kept | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
 
 
-def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested mappings as one, whose keys are dotted paths that begin with ``prefix``."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        flat |= _flattened(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return flat
 
 
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
+    """Return a setting's value as text of at most 24 characters, by cutting its middle; None is "default"."""
     text = "default" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 24 else f"{text[:10]}…{text[-10:]}"
 
@@ -423,7 +442,7 @@ def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, 
         measure: The measure; empty for the one that models are compared by.
         geometric: Return the geometric mean.
     """
-    return _curve(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
+    return _curve_of(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
 
 
 def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
@@ -432,7 +451,7 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
     names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
 
     def score_curve(layer: int, expert: int) -> Curve:
-        return _curve(entry, lambda evaluation: _score(evaluation, user, layer, expert))
+        return _curve_of(entry, lambda evaluation: _score_of(evaluation, user, layer, expert))
 
     return [
         ExpertCurves(name=name, layers=tuple(score_curve(layer, expert) for layer in range(layers)))
@@ -440,18 +459,25 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
     ]
 
 
-def _score(evaluation: Evaluation, user: str, layer: int, expert: int) -> float | None:
+def _score_of(evaluation: Evaluation, user: str, layer: int, expert: int) -> float | None:
+    """Return an expert's score in a layer for a user; None if the user has none in this evaluation."""
     layers = evaluation.scores.get(user)
     return layers[layer][expert] if layers else None
 
 
-def _curve(entry: Entry, value: Any) -> Curve:
-    by_round: dict[int, list[float]] = {}
+def _curve_of(entry: Entry, value: Callable[[Evaluation], float | None]) -> Curve:
+    """Return a quantity at each evaluation, with mean and deviation over seeds.
+
+    Args:
+        entry: The entry.
+        value: Returns the quantity of an evaluation; None where it is unknown, which is left out.
+    """
+    by_step: dict[int, list[float]] = {}
     for run in entry.runs:
         for evaluation in run.evaluations:
-            if (got := value(evaluation)) is not None:
-                by_round.setdefault(evaluation.iterations, []).append(got)
-    return Curve(iterations=tuple(sorted(by_round)), values=tuple(spread(by_round[x]) for x in sorted(by_round)))
+            if (result := value(evaluation)) is not None:
+                by_step.setdefault(evaluation.iterations, []).append(result)
+    return Curve(iterations=tuple(sorted(by_step)), values=tuple(spread(by_step[x]) for x in sorted(by_step)))
 
 
 def common_measures(entries: Sequence[Entry]) -> list[str]:
@@ -516,16 +542,21 @@ def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, lis
 def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> BaselineComparison | None:
     """Compare every other entry with a baseline.
 
-    The baseline is the entry with the label or method ``wanted``, else ``local``, else the first entry. With one entry
-    or one seed the result is None.
+    Args:
+        entries: Entries with the same users.
+        wanted: The label or method of the baseline, or several with commas between, of which the best counts; None for
+            ``local``, or else the first entry.
+
+    Returns:
+        The comparison; None with one entry or one seed.
 
     Raises:
         RecipeError: No entry has this label or method.
     """
     labels = [entry.label for entry in entries]
     by_method = {entry.method: entry.label for entry in reversed(entries)}
-    named = [one if one in labels else by_method.get(one, one) for one in baseline_methods(wanted or BASELINE)]
-    name = ",".join(named) if wanted or named[0] in labels else None
+    chosen = [one if one in labels else by_method.get(one, one) for one in baseline_methods(wanted or BASELINE)]
+    name = ",".join(chosen) if wanted or chosen[0] in labels else None
     results = {
         entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}
         for entry in entries
@@ -562,17 +593,19 @@ def cost(entry: Entry) -> Cost:
     finished = [run.metrics for run in entry.runs if run.metrics is not None]
 
     def mean(key: str) -> Spread | None:
+        """Return a metric over seeds; None if no run has finished."""
         return spread([metrics[key] for metrics in finished]) if finished else None
 
-    def sent(key: str) -> float:
+    def total(key: str) -> float:
+        """Return the sum over rounds, as a mean over seeds."""
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
     metrics = finished[0] if finished else None
     return Cost(
         label=entry.label,
         rounds=max(run.evaluations[-1].round for run in entry.runs),
-        upload_bytes=sent("upload_bytes"),
-        download_bytes=sent("download_bytes"),
+        upload_bytes=total("upload_bytes"),
+        download_bytes=total("download_bytes"),
         upload_bytes_per_user_round=metrics["upload_bytes_per_user_round"] if metrics else None,
         download_bytes_per_user_round=metrics["download_bytes_per_user_round"] if metrics else None,
         trainable_parameters=metrics["trainable_parameters"] if metrics else None,
@@ -583,9 +616,9 @@ def cost(entry: Entry) -> Cost:
     )
 
 
-def bound(entry: Entry) -> str:
+def epsilon_text(entry: Entry) -> str:
     """Return the epsilon of an entry as text: the largest of all users and runs."""
     if all(run.spent for run in entry.runs):
         return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
-    sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
-    return "no bound" if sent else "nothing is sent"
+    is_sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
+    return "no bound" if is_sent else "nothing is sent"

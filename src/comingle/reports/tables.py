@@ -75,7 +75,7 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
-    means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
+    means = {"mean": metrics[f"mean_test_{measure}"], **_named_geometric_mean(metrics["users"], measure)}
     table.columns[0].footer = "\n".join(means)
     table.add_column(
         measure, justify="right", footer="\n".join(_mean_text(mean, metrics, measure) for mean in means.values())
@@ -86,7 +86,7 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
         _add_users(table, metrics, list(metrics["users"]))
     else:
         _add_summary(table, metrics, measure)
-    table.caption = caption = words(_circumstances(metrics, unit), "table.caption")
+    table.caption = caption = words(_run_circumstances(metrics, unit), "table.caption")
     table.caption_justify = "left"
     if privacy := metrics.get("privacy"):
         caption.append(f"\nprivacy: {privacy_told(privacy)}")
@@ -109,7 +109,8 @@ def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -
     return number(mean, measure) if record["users"] else "not reported"
 
 
-def _circumstances(metrics: dict[str, Any], unit: str) -> str:
+def _run_circumstances(metrics: dict[str, Any], unit: str) -> str:
+    """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data."""
     rate = metrics[f"{unit}_per_second"]
     idle = "speed not reported" if metrics.get("untold") or not metrics["users"] else "no training"
     speed = f"{rate:,.0f} {unit}/s" if rate else idle
@@ -122,8 +123,8 @@ def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> N
     """Add a row for each of the given users."""
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     users = [metrics["users"][name] for name in names]
-    sent = sizes([user["upload_bytes_per_round"] for user in users])
-    for name, user, upload in zip(names, users, sent, strict=True):
+    uploads = sizes([user["upload_bytes_per_round"] for user in users])
+    for name, user, upload in zip(names, users, uploads, strict=True):
         table.add_row(
             words(name),
             number(user[f"test_{measure}"], measure),
@@ -150,7 +151,7 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     """Return a table of the mean and of each user's result at each evaluation."""
     evaluations = [e for e in events if e["event"] == "evaluation"]
     measure = measure_of(evaluations[0]) if evaluations else "perplexity"
-    whole = ["mean", *(_geometric(evaluations[0]["users"], measure) if evaluations else {})]
+    whole = ["mean", *(_named_geometric_mean(evaluations[0]["users"], measure) if evaluations else {})]
     table = Table("round", *whole, title=f"test {measure} by round", title_justify="left", box=None)
     names = users_with_column(dict.fromkeys(name for e in evaluations for name in e["users"]))
     for name in names:
@@ -159,12 +160,12 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
         scores = [
             number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not reported" for n in names
         ]
-        means = [e[f"mean_test_{measure}"], *_geometric(e["users"], measure).values()]
+        means = [e[f"mean_test_{measure}"], *_named_geometric_mean(e["users"], measure).values()]
         table.add_row(str(e["round"]), *(_mean_text(mean, e, measure) for mean in means), *scores)
     return table
 
 
-def _geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
+def _named_geometric_mean(users: Mapping[str, Mapping[str, float | None]], measure: str) -> dict[str, float | None]:
     """Return the geometric mean over users by its name in tables; empty for measures other than perplexity."""
     return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
 
@@ -206,32 +207,41 @@ def curve_svg(events: Sequence[dict[str, Any]]) -> str:
         name: [(e["round"], e["users"].get(name, {}).get(f"test_{measure}")) for e in evaluations]
         for name in users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"]))
     }
-    return _draw(mean, by_user, measure)
+    return _draw_curves(mean, by_user, measure)
 
 
-def _draw(mean: Curve, by_user: Mapping[str, Curve], measure: str) -> str:
+def _draw_curves(mean: Curve, by_user: Mapping[str, Curve], measure: str) -> str:
+    """Draw learning curves as an SVG.
+
+    Args:
+        mean: The mean over users, which is drawn bold.
+        by_user: Each user's curve by name; empty for many users.
+        measure: The measure; perplexities have a logarithmic axis.
+    """
     known = [value for curve in (mean, *by_user.values()) for _, value in curve if value is not None]
     low, high, last = min(known), max(known), mean[-1][0]
     scale = math.log if measure == "perplexity" else float
 
     def place(round_number: int, value: float) -> tuple[float, float]:
+        """Return the position of a point in pixels; y grows downwards."""
         across = round_number / last if last else 0.5
         up = (scale(value) - scale(low)) / (scale(high) - scale(low)) if scale(high) > scale(low) else 0.5
         return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
 
     def line(curve: Curve, name: str, style: str) -> str:
+        """Return the markup of one curve, with ``name`` as its tooltip."""
         parts = [[place(*point) for point in part] for part in _finite_parts(curve)]
         drawn = "".join(_polyline(part) if len(part) > 1 else _dot(part[0]) for part in parts)
         return f"<g {style}><title>{escape(printable(name))}</title>{drawn}</g>"
 
     left, bottom, right = _LEFT, HEIGHT - _BOTTOM, WIDTH - _RIGHT
     label = escape(f"test {measure} by round ({rule(measure)})")
-    ticks = [_text(left - 6, place(0, low)[1] + 4, "end", number(low, measure))]
+    ticks = [_svg_text(left - 6, place(0, low)[1] + 4, "end", number(low, measure))]
     if high > low:
-        ticks.append(_text(left - 6, place(0, high)[1] + 4, "end", number(high, measure)))
+        ticks.append(_svg_text(left - 6, place(0, high)[1] + 4, "end", number(high, measure)))
     if last:
-        ticks += [_text(left, HEIGHT - 8, "middle", "0"), _text(right, HEIGHT - 8, "end", str(last))]
-    ticks.append(_text((left + right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
+        ticks += [_svg_text(left, HEIGHT - 8, "middle", "0"), _svg_text(right, HEIGHT - 8, "end", str(last))]
+    ticks.append(_svg_text((left + right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
     users = "".join(line(curve, name, 'stroke-opacity="0.4" fill-opacity="0.4"') for name, curve in by_user.items())
     average = line(mean, "mean", 'stroke-width="2.5"')
     return (
@@ -243,6 +253,7 @@ def _draw(mean: Curve, by_user: Mapping[str, Curve], measure: str) -> str:
 
 
 def _finite_parts(curve: Curve) -> list[list[tuple[int, float]]]:
+    """Split a curve at values that are not finite; return the parts between them."""
     parts: list[list[tuple[int, float]]] = [[]]
     for round_number, value in curve:
         if value is None:
@@ -261,16 +272,16 @@ def _dot(point: tuple[float, float]) -> str:
     return f'<circle cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="3"/>'
 
 
-def _text(x: float, y: float, anchor: str, text: str) -> str:
+def _svg_text(x: float, y: float, anchor: str, text: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-MOST = 12
+MOST_WEIGHTS = 12
 """Largest number of users of each entry that the page lists, those with the smallest weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class UploadWeights:
     """Weights of one user's uploads over the rounds and seeds of an entry.
 
     Args:
@@ -286,7 +297,7 @@ class Counted:
     mean: float
 
 
-def counted(entry: Entry) -> list[Counted]:
+def upload_weights(entry: Entry) -> list[UploadWeights]:
     """Return every user with uploads weighted by an aggregation rule, smallest mean weights first."""
     shares: dict[str, list[float]] = {}
     for run in entry.runs:
@@ -294,7 +305,7 @@ def counted(entry: Entry) -> list[Counted]:
             for user, share in event.get("counted", {}).items():
                 shares.setdefault(user, []).append(share)
     by_user = [
-        Counted(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))
+        UploadWeights(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))
         for user, of_user in shares.items()
     ]
     return sorted(by_user, key=lambda item: (item.mean, -item.left_out))
@@ -304,14 +315,18 @@ def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
     """Return for the page, for each entry with an aggregation rule, the users with the smallest weights."""
     tables = []
     for entry in entries:
-        if users := counted(entry):
-            rule = entry.first.judged[0]["rule"]
-            cells = [(item.user, f"{item.left_out} of {item.uploads}", f"{item.mean:.2f}") for item in users[:MOST]]
-            tables.append({"label": entry.label, "rule": rule, "rows": cells, "more": len(users) - len(cells)})
+        if users := upload_weights(entry):
+            aggregation_rule = entry.first.judged[0]["rule"]
+            cells = [
+                (item.user, f"{item.left_out} of {item.uploads}", f"{item.mean:.2f}") for item in users[:MOST_WEIGHTS]
+            ]
+            tables.append(
+                {"label": entry.label, "rule": aggregation_rule, "rows": cells, "more": len(users) - len(cells)}
+            )
     return tables
 
 
-_ROWS = {
+_JOINED_MODELS = {
     "pretrained": "the base as it is",
     "local": "trained alone, from scratch",
     "shared": "shared model of the federation, before any training",
@@ -333,13 +348,13 @@ def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]
     table.add_column(measure, justify="right", style="bold")
     table.add_column(f"training {unit.removeprefix('train_')}", justify="right")
     table.add_column("")
-    for row, what in _ROWS.items():
+    for row, what in _JOINED_MODELS.items():
         value = rows[row]
         table.add_row(row, number(value[f"test_{measure}"], measure), f"{value[unit]:,}", words(what, "dim"))
     return table
 
 
-_STYLES = {"here": "green", "away": "red", "expected": "dim"}
+_STATE_STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
 
 def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.Table:
@@ -349,7 +364,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     the recipe it also has epsilon, and the weight of each user's last upload. It is empty while its file is missing or
     cannot be read.
     """
-    content = _read(folder)
+    content = _read_participants(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
     measure = content.get("measure") or "test"
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
@@ -362,15 +377,16 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     table.add_column("")
     order = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
     listed = order if all_users or len(order) <= MOST_ROWS else order[:MOST_ROWS]
-    for name in listed if len(listed) < len(users) else users:
-        *cells, why = _row(name, users[name], measure)
-        table.add_row(*cells, *(_known(users[name].get(column)) for column in more), why)
+    for name in listed if len(listed) < len(users) else users:  # if all are listed, in the file's order
+        *cells, why = _participant_row(name, users[name], measure)
+        table.add_row(*cells, *(_number_or_dash(users[name].get(column)) for column in more), why)
     if len(listed) < len(users):
         table.caption, table.caption_justify = words(f"and {len(users) - len(listed):,} more", "table.caption"), "left"
     return table
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_participants(folder: Path) -> dict[str, Any]:
+    """Return the content of a federation's file of participants; empty if it is missing or unreadable."""
     try:
         content = json.loads((folder / PARTICIPANTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -379,40 +395,52 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _participants_title(content: Mapping[str, Any]) -> str:
+    """Return the title of the table of clients: rounds that are done, clients by state, and the epsilon spent.
+
+    Args:
+        content: The content of the file of participants; empty if there is none yet.
+    """
     if not content:
         return "waiting for the coordinator"
     states = [user["state"] for user in content["users"].values()]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in _STYLES if state in states)
+    counts = ", ".join(f"{states.count(state)} {state}" for state in _STATE_STYLES if state in states)
     spent = content.get("privacy")
     at = f" · epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}" if spent else ""
     return f"{content['round']} of {content['rounds']} rounds are done · {counts}{at}"
 
 
-def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[str | Text, ...]:
+def _participant_row(name: str, user: Mapping[str, Any], measure: str) -> tuple[str | Text, ...]:
+    """Return the cells of a client's row without the optional columns; the last one says why a client is away.
+
+    Args:
+        name: The user's name.
+        user: The user's entry in the file of participants.
+        measure: The measure of test results.
+    """
     seen, loss, test = user["seen"], user["train_loss_nats"], user["test"]
     return (
         words(name),
-        words(user["state"], _STYLES[user["state"]]),
+        words(user["state"], _STATE_STYLES[user["state"]]),
         str(user["round"] or "–"),
-        f"{_ago(time.time() - seen)}" if seen is not None else "never",
-        _size(user["upload_bytes"]),
-        _size(user["download_bytes"]),
+        f"{_ago_text(time.time() - seen)}" if seen is not None else "never",
+        _size_text(user["upload_bytes"]),
+        _size_text(user["download_bytes"]),
         "–" if loss is None else f"{loss:.3f}",
         "–" if test is None else number(test, measure),
         words(user["why"], "dim"),
     )
 
 
-def _known(value: float | None) -> str:
+def _number_or_dash(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _size(count: int) -> str:
+def _size_text(count: int) -> str:
     unit, name = byte_unit(count)
     return f"{count / unit:,.1f} {name}" if unit > 1 else f"{count} B"
 
 
-def _ago(seconds: float) -> str:
+def _ago_text(seconds: float) -> str:
     for size, name in ((3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"
@@ -434,22 +462,23 @@ def ledger(costs: Sequence[Cost]) -> list[list[str]]:
         bytes_of("upload_bytes"),
         bytes_of("download_bytes"),
         ["–" if item.peak_memory_bytes is None else f"{item.peak_memory_bytes / 1e9:,.2f} GB" for item in costs],
-        [_measured(item.per_second) for item in costs],
-        [_measured(item.wall_seconds) for item in costs],
+        [_mean_and_deviation(item.per_second) for item in costs],
+        [_mean_and_deviation(item.wall_seconds) for item in costs],
         [item.place for item in costs],
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _measured(value: Spread | None) -> str:
+def _mean_and_deviation(value: Spread | None) -> str:
+    """Return a mean with its deviation over seeds as text; a dash if it is unknown."""
     if value is None:
         return "–"
     digits = 0 if value.mean >= 10 else 1
     return f"{value.mean:,.{digits}f}" + ("" if value.std is None else f" ({value.std:,.{digits}f})")
 
 
-_MEANS = ("mean", "geometric mean")
-_COSTS = ("trainable", "upload / round", "seconds")
+_MEAN_HEADINGS = ("mean", "geometric mean")
+_COST_HEADINGS = ("trainable", "upload / round", "seconds")
 
 
 def write_comparison(
@@ -476,8 +505,8 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, floa
         columns = [(printable(name), [row["users"][name] for row in rows]) for name in names]
     else:
         spread = [[row["users"][name] for name in _spread_users(row["users"], measure)] for row in rows]
-        columns = [(name, [of_row[i] for of_row in spread]) for i, name in enumerate(_SPREAD)]
-    means = zip(_MEANS, (f"mean_test_{measure}", GEOMETRIC), strict=True)
+        columns = [(name, [of_row[i] for of_row in spread]) for i, name in enumerate(_SPREAD_SHARES)]
+    means = zip(_MEAN_HEADINGS, (f"mean_test_{measure}", GEOMETRIC), strict=True)
     return columns + [(name, [row[key] for row in rows]) for name, key in means if all(key in row for row in rows)]
 
 
@@ -488,32 +517,32 @@ def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
     typical = typical_budget(counts)
     trainable = [f"{count:,}" + (" †" if is_unequal(count, typical) else "") for count in counts]
     sent = sizes([row["upload_bytes_per_user_round"] for row in rows])
-    return list(zip(_COSTS, (trainable, sent, [seconds_text(row["wall_seconds"]) for row in rows]), strict=True))
+    return list(
+        zip(_COST_HEADINGS, (trainable, sent, [seconds_text(row["wall_seconds"]) for row in rows]), strict=True)
+    )
 
 
-def _cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows as text: method, users, means, parameters, upload, time."""
-    several = any(len(row["seeds"]) > 1 for row in table["methods"])
+def _text_cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a comparison as text: method, users, means, parameters, upload, time."""
+    has_deviations = any(len(row["seeds"]) > 1 for row in table["methods"])
     measure = measure_of(table["methods"][0])
 
     def cell(value: dict[str, float | None]) -> str:
-        deviation = value["std"]
-        return number(value["mean"], measure) + (
-            f" ({number(deviation, measure)})" if several and deviation is not None else ""
-        )
+        mean, deviation = number(value["mean"], measure), value["std"]
+        return mean if deviation is None or not has_deviations else f"{mean} ({number(deviation, measure)})"
 
     scores = [(name, [cell(value) for value in values]) for name, values in score_columns(table)]
     columns = [("method", [row["method"] for row in table["methods"]]), *scores, *cost_columns(table)]
     return [name for name, _ in columns], [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
 
 
-_SPREAD = {"best": 0.0, "median": 0.5, "worst": 1.0}
+_SPREAD_SHARES = {"best": 0.0, "median": 0.5, "worst": 1.0}
 
 
 def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> list[str]:
     """Return the best, the median and the worst user of a method."""
     ordered = best_first({name: user["mean"] for name, user in users.items()}, measure)
-    return [at_share(ordered, share) for share in _SPREAD.values()]
+    return [at_share(ordered, share) for share in _SPREAD_SHARES.values()]
 
 
 def note_of(table: ComparisonTable) -> str:
@@ -527,10 +556,10 @@ def note_of(table: ComparisonTable) -> str:
     ]
     warned = [f"{row['method']}, {warning}" for row in table["methods"] for warning in row.get("warnings", ())]
     rows = table["methods"]
-    return "; ".join(filter(None, [_sample_note(rows), *missing, budget, *_stopped(rows), *private, *warned]))
+    return "; ".join(filter(None, [_sample_note(rows), *missing, budget, *_early_ends(rows), *private, *warned]))
 
 
-def _stopped(rows: Sequence[MethodRow]) -> Iterator[str]:
+def _early_ends(rows: Sequence[MethodRow]) -> Iterator[str]:
     """Yield notes on methods whose runs ended early because their privacy budget was spent."""
     for row in rows:
         if planned := row.get("planned_rounds"):
@@ -559,7 +588,7 @@ def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
 
 def markdown(table: ComparisonTable) -> str:
     """Return a comparison as Markdown tables."""
-    head, rows = _cells(table)
+    head, rows = _text_cells(table)
     lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
     lines += [markdown_line(row) for row in rows]
     lines += ["", note] if (note := note_of(table)) else []
@@ -594,18 +623,19 @@ def render_comparison(table: ComparisonTable) -> Iterator[Table]:
 
     With several seeds costs are in a second table, as deviations take up the width.
     """
-    head, rows = _cells(table)
-    several = any(len(row["seeds"]) > 1 for row in table["methods"])
-    costs = len(head) - (len(_COSTS) if several else 0)
-    yield _shown_table(title_of(table), head[:costs], [row[:costs] for row in rows])
-    if several:
-        yield _shown_table("", [head[0], *_COSTS], [[row[0], *row[costs:]] for row in rows])
+    head, rows = _text_cells(table)
+    has_deviations = any(len(row["seeds"]) > 1 for row in table["methods"])
+    first_cost = len(head) - (len(_COST_HEADINGS) if has_deviations else 0)
+    yield _text_table(title_of(table), head[:first_cost], [row[:first_cost] for row in rows])
+    if has_deviations:
+        yield _text_table("", [head[0], *_COST_HEADINGS], [[row[0], *row[first_cost:]] for row in rows])
 
 
-def _shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table for the terminal, whose first column does not wrap and whose means are bold."""
     result = Table(title=title or None, title_justify="left", box=None)
     for i, name in enumerate(head):
-        style = "bold" if name in _MEANS else ""
+        style = "bold" if name in _MEAN_HEADINGS else ""
         justify = "left" if i == 0 else "right"
         result.add_column(words(name), justify=justify, style=style, no_wrap=i == 0, overflow="fold")
     for row in rows:
@@ -613,7 +643,7 @@ def _shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
     return result
 
 
-_CHARACTERS = {
+_LATEX_CHARACTERS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -630,7 +660,7 @@ _CHARACTERS = {
     "±": r"$\pm$",
     "·": r"\textperiodcentered{}",
 }
-_SPECIAL = re.compile("|".join(map(re.escape, _CHARACTERS)))
+_LATEX_SPECIAL = re.compile("|".join(map(re.escape, _LATEX_CHARACTERS)))
 _HYPHENS = re.compile("-(?=-)")
 """Hyphens before another hyphen, which LaTeX would join to a dash."""
 
@@ -641,7 +671,7 @@ def escape_latex(text: object) -> str:
     >>> escape_latex("50% of a_b")
     '50\\\\% of a\\\\_b'
     """
-    return _HYPHENS.sub("-{}", _SPECIAL.sub(lambda match: _CHARACTERS[match[0]], printable(text)))
+    return _HYPHENS.sub("-{}", _LATEX_SPECIAL.sub(lambda match: _LATEX_CHARACTERS[match[0]], printable(text)))
 
 
 def latex(table: ComparisonTable, *, all_users: bool = False) -> str:
@@ -661,22 +691,29 @@ def latex(table: ComparisonTable, *, all_users: bool = False) -> str:
     scores = [(escape_latex(name), _latex_cells(values, seeds, measure)) for name, values in score_columns(table)]
     costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
     columns = [("method", methods), *scores]
-    parted = [columns, [columns[0], *costs]] if max(seeds) > 1 else [[*columns, *costs]]  # deviations leave no room
+    # Deviations over several seeds leave no room for costs beside the results.
+    tabulars = [columns, [columns[0], *costs]] if max(seeds) > 1 else [[*columns, *costs]]
     best = "; best in bold" if len(rows) > 1 else ""
     title = title_of(table, spread="mean ± std")
-    bodies = [_tabular([name for name, _ in part], zip(*(c for _, c in part), strict=True)) for part in parted]
-    parts = [_environment(f"{title}{best}", bodies, note_of(table))]
+    bodies = [_tabular([name for name, _ in part], zip(*(c for _, c in part), strict=True)) for part in tabulars]
+    parts = [_table_environment(f"{title}{best}", bodies, note_of(table))]
     users = rows[0]["users"]
     if all_users and not users_with_column(users):
         body = [
             [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
         ]
-        parts.append(_environment(f"every user: {title}{best}", [_tabular(["user", *methods], body)], ""))
+        parts.append(_table_environment(f"every user: {title}{best}", [_tabular(["user", *methods], body)], ""))
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts)
 
 
 def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:
-    """Return the cells of a column, or of a row of users' results, with the best in bold."""
+    """Return the cells of a column, or of a row of users' results, with the best in bold.
+
+    Args:
+        values: Mean and deviation over seeds of each cell.
+        seeds: Number of seeds of each cell's method; deviations of one seed are not shown.
+        measure: Their measure.
+    """
     finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
     best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None
     cells = []
@@ -688,7 +725,14 @@ def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: st
     return cells
 
 
-def _environment(caption: str, tabulars: Sequence[str], note: str) -> str:
+def _table_environment(caption: str, tabulars: Sequence[str], note: str) -> str:
+    """Return a LaTeX ``table`` environment.
+
+    Args:
+        caption: The caption, as plain text.
+        tabulars: LaTeX tabulars, which are placed below each other.
+        note: A note below them, as plain text; empty for none.
+    """
     lines = [
         r"\begin{table}",
         r"  \centering",
@@ -702,17 +746,18 @@ def _environment(caption: str, tabulars: Sequence[str], note: str) -> str:
 
 
 def _tabular(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a LaTeX ``tabular`` with a left-aligned first column; cells are LaTeX already."""
     lines = [
         rf"  \begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
         r"    \toprule",
-        *_lines([head]),
+        *_latex_rows([head]),
         r"    \midrule",
-        *_lines(rows),
+        *_latex_rows(rows),
         r"    \bottomrule",
         r"  \end{tabular}",
     ]
     return "\n".join(lines)
 
 
-def _lines(rows: Iterable[Sequence[str]]) -> list[str]:
+def _latex_rows(rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"    {' & '.join(row)} \\\\" for row in rows]
