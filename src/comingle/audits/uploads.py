@@ -266,7 +266,7 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     if weight is None or bias is None or len(weight.shape) != 2:
         raise RunError("the net's first layer is not linear with a bias; gradients are inverted only there")
     if not all(all(slot.chosen(set(shared))) for slot in (weight, bias)):
-        raise RunError("the net's first layer stays with its user, so there is no upload to invert_uploads")
+        raise RunError("the net's first layer stays with its user, so there is no upload to invert")
     return weight.name, bias.name
 
 

@@ -326,7 +326,7 @@ def _memory_table(plan: PlanRecord) -> Table:
             ("", "a device of one user", alone, method["own_device"]),
         ):
             table.add_row(
-                name, where, size, *(_megabytes_number(part_bytes[f"{key}_bytes_text"]) for key in (*keys, "total"))
+                name, where, size, *(_megabytes_number(part_bytes[f"{key}_bytes"]) for key in (*keys, "total"))
             )
     return table
 
