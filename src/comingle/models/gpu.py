@@ -98,16 +98,16 @@ class TritonBackend:
         experts, rank = a.shape[1:3]
         chunks = -(-hidden // COLUMNS)
         mixed = torch.empty_like(bases[0])
-        parts = a.new_empty(chunks, users, n, experts * rank, dtype=torch.float32)
-        given = _leading_arguments(bases, biases, z, gates, b, a)
-        sizes = _constants(act, biases, a)
+        partial_sums = a.new_empty(chunks, users, n, experts * rank, dtype=torch.float32)
+        tensors = _leading_arguments(bases, biases, z, gates, b, a)
+        constants = _compile_time_arguments(act, biases, a)
         with torch.cuda.device_of(mixed):  # Triton launches on the current device
             self.programs.forward[chunks, -(-n // TOKENS), users](
-                *given, mixed, parts, n, hidden, scale, *z.stride()[:2], **sizes
+                *tensors, mixed, partial_sums, n, hidden, scale, *z.stride()[:2], **constants
             )
-        last = parts.sum(0).mul_(scale)
-        gated = last.view(users, n, experts, rank) * gates.unsqueeze(-1)
-        return mixed, last.to(z.dtype), gated.flatten(2).to(z.dtype)
+        z_last = partial_sums.sum(0).mul_(scale)
+        gated = z_last.view(users, n, experts, rank) * gates.unsqueeze(-1)
+        return mixed, z_last.to(z.dtype), gated.flatten(2).to(z.dtype)
 
     def backward(
         self,
@@ -130,42 +130,55 @@ class TritonBackend:
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
-        chunks = -(-hidden // COLUMNS)
+        chunks = -(-hidden // COLUMNS)  # rounded up
         d_mixed, d_gated = d_mixed.contiguous(), d_gated.contiguous()
         d_bases = [torch.empty_like(base) for base in bases]
         d_z = a.new_empty(chunks, users, n, len(b) * experts * rank, dtype=torch.float32)
         d_gates = a.new_empty(chunks, *gates.shape, dtype=torch.float32)
-        given = (*_leading_arguments(bases, biases, z, gates, b, a), d_mixed, d_gated)
-        numbers, sizes = (n, hidden, scale, *z.stride()[:2]), _constants(act, biases, a)
+        tensors = (*_leading_arguments(bases, biases, z, gates, b, a), d_mixed, d_gated)
+        numbers, constants = (n, hidden, scale, *z.stride()[:2]), _compile_time_arguments(act, biases, a)
         with torch.cuda.device_of(d_mixed):
             self.programs.backward[chunks, -(-n // TOKENS), users](
-                *given, d_bases[0], d_bases[-1], d_z, d_gates, *numbers, **sizes
+                *tensors, d_bases[0], d_bases[-1], d_z, d_gates, *numbers, **constants
             )
-        found: list[Factor] = []
+        d_factors: list[Factor] = []
         if factors:
             ranges = -(-n // SPAN)
-            parts = [a.new_empty(ranges, *a.shape, dtype=torch.float32) for _ in (*b, a)]
+            partial_sums = [a.new_empty(ranges, *a.shape, dtype=torch.float32) for _ in (*b, a)]
             with torch.cuda.device_of(d_mixed):
                 self.programs.backward_factors[chunks, ranges, users * experts](
-                    *given, parts[0], parts[-2], parts[-1], *numbers, SPAN, **sizes
+                    *tensors, partial_sums[0], partial_sums[-2], partial_sums[-1], *numbers, SPAN, **constants
                 )
-            found = [part.sum(0).to(a.dtype) for part in parts]
+            d_factors = [partial.sum(0).to(a.dtype) for partial in partial_sums]
+        # Gates have two gradients: through the mixed activations, and through the last layer's LoRA.
         d_last_gates = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
-        *d_b, d_a = found or [None]
+        *d_b, d_a = d_factors or [None]
         return d_bases, d_z.sum(0).mul_(scale).to(z.dtype), d_gates.sum(0) + d_last_gates, d_b, d_a  # type: ignore[return-value]
 
 
 def _leading_arguments(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
 ) -> tuple[object, ...]:
-    """Return the kernels' first arguments: a plain MLP's layer twice, and any tensor for a missing bias."""
+    """Return the kernels' first arguments: a plain MLP's layer twice, and any tensor for a missing bias.
+
+    Arguments are as in :func:`comingle.models.kernels.expert_mlp.forward`.
+    """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1
-    addresses = [bases[0] if bias is None else bias for bias in biases]
-    return bases[0], bases[-1], addresses[0], addresses[-1], z, gates, b[0], b[-1], a
+    bias_or_any = [bases[0] if bias is None else bias for bias in biases]
+    return bases[0], bases[-1], bias_or_any[0], bias_or_any[-1], z, gates, b[0], b[-1], a
 
 
-def _constants(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor) -> dict[str, object]:
+def _compile_time_arguments(
+    act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor
+) -> dict[str, object]:
+    """Return the kernels' ``constexpr`` arguments, for each combination of which Triton compiles a variant.
+
+    Args:
+        act: The activation.
+        biases: The bias of each first layer, or None.
+        a: A of the last layer, ``(users, experts, rank, hidden)``.
+    """
     rank = a.shape[2]
     return {
         "ACT": ACTIVATION_CODES[act],
@@ -174,7 +187,7 @@ def _constants(act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: T
         "BIASED_1": biases[-1] is not None,
         "EXPERTS": a.shape[1],
         "RANK": rank,
-        "WIDE": max(MIN_INNER, 1 << (rank - 1).bit_length()),
+        "WIDE": max(MIN_INNER, 1 << (rank - 1).bit_length()),  # the next power of two
         "TOKENS": TOKENS,
         "COLUMNS": COLUMNS,
         "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",
@@ -187,7 +200,9 @@ WARMUP_PASSES = 3
 """Warm-up passes before a recording, in which code is compiled and libraries choose algorithms."""
 
 Key = tuple[Any, ...]
+"""Names, shapes, dtypes and gradients of a pass's inputs."""
 Work = Callable[[], None]
+"""Function that reads and writes static memory."""
 
 
 def recorded(model: AdaptedModel) -> AdaptedModel:
@@ -206,31 +221,38 @@ class RecordedModel(AdaptedModel):
 
         The pass runs without a recording if gates are watched, or while another replay awaits its backward pass.
         """
-        trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+        is_training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         record_gates = any(mlp.router.record_gates for mlp in self.adapters.experts.values())
-        if not trained or record_gates or isinstance(inputs, FakeTensor):
+        if not is_training or record_gates or isinstance(inputs, FakeTensor):
             return super().states(tensors, present, inputs)
         if any(recording is not None and recording.busy for recording in self.recordings.values()):
             return super().states(tensors, present, inputs)
-        given = (*tensors.values(), present, inputs)
-        key = (*tensors, *((t.shape, t.dtype, t.requires_grad) for t in given))
+        arguments = (*tensors.values(), present, inputs)
+        key = (*tensors, *((t.shape, t.dtype, t.requires_grad) for t in arguments))
         if key not in self.recordings and len(self.recordings) < MAX_RECORDINGS:
-            self.recordings[key] = self._record(tuple(tensors), given)
+            self.recordings[key] = self._record(tuple(tensors), arguments)
         recording = self.recordings.get(key)
         if recording is None:
             return super().states(tensors, present, inputs)
-        found: Any = _Replayed.apply(recording, *given)
-        return found if len(found) == 2 else (*found, recording.penalty)
+        outputs: Any = _Replayed.apply(recording, *arguments)
+        return outputs if len(outputs) == 2 else (*outputs, recording.penalty)  # a constant penalty is no output
 
     def _record(self, names: tuple[str, ...], given: Sequence[Tensor]) -> Recording | None:
-        """Record a pass; log a warning and return None if it cannot be captured."""
+        """Record a pass; log a warning and return None if it cannot be captured.
+
+        Args:
+            names: Names of the users' tensors.
+            given: These tensors, the users' experts and the tokens, as in :meth:`states`.
+        """
         # Not ``self``, which holds the recording: a reference cycle would keep the memory of a pass.
         plain = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
 
         def run(*static: Tensor) -> tuple[Tensor, Tensor | float]:
+            """Return :meth:`AdaptedModel.states` of the recording's static inputs."""
             with without_packing():
-                return plain.states(dict(zip(names, static, strict=False)), static[-2], static[-1])
+                *tensors, present, inputs = static
+                return plain.states(dict(zip(names, tensors, strict=True)), present, inputs)
 
         try:
             return Recording(run, given, pools[0] if pools else None)
@@ -252,6 +274,7 @@ class Recording:
     """
 
     def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: object):
+        """Capture the forward pass and then its backward pass, after warm-up passes."""
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         self.leaves = [t for t in self.inputs if t.requires_grad]
         self.run = run
@@ -271,17 +294,20 @@ class Recording:
         return last_replay is not None and not last_replay.done
 
     def _forward(self) -> None:
+        """Run the function on the static inputs and keep its outputs; a penalty without gradient stays a number."""
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
         self.outputs = [hidden, penalty] if isinstance(penalty, Tensor) else [hidden]
         self.penalty = penalty if isinstance(penalty, float) else 0.0
 
     def _backward(self) -> None:
+        """Compute the gradients of the inputs from the static gradients of the outputs."""
         pairs = [(t, d) for t, d in zip(self.outputs, self.output_gradients, strict=True) if d is not None]
         outputs, output_gradients = zip(*pairs, strict=True)
         self.gradients = torch.autograd.grad(outputs, self.leaves, output_gradients, materialize_grads=True)
 
     def _run_once(self) -> None:
+        """Run both passes without capturing, to warm up, and free their memory."""
         self._forward()
         self.output_gradients = [torch.zeros_like(t) if t.requires_grad else None for t in self.outputs]
         self._backward()
@@ -299,6 +325,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, recording: Recording, *given: Tensor) -> tuple[Tensor, ...]:
+        """Copy the inputs into static memory, replay the forward pass and return copies of its outputs."""
         for static, t in zip(recording.inputs, given, strict=True):
             static.detach().copy_(t)
         recording.forward()
@@ -308,14 +335,15 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Replay the backward pass with these gradients of the outputs; return those of the inputs."""
         assert not ctx.replay.done  # the first backward pass has overwritten its memory
         recording, ctx.replay.done = ctx.recording, True
         for static, d in zip(recording.output_gradients, output_gradients, strict=True):
             if static is not None:
                 static.copy_(d)
         recording.backward()
-        found = iter(recording.gradients)
-        return None, *(next(found).clone() if t.requires_grad else None for t in recording.inputs)
+        gradients = iter(recording.gradients)
+        return None, *(next(gradients).clone() if t.requires_grad else None for t in recording.inputs)
 
 
 @contextmanager
@@ -327,14 +355,14 @@ def without_packing() -> Iterator[None]:
     """
     from transformers import masking_utils
 
-    if (found := getattr(masking_utils, _PACKING_DETECTOR, None)) is None:  # missing in some versions
+    if (detector := getattr(masking_utils, _PACKING_DETECTOR, None)) is None:  # missing in some versions
         yield
         return
     setattr(masking_utils, _PACKING_DETECTOR, lambda *_, **__: None)
     try:
         yield
     finally:
-        setattr(masking_utils, _PACKING_DETECTOR, found)
+        setattr(masking_utils, _PACKING_DETECTOR, detector)
 
 
 _PACKING_DETECTOR = "find_packed_sequence_indices"

@@ -59,30 +59,43 @@ def cross_entropy(
 
 
 class _HeadLoss(torch.autograd.Function):
+    """Cross-entropy of positions that all have a target, whose gradient is computed in the forward pass."""
+
     @staticmethod
     def forward(ctx: Context, hidden: Float[Tensor, "n width"], targets: Int[Tensor, " n"], head: Head) -> Tensor:
+        """Return the loss of each position in nats, ``(n,)``; keep the gradients of ``hidden`` if needed."""
         losses = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        parts = max(1, math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES))
-        size = max(1, math.ceil(len(targets) / parts))  # equal parts: a shorter last one would compile another kernel
+        logits_bytes = len(targets) * head.weight.shape[0] * hidden.element_size()
+        chunks = max(1, math.ceil(logits_bytes / CHUNK_BYTES))
+        size = max(1, math.ceil(len(targets) / chunks))  # equal sizes: a shorter last one would compile another kernel
         for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            losses[part], grad = _chunk(hidden[part], targets[part], head, grads is not None)
+            chunk = slice(start, start + size)
+            losses[chunk], grad = _chunk_loss(hidden[chunk], targets[chunk], head, grads is not None)
             if grads is not None and grad is not None:
-                grads[part] = grad
+                grads[chunk] = grad
         ctx.save_for_backward(grads)
         return losses
 
     @staticmethod
     def backward(ctx: Context, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """Return the gradient of ``hidden``; head and targets have none."""
         (grads,) = ctx.saved_tensors
         return grads * d_losses.unsqueeze(1).to(grads.dtype), None, None
 
 
-def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of one chunk and, with ``keep``, their gradient with respect to ``hidden``."""
+def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of one chunk and, if wanted, their gradient with respect to ``hidden``.
+
+    Args:
+        hidden: Hidden states ``(n, width)``.
+        ids: Target of each position.
+        head: The frozen head.
+        keep: Compute the gradient; otherwise it is None.
+    """
     raw = F.linear(hidden, head.weight, head.bias)
-    logits, slope = (raw, None) if head.softcap is None and head.scale == 1.0 else _transform(raw, head)
+    is_linear = head.softcap is None and head.scale == 1.0
+    logits, slope = (raw, None) if is_linear else _scale_and_cap(raw, head)
     parts = None if native_softmax_parts is None else native_softmax_parts(logits, ids, keep)
     loss, weights, total = softmax_parts(logits, ids) if parts is None else parts
     if not keep:
@@ -104,20 +117,20 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
     dtype, and its sum ``(n,)``.
     """
     exact = wide(logits)
-    top = exact.amax(1)
-    weights = torch.exp(exact - top.unsqueeze(1))
+    largest = exact.amax(1)
+    weights = torch.exp(exact - largest.unsqueeze(1))
     total = weights.sum(1)
-    picked = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
-    return top + torch.log(total) - picked, weights.to(logits.dtype), total
+    of_targets = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
+    return largest + torch.log(total) - of_targets, weights.to(logits.dtype), total
 
 
-def _transform(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the scaled and soft-capped logits, and their derivative with respect to ``raw``."""
     scaled = raw * head.scale
     if head.softcap is None:
         return scaled, torch.full_like(raw[:, :1], head.scale)
-    bent = torch.tanh(scaled / head.softcap)
-    return bent * head.softcap, (1 - bent * bent) * head.scale
+    tanh = torch.tanh(scaled / head.softcap)
+    return tanh * head.softcap, (1 - tanh * tanh) * head.scale
 
 
 def use_native_code(network: PreTrainedModel, *, attention: bool) -> None:

@@ -17,7 +17,9 @@ from comingle.utils.registry import Registry
 from comingle.utils.seeds import derive
 
 Shape = Sequence[int]
+"""Shape of a sample, without the batch."""
 Build = Callable[[Shape, int], nn.Module]
+"""Function that returns a net for a shape of samples and a number of outputs."""
 
 MAX_HIDDEN = 512
 """Largest number of hidden units of :func:`_mlp`."""
@@ -39,13 +41,18 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
     if name not in NETS:
         raise RecipeError(f"base: no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
     if seed is None:
-        return _build(name, input_shape, outputs)
+        return _build_net(name, input_shape, outputs)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("net", name, seed))
-        return _build(name, input_shape, outputs)
+        return _build_net(name, input_shape, outputs)
 
 
-def _build(name: str, input_shape: Shape, outputs: int) -> nn.Module:
+def _build_net(name: str, input_shape: Shape, outputs: int) -> nn.Module:
+    """Call a registered builder and check its result.
+
+    Raises:
+        PluginError: The builder is not a function, or returns something else than a module.
+    """
     build = NETS[name]
     if not callable(build):
         raise PluginError(f"net {name!r}: got {type(build).__name__}; allowed: a function that returns an nn.Module")
@@ -56,6 +63,7 @@ def _build(name: str, input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _linear(input_shape: Shape, outputs: int) -> nn.Module:
+    """Build one linear layer on the flattened sample."""
     layer = nn.Linear(prod(input_shape), outputs)
     return layer if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), layer)
 

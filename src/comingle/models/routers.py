@@ -41,7 +41,7 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
     """
     weights = present.double()
     if balance == "generalist":
-        others = weights.sum(-1, keepdim=True) - 1
+        others = weights.sum(-1, keepdim=True) - 1  # n - 1
         weights = weights * others.clamp(min=1) * 2 / (others**2 + 1)
         weights[:, 0] = (2 / (others**2 + 1)).squeeze(-1)
     return weights
@@ -64,7 +64,7 @@ def balance_penalty(
         present: Mask of the experts that each user has.
         balance: Form of the penalty.
     """
-    share = picks.to(logits.dtype).mean(1)
+    share = picks.to(logits.dtype).mean(1)  # (users, experts)
     probability = logits.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
     weights = balance_weights(present, balance).to(logits.dtype)
     return present.sum(-1) * (weights * share * probability).sum(-1)
@@ -122,11 +122,11 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "users n width"]) -> Float[Tensor, "users n experts"]:
         """Return the gates, in float32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(x.dtype, torch.float32)
         if self.weight is None:
-            gates = uniform_gates(self.present).to(wide)
+            gates = uniform_gates(self.present).to(dtype)
             return gates.unsqueeze(1).expand(-1, x.shape[1], -1)
-        return self.choose(torch.bmm(x, self.weight.to(x.dtype).mT).to(wide), x)
+        return self.choose(torch.bmm(x, self.weight.to(x.dtype).mT).to(dtype), x)
 
     def choose(
         self, logits: Float[Tensor, "users n _"], x: Float[Tensor, "users n width"]
@@ -145,8 +145,8 @@ class Router(nn.Module):
     def balances(self) -> bool:
         """Whether the penalty can have a gradient; if every expert is always picked, only unequal weights give one."""
         experts = self.present.shape[-1]
-        unequal = self.balance == "generalist" and experts > 2
-        return self.balance != "none" and (self.top_k < experts or unequal)
+        has_unequal_weights = self.balance == "generalist" and experts > 2  # with two both weights are 1
+        return self.balance != "none" and (self.top_k < experts or has_unequal_weights)
 
 
 Powers = Float[Tensor, "*users clusters"] | None
@@ -246,8 +246,8 @@ def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree
 
 def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "users clusters"]) -> Tensor:
     """Return the base once per component, ``(users, clusters, ...)``, with gradients scaled by ``pi_c`` (MFL-WS)."""
-    fixed, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
-    return fixed + weights * (base.unsqueeze(1) - fixed)
+    value, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
+    return value + weights * (base.unsqueeze(1) - value)  # the difference is zero, but has a gradient
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:
@@ -289,7 +289,8 @@ class ClientRouter(nn.Module):
             raise RecipeError(f"router temperature: got {temperature!r}; allowed: a finite number above 0")
         if not (is_number(noise) and noise >= 0):
             raise RecipeError(f"router noise: got {noise!r}; allowed: a finite standard deviation of at least 0")
-        self.theta = nn.Parameter(torch.zeros(*(() if layers is None else (layers,)), num_clusters, dtype=dtype))
+        shape = (num_clusters,) if layers is None else (layers, num_clusters)
+        self.theta = nn.Parameter(torch.zeros(shape, dtype=dtype))
         self.temperature = temperature
         self.noise = noise
 

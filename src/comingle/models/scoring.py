@@ -47,9 +47,10 @@ def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"
     In plain text, where the first position already has a target, return the last position that has one.
     """
     predicted = (windows[..., 1:] >= 0).long()
-    first, places = predicted.argmax(-1), torch.arange(predicted.shape[-1], device=windows.device)
-    begins = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
-    return torch.where((first > 0) & ~begins, first, (predicted * places).amax(-1))
+    positions = torch.arange(predicted.shape[-1], device=windows.device)
+    first, last = predicted.argmax(-1), (predicted * positions).amax(-1)
+    has_begin = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
+    return torch.where((first > 0) & ~has_begin, first, last)
 
 
 def random_windows(
@@ -130,6 +131,14 @@ def fixed_windows(
 def _cut_windows(
     stream: Int[Tensor, " tokens"], *, width: int, stride: int, count: int
 ) -> Int64[Tensor, "windows width"]:
+    """Cut a stream into windows, padded on the right with ``PAD``.
+
+    Args:
+        stream: Token ids.
+        width: Tokens per window.
+        stride: Distance between the starts of two windows.
+        count: Number of windows.
+    """
     if not count:
         return torch.empty((0, width), dtype=torch.int64, device=stream.device)
     padded = torch.full(((count - 1) * stride + width,), PAD, dtype=torch.int64, device=stream.device)
@@ -139,6 +148,7 @@ def _cut_windows(
 
 
 def _is_first(windows: Int64[Tensor, "windows width"]) -> Bool[Tensor, "windows 1"]:
+    """Return True for the first window, which begins at the stream's start."""
     return torch.arange(len(windows), device=windows.device).unsqueeze(1) == 0
 
 
@@ -201,12 +211,12 @@ class Score:
 
 def perplexity_of(mean_loss: float) -> float:
     """Return ``exp`` of a mean loss in nats; infinite if that overflows."""
-    return math.inf if mean_loss >= 700 else math.exp(mean_loss)
+    return math.inf if mean_loss >= 700 else math.exp(mean_loss)  # exp(710) overflows
 
 
 @dataclass(frozen=True)
-class _Job:
-    """Windows of one set that one slot processes in one pass."""
+class _ScoringJob:
+    """Windows of one set that one slot processes in one pass; ``owner`` is the index of the set."""
 
     owner: int
     windows: Int[Tensor, "batch window"]
@@ -263,17 +273,19 @@ def score_windows(
     sums = [0.0] * len(parts)
     counts = [0] * len(parts)
     gate_sums: list[Tensor | float] = [0.0] * len(parts)
-    jobs = [_Job(i, windows) for i, windows_of_set in enumerate(parts) for windows in windows_of_set if len(windows)]
+    jobs = [
+        _ScoringJob(i, windows) for i, windows_of_set in enumerate(parts) for windows in windows_of_set if len(windows)
+    ]
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # group equal sizes, in a deterministic order
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
         windows = _stack_padded([job.windows for job in group])
-        lost = losses([models[job.owner] for job in group], windows).double().sum((1, 2)).cpu()
-        pieces = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
+        slot_losses = losses([models[job.owner] for job in group], windows).double().sum((1, 2)).cpu()
+        slot_gates = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
         for slot, job in enumerate(group):
-            sums[job.owner] += float(lost[slot])
+            sums[job.owner] += float(slot_losses[slot])
             counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())
-            gate_sums[job.owner] = gate_sums[job.owner] + pieces[slot]
+            gate_sums[job.owner] = gate_sums[job.owner] + slot_gates[slot]
     scored = zip(sums, counts, gate_sums, strict=True)
     return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in scored]
 
@@ -291,11 +303,12 @@ def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
     """Return each slot's gates, summed over the positions that have a target."""
-    counted = (windows[..., 1:] >= 0).flatten(1).to(gates)
-    return list(torch.einsum("lsne,sn->sle", gates, counted).double().cpu())
+    has_target = (windows[..., 1:] >= 0).flatten(1).to(gates)
+    return list(torch.einsum("lsne,sn->sle", gates, has_target).double().cpu())
 
 
 def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], ...]:
+    """Return each layer's mean gates; empty if no gates were summed."""
     return tuple(tuple(layer) for layer in (total / tokens).tolist()) if isinstance(total, Tensor) else ()
 
 
@@ -336,6 +349,7 @@ class Loss:
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample in nats; outputs are logits ``(n, classes)``."""
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
@@ -348,6 +362,8 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
+    """Return a loss of real targets that averages a loss of torch over each sample's outputs."""
+
     def mean(outputs: Tensor, targets: Tensor) -> Tensor:
         return loss(outputs, targets, reduction="none").mean(-1)
 
@@ -384,17 +400,17 @@ def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
         RecipeError: No loss has this name.
         PluginError: The plug-in's loss is not a function.
     """
-    found: Any = named
+    loss: Any = named
     if isinstance(named, str):
         if named not in LOSSES:
             raise RecipeError(f"data.loss: no loss {named!r}.{LOSSES.hint(named)} Allowed: {', '.join(LOSSES)}")
-        found = LOSSES[named]
-    if isinstance(found, Loss):
-        return found
+        loss = LOSSES[named]
+    if isinstance(loss, Loss):
+        return loss
     name = named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
-    if not callable(found):
-        raise PluginError(f"loss {name!r}: got {type(found).__name__}; allowed: a function of outputs and targets")
-    function: Any = found
+    if not callable(loss):
+        raise PluginError(f"loss {name!r}: got {type(loss).__name__}; allowed: a function of outputs and targets")
+    function: Any = loss
     return Loss(name=name, function=function, classes=classes)
 
 

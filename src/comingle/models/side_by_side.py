@@ -49,9 +49,9 @@ class FusedNorms(TorchFunctionMode):
         """Call ``func``, or its fused form."""
         if func not in _NORM_SIGNATURES:
             return func(*args, **(kwargs or {}))
-        given = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))
-        given.apply_defaults()
-        return _FusedNorm.apply(func, *given.args)
+        bound = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))  # autograd functions take no keyword arguments
+        bound.apply_defaults()
+        return _FusedNorm.apply(func, *bound.args)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -68,29 +68,47 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """Compute one norm over all users' channels; nested ``vmap`` levels are applied recursively."""
+        """Compute one norm over all users' channels; nested ``vmap`` levels are applied recursively.
+
+        Args:
+            info: Information of torch about the ``vmap`` level, such as the number of users.
+            in_dims: Axis of users in each argument; None if it has none.
+            *args: The norm function, its input, and its further arguments.
+
+        Returns:
+            The output, and its axis of users.
+        """
         (norm, x, *rest), users = args, info.batch_size
         x = x.movedim(in_dims[1], 1) if in_dims[1] is not None else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
         rest = [_join(v, at, users) if isinstance(v, Tensor) else v for v, at in zip(rest, in_dims[2:], strict=True)]
         if norm is F.group_norm:
-            rest[0] *= users
+            rest[0] *= users  # the number of groups
         side_by_side = [x.flatten(1, 2), *rest]
-        deeper = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
-        run = partial(_FusedNorm.apply, norm) if deeper else norm
-        return run(*side_by_side).unflatten(1, (users, -1)), 1
+        has_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
+        call = partial(_FusedNorm.apply, norm) if has_outer_vmap else norm
+        return call(*side_by_side).unflatten(1, (users, -1)), 1
 
 
 def _join(values: Tensor, users_at: int | None, users: int) -> Tensor:
-    """Return the values of all users as ``(users * channels,)``."""
-    return (values.expand(users, -1) if users_at is None else values.movedim(users_at, 0)).flatten()
+    """Return the values of all users as ``(users * channels,)``; ``users_at`` is their axis, None for equal values."""
+    by_user = values.expand(users, -1) if users_at is None else values.movedim(users_at, 0)
+    return by_user.flatten()
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_over_users(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W_u^T + b_u`` for each user u, with the interface of ``F.linear``.
+
+    Args:
+        x: Samples ``(users * batch, ..., d_in)``, ordered by user.
+        weight: Weights ``(users, d_out, d_in)``.
+        bias: Biases ``(users, d_out)``.
+    """
     y = _Products.apply(x.reshape(len(weight), -1, x.shape[-1]), weight)
     return (y if bias is None else y + bias.unsqueeze(1)).view(*x.shape[:-1], -1)
 
 
-_FOLDED: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear}
+_FOLDED: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear_over_users}
+"""Functions of torch, and their forms for parameters with a user axis."""
 
 
 FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
@@ -99,6 +117,7 @@ FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, 
 
 def folds(net: nn.Module) -> bool:
     """Return whether the samples of all users can go through a net as one batch, within :class:`Folded`."""
+    # A `Flatten` from axis 0 would join samples.
     return all(type(m) in FOLDING and getattr(m, "start_dim", 1) == 1 for m in net.modules())
 
 
@@ -143,18 +162,20 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``(users, n, d_out)`` for ``x`` of ``(users, n, d_in)`` and weights of ``(users, d_out, d_in)``."""
         ctx.save_for_backward(x, weight)
         return torch.bmm(x, weight.mT)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        """Return the gradients of ``x`` and the weights that are needed; ``dy`` is that of the output."""
         x, weight = ctx.saved_tensors
-        want_x, want_weight = ctx.needs_input_grad
-        d_x = torch.bmm(dy, weight) if want_x else None
-        if not want_weight:
+        wants_x, wants_weight = ctx.needs_input_grad
+        d_x = torch.bmm(dy, weight) if wants_x else None
+        if not wants_weight:
             return d_x, None
-        large = weight.shape[1] * weight.shape[2] >= LARGE_WEIGHT
-        return d_x, torch.bmm(dy.mT, x) if large else torch.bmm(x.mT, dy).mT
+        is_large = weight.shape[1] * weight.shape[2] >= LARGE_WEIGHT
+        return d_x, torch.bmm(dy.mT, x) if is_large else torch.bmm(x.mT, dy).mT
 
 
 FEW_CHANNELS = 16
@@ -167,11 +188,14 @@ def channels_last(tensors: Tree) -> Tree:
     The weights are ``(users, ..., out, in, height, width)``. The outputs of such a convolution and of all later layers
     have the same layout. Measured on CPUs: a ResNet with 8 channels is faster, VGG with 16 and more is slower.
     """
-    few = {name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW_CHANNELS and t.device.type == "cpu"}
-    return {name: _channels_last(t) if name in few else t for name, t in tensors.items()}
+    narrow = {
+        name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW_CHANNELS and t.device.type == "cpu"
+    }
+    return {name: _channels_last(t) if name in narrow else t for name, t in tensors.items()}
 
 
 def _channels_last(weight: Tensor) -> Tensor:
+    """Return a copy of a weight ``(..., out, in, height, width)`` whose memory has input channels last."""
     return weight.flatten(0, -4).contiguous(memory_format=torch.channels_last).view(weight.shape)
 
 
@@ -180,6 +204,7 @@ _BY_SAMPLE = (*FOLDING, nn.Dropout, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.MaxPo
 
 
 _POINTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Identity)
+"""Modules that work on plain samples and on maps alike."""
 
 
 class UnknownLayerError(Exception):
@@ -199,7 +224,14 @@ class Chain(nn.Sequential):
 
 
 class Sum(nn.Module):
-    """ReLU of the sum of two branches: a chain that ends in a convolution, and another module."""
+    """ReLU of the sum of two branches: a chain that ends in a convolution, and another module.
+
+    Args:
+        chain: The chain; its last step adds the other branch and applies the ReLU.
+        other: The other module.
+        pass_shape: Numbers of users and images of the current pass.
+        names: Names of both as submodules.
+    """
 
     def __init__(self, chain: Chain, other: nn.Module, pass_shape: PassShape, names: Sequence[str]) -> None:
         super().__init__()
@@ -212,13 +244,13 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``relu(chain(x) + other(x))``."""
-        (other,), left, x = self.other, self.first, self.pass_shape.lanes(x)
+        (other,), remaining, x = self.other, self.first, self.pass_shape.lanes(x)
         y = x
-        if left and isinstance(left[0], Step):
-            y, x = left[0].run_shared(x)
-            left = left[1:]
+        if remaining and isinstance(remaining[0], Step):
+            y, x = remaining[0].run_shared(x)
+            remaining = remaining[1:]
         added = self.pass_shape.lanes(other(x))
-        for step in left:
+        for step in remaining:
             y = step(y)
         return self.last(y, added)
 
@@ -277,6 +309,14 @@ class Chained:
         return convolutions.accepting_fakes()
 
     def _convert(self, net: nn.Module) -> nn.Module:
+        """Return a net that computes the same, with convolutions fused into steps; parameters are shared.
+
+        A module with children must declare by the attribute ``by_sample`` that it does not mix samples. With
+        ``is_relu_of_sum`` it is the ReLU of the sum of its two children.
+
+        Raises:
+            UnknownLayerError: A module may mix samples.
+        """
         if type(net) is nn.Sequential:
             return self._convert_sequential(net)
         if type(net) in _BY_SAMPLE and getattr(net, "start_dim", 1) == 1:
@@ -290,6 +330,7 @@ class Chained:
         return converted
 
     def _convert_sum(self, net: nn.Module) -> Sum:
+        """Convert the ReLU of the sum of two children, of which the first must end in a convolution without pooling."""
         names = [name for name, _ in _children(net)]
         chain, other = (self._convert(child) for _, child in _children(net))
         if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:
@@ -297,15 +338,16 @@ class Chained:
         return Sum(chain, other, self.pass_shape, names)
 
     def _convert_sequential(self, net: nn.Sequential) -> Chain:
-        converted, left = Chain(), _children(net)
+        """Convert a sequence; a convolution and the norm, ReLU and pooling after it become one step."""
+        converted, remaining = Chain(), _children(net)
         converted.steps = []
-        while left:
-            found = _step([module for _, module in left], self.pass_shape)
-            step, count = found or (None, 1)
-            for name, module in left[:count]:
+        while remaining:
+            step_and_count = _leading_step([module for _, module in remaining], self.pass_shape)
+            step, count = step_and_count or (None, 1)
+            for name, module in remaining[:count]:
                 converted.add_module(name, module if step is not None else self._convert(module))
             converted.steps.append(step or self._on_samples(converted[-1]))
-            left = left[count:]
+            remaining = remaining[count:]
         return converted
 
     def _on_samples(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -318,12 +360,12 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in net._modules.items() if child is not None]
 
 
-def _step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
-    """Return the step that the next modules form and their number, or None."""
+def _leading_step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
+    """Return the step that the first modules form, and their number; None unless they begin with a convolution."""
     convolution, *rest = following
     if type(convolution) is not nn.Conv2d or not _is_plain(convolution):
         return None
-    norm = rest.pop(0) if rest and _has_statistics(rest[0]) else None
+    norm = rest.pop(0) if rest and _is_supported_norm(rest[0]) else None
     relu = rest.pop(0) if rest and type(rest[0]) is nn.ReLU else None
     pool = rest.pop(0) if rest and _is_disjoint_max_pool(rest[0]) else None
     size = 1 if pool is None else _square_side(pool.kernel_size)  # type: ignore[arg-type]
@@ -332,11 +374,13 @@ def _step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, 
 
 
 def _is_plain(convolution: nn.Conv2d) -> bool:
-    known = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
-    return known and convolution.groups == 1
+    """Return whether native code supports a convolution: zero padding, given in numbers, and a single group."""
+    pads_zeros = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+    return pads_zeros and convolution.groups == 1
 
 
-def _has_statistics(norm: nn.Module) -> bool:
+def _is_supported_norm(norm: nn.Module) -> bool:
+    """Return whether native code supports a norm: a group norm, or a batch norm with moving averages."""
     if type(norm) is nn.GroupNorm:
         return True
     return type(norm) is nn.BatchNorm2d and norm.momentum is not None and norm.track_running_stats

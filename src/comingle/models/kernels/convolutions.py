@@ -130,9 +130,9 @@ class PassShape:
         """Convert samples to :data:`Maps`."""
         if x.dim() == 5:
             return x
-        inside = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
-        filled = F.pad(inside, (0, -self.images % LANES[x.dtype]))
-        return filled.contiguous().permute(0, 4, 3, 1, 2)
+        in_memory_order = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
+        padded = F.pad(in_memory_order, (0, -self.images % LANES[x.dtype]))
+        return padded.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
         """Convert :data:`Maps` to samples ordered by user, without padding lanes."""
@@ -140,12 +140,13 @@ class PassShape:
 
 
 def _to_memory_order(maps: Tensor | None) -> Any:
-    """Permute maps to their order in memory."""
+    """Permute maps to their order in memory, ``(users, height, width, channels, lanes)``."""
     return None if maps is None else maps.permute(0, 3, 4, 2, 1).contiguous()
 
 
-def _from_memory_order(inside: Tensor | None) -> Any:
-    return None if inside is None else inside.permute(0, 4, 3, 1, 2)
+def _from_memory_order(maps: Tensor | None) -> Any:
+    """Permute maps from their order in memory; the inverse of :func:`_to_memory_order`."""
+    return None if maps is None else maps.permute(0, 4, 3, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,7 +158,7 @@ class Step:
         norm: Its norm; None for none.
         relu: Apply a ReLU.
         pool: Size of the max-pooling window; 1 for no pooling.
-        crowd: Numbers of users and images of the current pass.
+        pass_shape: Numbers of users and images of the current pass.
     """
 
     convolution: nn.Conv2d
@@ -168,25 +169,35 @@ class Step:
 
     def __call__(self, x: Tensor, added: Outputs | None = None) -> Outputs:
         """Run the step; running statistics are updated in place."""
-        made: Outputs = self._run(self.pass_shape.lanes(x), added, passes=False)
-        return made
+        outputs: Outputs = self._apply(self.pass_shape.lanes(x), added, returns_input=False)
+        return outputs
 
     def run_shared(self, x: Maps) -> tuple[Outputs, Maps]:
         """Run the step and return ``x`` too for other layers; the kernel adds their gradient to its own."""
-        made: tuple[Outputs, Maps] = self._run(x, None, passes=True)
-        return made
+        outputs_and_input: tuple[Outputs, Maps] = self._apply(x, None, returns_input=True)
+        return outputs_and_input
 
-    def _run(self, x: Maps, added: Outputs | None, *, passes: bool) -> Any:
+    def _apply(self, x: Maps, added: Outputs | None, *, returns_input: bool) -> Any:
+        """Run the step with native code, and update running statistics in training.
+
+        Args:
+            x: Input of the convolution.
+            added: Tensor to add before the ReLU; None for none.
+            returns_input: Return ``x`` too, so that the step's backward pass adds the gradient of its other uses.
+
+        Returns:
+            The outputs, or outputs and ``x``.
+        """
         c, norm = self.convolution, self.norm
         # Native code does not check sizes.
         assert (x.shape[2], x.dtype) == (c.in_channels, c.weight.dtype)
         assert c.weight.shape == (len(x), c.out_channels, c.in_channels, *c.kernel_size)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
         mean, rstd = self._statistics(x)
-        made = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added, passes)
+        results = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added, returns_input)
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
             self._update_statistics(norm, x, mean, rstd)
-        return made
+        return results
 
     @property
     def given(self) -> bool:
@@ -194,7 +205,10 @@ class Step:
         return isinstance(self.norm, nn.BatchNorm2d) and not self.norm.training
 
     def _statistics(self, x: Maps) -> tuple[Any, Any]:
-        """Return mean and 1 / standard deviation ``(users, channels, lanes)``; empty if the kernel computes them."""
+        """Return mean and 1 / standard deviation of the norm, ``(users, channels, lanes)``; None without a norm.
+
+        They are uninitialised memory, which the kernel fills, unless running statistics are used.
+        """
         norm, shape = self.norm, (len(x), self.convolution.out_channels, x.shape[1])
         if norm is None:
             return None, None
@@ -205,10 +219,17 @@ class Step:
 
     @torch.no_grad()
     def _update_statistics(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
-        """Update running statistics as PyTorch does."""
+        """Update running statistics as PyTorch does.
+
+        Args:
+            norm: The batch norm.
+            x: Input of the convolution, for the size of its output.
+            mean: The batch's mean ``(users, channels, lanes)``, equal in all lanes.
+            rstd: 1 / standard deviation, likewise.
+        """
         high, wide = self.out(x)
         count = self.pass_shape.images * high * wide
-        var = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0) * (count / max(1, count - 1))
+        var = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0) * (count / max(1, count - 1))  # unbiased
         norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.running_var.lerp_(var, norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
@@ -216,8 +237,9 @@ class Step:
     def out(self, x: Maps) -> tuple[int, int]:
         """Return height and width of the convolution's output."""
         c = self.convolution
-        rest: Any = zip(x.shape[3:], c.padding, c.dilation, c.kernel_size, c.stride, strict=True)
-        high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rest)
+        # (size, padding, dilation, kernel, stride) of both axes, as in the documentation of `nn.Conv2d`
+        axes: Any = zip(x.shape[3:], c.padding, c.dilation, c.kernel_size, c.stride, strict=True)
+        high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes)
         return high, wide
 
     def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
@@ -257,37 +279,55 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
-        beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Outputs | None, passes: bool,
+        beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Outputs | None, returns_input: bool,
     ) -> Outputs | tuple[Outputs, Maps]:  # fmt: skip
+        """Return the outputs, and ``x`` too if wanted.
+
+        Args:
+            ctx: Autograd context.
+            step: The step.
+            x: Input of the convolution.
+            weight: Its weights, with a user axis like all parameters.
+            bias: Its biases.
+            gamma: Gamma of the norm.
+            beta: Beta of the norm.
+            mean: The norm's mean; overwritten unless running statistics are used.
+            rstd: 1 / standard deviation, likewise.
+            added: Tensor to add before the ReLU.
+            returns_input: Return ``x`` too.
+        """
         parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
-        native_step, inside = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
+        native_step, x_memory = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
         users, lanes, (high, wide), pool = len(x), x.shape[1], step.out(x), step.pool
         z = x.new_empty(users, high // pool, wide // pool, step.convolution.out_channels, lanes)
         y = None if step.norm is None else x.new_empty(users, high, wide, step.convolution.out_channels, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
-        given = dict(zip(("weight", "bias", "gamma", "beta"), parameters, strict=True))
-        other = _to_memory_order(added)
+        by_name = dict(zip(("weight", "bias", "gamma", "beta"), parameters, strict=True))
         run(
-            "forward", native_step, x.dtype, x=inside, z=z, y=y, taken=taken, mean=mean, rstd=rstd, added=other, **given
-        )
-        kept = z if step.relu and taken is None and (y is None or added is not None) else None
-        ctx.save_for_backward(inside, *parameters, mean, rstd, y, taken, kept)
+            "forward", native_step, x.dtype, x=x_memory, z=z, y=y, taken=taken, mean=mean, rstd=rstd,
+            added=_to_memory_order(added), **by_name,
+        )  # fmt: skip
+        # ReLU's backward pass needs the output, unless `taken` marks its zeros or the norm's input `y` shows them.
+        saved_z = z if step.relu and taken is None and (y is None or added is not None) else None
+        ctx.save_for_backward(x_memory, *parameters, mean, rstd, y, taken, saved_z)
         ctx.step, ctx.native_step, ctx.adds = step, native_step, added is not None
-        return (_from_memory_order(z), x) if passes else _from_memory_order(z)
+        return (_from_memory_order(z), x) if returns_input else _from_memory_order(z)
 
     @staticmethod
     def backward(ctx: Context, dz: Outputs, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the needed gradients; ``dz`` is that of the outputs, ``passed`` that of the returned ``x``."""
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
         wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
-        made = [t.new_empty(t.shape) if want else None for want, t in wanted]
+        gradients = [t.new_empty(t.shape) if wants else None for wants, t in wanted]
         names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
-        given = _to_memory_order(dz)
+        dz_memory = _to_memory_order(dz)
         masks = ctx.adds and ctx.step.relu  # otherwise the gradient of ``added`` is that of the sum
-        d_added = torch.empty_like(given) if masks else given
+        d_added = torch.empty_like(dz_memory) if masks else dz_memory
         run(
             "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
-            taken=taken, z=z, dz=given, added=z if masks else None, d_added=d_added if masks else None,
-            passed=_to_memory_order(passed), **dict(zip(names, made, strict=True)),
+            taken=taken, z=z, dz=dz_memory, added=z if masks else None, d_added=d_added if masks else None,
+            passed=_to_memory_order(passed), **dict(zip(names, gradients, strict=True)),
         )  # fmt: skip
-        d_x, *rest = made
-        return None, _from_memory_order(d_x), *rest, None, None, _from_memory_order(d_added) if ctx.adds else None, None
+        d_x, *d_parameters = gradients
+        d_sum = _from_memory_order(d_added) if ctx.adds else None
+        return None, _from_memory_order(d_x), *d_parameters, None, None, d_sum, None

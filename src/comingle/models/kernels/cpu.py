@@ -41,11 +41,12 @@ def enable(cache: Path) -> bool:
 
 
 def _load(cache: Path) -> ctypes.CDLL | None:
-    found = load_library(cache, "cpu", SOURCES)
-    if found is not None:
-        found.softmax_forward.restype = ctypes.c_bool
-        found.attention_forward.restype = found.attention_backward.restype = None
-    return found
+    """Load the native library and declare its functions' result types; None if it cannot be compiled."""
+    loaded = load_library(cache, "cpu", SOURCES)
+    if loaded is not None:
+        loaded.softmax_forward.restype = ctypes.c_bool
+        loaded.attention_forward.restype = loaded.attention_backward.restype = None
+    return loaded
 
 
 def supports(*tensors: Tensor) -> bool:
@@ -180,15 +181,15 @@ def attend(
         The output, and the attention weights (None unless the family's ``eager`` attention returns them).
     """
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    plain = dropout == 0.0 and all(value is None or name in HARMLESS_OPTIONS for name, value in options.items())
+    is_plain = dropout == 0.0 and all(value is None or name in HARMLESS_OPTIONS for name, value in options.items())
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if causal and plain and scale > 0 and fits(query, key, value):
+    if causal and is_plain and scale > 0 and fits(query, key, value):
         return causal_attention(query, key, value, scale)[0].transpose(1, 2), None
-    if causal and query.shape[2] > 1:
+    if causal and query.shape[2] > 1:  # the family's function needs an explicit mask
         future = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
         attention_mask = query.new_zeros(()).where(~future, torch.finfo(query.dtype).min)[None, None]
-    own = sys.modules[type(module).__module__].eager_attention_forward
-    return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -213,6 +214,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 _MATRIX_UNITS = "amx_bf16" in cpu_features()
+"""Whether the processor has AMX."""
 
 # PyTorch caches compiled code across processes by an operator's name, not by its schema: so the name has a digest.
 _OPERATOR = f"comingle::causal_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
@@ -238,7 +240,7 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
     """
     q, k, v = (_contiguous_rows(t) for t in (q, k, v))
     out, sums = _empty_heads(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
-    _run("forward", scale, sums, q=q, k=k, v=v, out=out)
+    _run_attention("forward", scale, sums, q=q, k=k, v=v, out=out)
     return out, sums
 
 
@@ -263,12 +265,13 @@ def causal_attention_backward(
     """
     q, k, v, d_out = (_contiguous_rows(t) for t in (q, k, v, d_out))
     d_q, d_k, d_v = (_empty_heads(t) for t in (q, k, v))
-    _run("backward", scale, sums, q=q, k=k, v=v, d_out=d_out, d_q=d_q, d_k=d_k, d_v=d_v)
+    _run_attention("backward", scale, sums, q=q, k=k, v=v, d_out=d_out, d_q=d_q, d_k=d_k, d_v=d_v)
     return d_q, d_k, d_v
 
 
 @causal_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return empty results with shapes and layout of the real ones, for torch.compile."""
     return _empty_heads(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
 
 
@@ -278,11 +281,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float
 
 
 def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save queries, keys, values and softmax statistics for :func:`_backward`."""
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of queries, keys and values; the softmax statistics and the scale have none."""
     return *causal_attention_backward(*ctx.saved_tensors, d_out, ctx.scale), None
 
 
@@ -290,6 +295,7 @@ causal_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _contiguous_rows(t: Tensor) -> Tensor:
+    """Return the tensor with a contiguous last axis, as native code requires; copied if necessary."""
     return t if t.stride(3) == 1 else t.contiguous()
 
 
@@ -299,7 +305,15 @@ def _empty_heads(t: Tensor) -> Tensor:
     return t.new_empty(batch, n, heads, width).transpose(1, 2)
 
 
-def _run(name: str, scale: float, sums: Tensor, **tensors: Tensor) -> None:
+def _run_attention(name: str, scale: float, sums: Tensor, **tensors: Tensor) -> None:
+    """Run the native forward or backward pass of attention.
+
+    Args:
+        name: "forward" or "backward".
+        scale: Factor of the scores.
+        sums: Softmax statistics: written by the forward pass, read by the backward pass.
+        **tensors: Inputs and outputs by their field in ``struct Attention``.
+    """
     (batch, heads, n, width), bf16 = tensors["q"].shape, tensors["q"].dtype == torch.bfloat16
     groups, threads = tensors["k"].shape[1], torch.get_num_threads()
     call = _Attention(batch, heads, groups, n, width, bf16, threads, scale, sums=sums.data_ptr())

@@ -66,7 +66,7 @@ def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL
         return None
     name = f"{name}-{_fingerprint(compiler, sources)}"
     try:
-        handle = _find(cache, name)
+        handle = _open_cached(cache, name)
         handle = _compile(compiler, cache, name, sources[0]) if handle is None else handle
         # Loads exactly the file that was checked. It stays open, as the loader identifies libraries by path.
         return ctypes.CDLL(f"/proc/self/fd/{handle}")
@@ -75,6 +75,7 @@ def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL
 
 
 def _compiler() -> str | None:
+    """Return the path of a C++ compiler: that of the variable CXX, or else a usual one; None if there is none."""
     candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
@@ -88,13 +89,13 @@ def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _find(cache: Path, name: str) -> int | None:
+def _open_cached(cache: Path, name: str) -> int | None:
     """Return a file descriptor of the cached library.
 
     The file name ends in a digest of the content, which is checked: a damaged library could crash the process.
     """
     folder = open_private(cache)
-    if folder is None:
+    if folder is None:  # missing, or others can write to it
         return None
     try:
         for file in sorted(os.listdir(folder)):
@@ -133,25 +134,25 @@ def _run_compiler(command: Sequence[str]) -> None:
 def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
     """Compile a library and return a file descriptor of it; cache it if only this user can write to the folder."""
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kept = open_private(cache)
-    if kept is None:
+    private = open_private(cache)  # None if others can write to the folder
+    if private is None:
         logger.warning(
             "%s: owned by another user, a link, or writable by others; compiling native code for this process only; "
             "set COMINGLE_CACHE to a folder that only you can write to, or remove the others' write permission",
             cache,
         )
     else:
-        os.close(kept)
-    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=None if kept is None else cache) as folder:
-        made = Path(folder) / "made.so"
-        command = [compiler, *FLAGS, str(source), "-o", str(made)]
+        os.close(private)
+    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=None if private is None else cache) as folder:
+        compiled = Path(folder) / "made.so"
+        command = [compiler, *FLAGS, str(source), "-o", str(compiled)]
         _run_compiler(command)
-        made.chmod(0o700)  # independent of the umask
-        library = open_private(made)
+        compiled.chmod(0o700)  # independent of the umask
+        library = open_private(compiled)
         if library is None:
-            raise PermissionError(f"{made}: replaced by another user")
-        if kept is not None:
-            made.replace(cache / f"{name}-{_digest(library)}.so")
+            raise PermissionError(f"{compiled}: replaced by another user")
+        if private is not None:
+            compiled.replace(cache / f"{name}-{_digest(library)}.so")
     return library
 
 
@@ -296,11 +297,11 @@ def activate_backward(
         d_mixed: Gradient of the mixture.
         d_h: Gradient of ``h`` through the last layer's LoRA; overwritten with the first result.
     """
-    reached = wide(d_mixed).unsqueeze(1)
-    d_hidden = gates.mT.unsqueeze(-1) * reached + wide(d_h)
+    d_mixture = wide(d_mixed).unsqueeze(1)  # (users, 1, n, hidden)
+    d_hidden = gates.mT.unsqueeze(-1) * d_mixture + wide(d_h)
     d_pre = [d_hidden * wide(slope) for slope in slopes]
     d_bases = [d.sum(1).to(h.dtype) for d in d_pre]
-    d_gates = (reached * wide(h)).sum(-1).mT
+    d_gates = (d_mixture * wide(h)).sum(-1).mT
     d_loras = [d_h.copy_(d_pre[0]), *(d.to(h.dtype).contiguous() for d in d_pre[1:])]
     return d_loras, d_bases, d_gates
 
@@ -408,6 +409,7 @@ def supports(x: Tensor, act: Activation, rank: int) -> bool:
 
 
 def _load(cache: Path) -> ctypes.CDLL | None:
+    """Load the native library and declare the types of its functions; None if it cannot be compiled."""
     library = load_library(cache, "mixture", SOURCES)
     if library is None:
         return None
@@ -446,7 +448,7 @@ def forward(
     """
     mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
     gated = torch.empty_like(last)
-    call = _describe(act, scale, bases, biases, z, gates, b, a)
+    call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
     call.mixed, call.z_last, call.gated = (t.data_ptr() for t in (mixed, last, gated))
     assert _library is not None
     assert _library.mixture_forward(ctypes.byref(call))
@@ -486,7 +488,7 @@ def backward(
     d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
     d_b, d_a = ([torch.empty_like(t) for t in b], torch.empty_like(a)) if factors else ([], None)
-    call = _describe(act, scale, bases, biases, z, gates, b, a)
+    call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
     call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
     for to, gradients in ((call.d_base, d_bases), (call.d_b, d_b)):
@@ -497,7 +499,7 @@ def backward(
     return d_bases, d_z, d_gates, d_b, d_a
 
 
-def _describe(
+def _mixture_struct(
     act: Activation,
     scale: float,
     bases: Sequence[Tensor],
@@ -507,6 +509,10 @@ def _describe(
     b: Sequence[Tensor],
     a: Tensor,
 ) -> _Mixture:
+    """Return the struct of a native call with sizes and addresses of the inputs; the caller adds the outputs.
+
+    It holds addresses only, so the caller must keep the tensors alive during the call. Args: as in :func:`forward`.
+    """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride() == (z.shape[1] * z.stride(1), z.stride(1), 1)
     assert gates.dtype == torch.float32
@@ -514,7 +520,7 @@ def _describe(
     call = _Mixture(
         users=users, n=n, hidden=hidden, experts=a.shape[1], rank=a.shape[2], first=len(bases), scale=scale,
         act=ACTIVATION_CODES[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
-        z_stride=z.stride(1),        z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
+        z_stride=z.stride(1), z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
     )  # fmt: skip
     for i, (base, bias, factor) in enumerate(zip(bases, biases, b, strict=True)):
         call.base[i], call.b[i] = base.data_ptr(), factor.data_ptr()
@@ -581,10 +587,10 @@ def linear(
         scale: LoRA scale s.
     """
     call, x = _Rows(scale=scale), x.contiguous()
-    kept = _describe_rows(call.last, weights, factors)
+    alive = _fill_linear_struct(call.last, weights, factors)
     y = x.new_empty(*x.shape[:-1], weights[0].shape[0])
-    _run(call, x, y, 0 if factors is None else len(factors[0]))
-    del kept
+    _run_rows(call, x, y, 0 if factors is None else len(factors[0]))
+    del alive
     return y
 
 
@@ -608,28 +614,46 @@ def experts(
     """
     call, x, gates = _Rows(scale=scale), x.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32
-    kept = [_describe_rows(call.first[i], *layer) for i, layer in enumerate(first)], _describe_rows(call.last, *last)
+    alive = [_fill_linear_struct(call.first[i], *layer) for i, layer in enumerate(first)]
+    alive.append(_fill_linear_struct(call.last, *last))
     call.firsts, call.experts, call.act = len(first), gates.shape[-1], ACTIVATION_CODES[act]
     call.gates = gates.data_ptr()
     y = torch.empty_like(x)
-    _run(call, x, y, len(last[1][0]))
-    del kept
+    _run_rows(call, x, y, len(last[1][0]))
+    del alive
     return y
 
 
-def _describe_rows(to: _Linear, weights: Weights, factors: Factors | None) -> list[Tensor]:
-    """Fill in a struct; the caller must keep the returned tensors alive until the native call has returned."""
-    (weight, bias), kept = weights, []
+def _fill_linear_struct(to: _Linear, weights: Weights, factors: Factors | None) -> list[Tensor]:
+    """Write addresses and sizes of a linear layer and its factors into a struct.
+
+    Args:
+        to: The struct.
+        weights: Weight and bias.
+        factors: A and B of each user; None for no adapter.
+
+    Returns:
+        Contiguous factors, which the caller must keep alive until the native call has returned.
+    """
+    (weight, bias), alive = weights, []
     to.weight, to.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
     (to.d_out, to.d_in), to.turned = weight.shape, not weight.is_contiguous()
     if factors is not None:
-        kept = [factor.contiguous() for factor in factors]
-        to.a, to.b = (factor.data_ptr() for factor in kept)
-        to.ranks = kept[0].shape[1:-1].numel()
-    return kept
+        alive = [factor.contiguous() for factor in factors]
+        to.a, to.b = (factor.data_ptr() for factor in alive)
+        to.ranks = alive[0].shape[1:-1].numel()  # of all experts
+    return alive
 
 
-def _run(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
+def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
+    """Run a decoding kernel.
+
+    Args:
+        call: Struct with the layers.
+        x: Contiguous input ``(..., d_in)``; each row is a token.
+        y: Output, overwritten.
+        users: Number of users, with equally many rows each; 0 without adapters.
+    """
     call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
     call.share = call.rows // (users or call.rows)
     call.x, call.y = x.data_ptr(), y.data_ptr()
