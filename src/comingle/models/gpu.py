@@ -200,7 +200,7 @@ WARMUP_PASSES = 3
 """Warm-up passes before a recording, in which code is compiled and libraries choose algorithms."""
 
 Key = tuple[Any, ...]
-"""Names, shapes, dtypes and gradients of a pass's inputs."""
+"""Names, shapes and dtypes of a pass's inputs, and whether they require gradients."""
 Work = Callable[[], None]
 """Function that reads and writes static memory."""
 

@@ -103,9 +103,11 @@ def evaluation_windows(
         begin: Begin-of-text token, if the base has one.
     """
     if begin is None:
-        return _cut_windows(stream, width=context + 1, stride=context, count=-(-count_targets(stream) // context))
+        count = -(-count_targets(stream) // context)  # rounded up
+        return _cut_windows(stream, width=context + 1, stride=context, count=count)
     stride = max(1, context - 1)
-    count = -(-max(0, len(stream) - context) // stride) + min(1, len(stream))
+    # One window for the first `context` tokens, and one more for each `stride` tokens after them, rounded up.
+    count = min(1, len(stream)) + -(-max(0, len(stream) - context) // stride)
     windows = _cut_windows(stream, width=context, stride=stride, count=count)
     return begin_windows(windows, begin, at_start=_is_first(windows) | (context == 1))
 
@@ -123,7 +125,8 @@ def fixed_windows(
         begin: Begin-of-text token, if the base has one.
     """
     width = context + (begin is None)
-    count = -(-len(stream) // width) - (len(stream) % width == 1)
+    omits_last = len(stream) % width == 1  # it would hold a single token
+    count = -(-len(stream) // width) - omits_last
     windows = _cut_windows(stream, width=width, stride=width, count=count)
     return windows if begin is None else begin_windows(windows, begin, at_start=_is_first(windows))
 
