@@ -98,21 +98,21 @@ def test_a_full_gpu_gets_fewer_users_at_once(speed: Any, monkeypatch: pytest.Mon
 
 def test_a_way_that_fails_is_no_end(speed: Any) -> None:
     """Triton's errors and CUDA's are of many types."""
-    assert speed.tried(lambda: 1 / 0) == "ZeroDivisionError: division by zero"
+    assert speed.try_measurement(lambda: 1 / 0) == "ZeroDivisionError: division by zero"
 
 
 def test_products_that_are_counted_are_those_that_are_timed(speed: Any) -> None:
     """No step that is timed comes to the router's turn, so nothing of it counts."""
     args, shape = Namespace(toy=True, batch=4, ctx=16, compile=False), speed.SHAPES["llama-1b"]
-    base = load_base(speed.name_of(shape, True), dtype="float32", device="cpu")
-    clients = speed.clients_of(speed.settings(args, shape, 2, None), base)
+    base = load_base(speed.base_name(shape, True), dtype="float32", device="cpu")
+    clients = speed.make_clients(speed.throughput_arguments(args, shape, 2, None), base)
     joint, router = clients.phases
     assert (joint.every, router.every) == (1, 30)
     (spent,) = count_users(federate(clients), ("anybody",))
-    assert 0 < speed.flops_of_token(clients) < spent.training.total
+    assert 0 < speed.flops_per_token(clients) < spent.training.total
 
 
 def test_chips_are_known_by_their_names(speed: Any) -> None:
-    assert speed.chip_of("NVIDIA H100 80GB HBM3") == speed.chip_of("NVIDIA H200") == 989.4e12
-    assert speed.chip_of("NVIDIA H100 PCIe") == 756.5e12
-    assert speed.chip_of("another") is None
+    assert speed.chip_flops("NVIDIA H100 80GB HBM3") == speed.chip_flops("NVIDIA H200") == 989.4e12
+    assert speed.chip_flops("NVIDIA H100 PCIe") == 756.5e12
+    assert speed.chip_flops("another") is None
