@@ -32,7 +32,7 @@ import yaml
 
 from comingle.config import Recipe, load_recipe
 from comingle.cost import machines
-from comingle.cost.machines import Measurement, load_of, measure, plan_time
+from comingle.cost.machines import Measurement, measure, plan_time, run_work
 from comingle.cost.planning import plan
 from comingle.cost.timing import Cluster
 from comingle.runs.distributed import cores
@@ -131,7 +131,7 @@ def planned_round(
     """
     machine = describe_machine(processes, measurement.disk, own_core=own_core)
     users = sum(len(user.names) for user in cost.users)
-    return plan_time(load_of(recipe, cost, measurement, users), measurement, machine).as_dict()
+    return plan_time(run_work(recipe, cost, measurement, users), measurement, machine).as_dict()
 
 
 def measure_case(case: str, counts: list[int], turns: int, *, own_core: bool) -> None:
