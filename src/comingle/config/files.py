@@ -57,6 +57,8 @@ def too_large(size: int, where: str) -> RecipeError:
 
 
 class _Loader(yaml.SafeLoader):
+    """YAML loader that limits nesting and repetition by aliases, and refuses duplicate keys."""
+
     def __init__(self, stream: str):
         super().__init__(stream)
         self._depth = 0
@@ -65,33 +67,41 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
+        """Compose a node; refuse deep nesting and count the values below each node.
+
+        ``_composed`` counts values with aliases expanded, ``_sizes`` has that count for each finished node. An alias
+        to a node without a size refers to a node that contains the alias.
+        """
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
-            raise _problem(event, f"nested more than {MAX_DEPTH} levels deep; a recipe needs fewer than ten")
+            raise _error_at(event, f"nested more than {MAX_DEPTH} levels deep; a recipe needs fewer than ten")
         before, self._depth = self._composed, self._depth + 1
         node: Any = super().compose_node(parent, index)  # type: ignore[arg-type]  (the stub lacks None for the root)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
-            self._repeat(node, event)
+            self._count_alias(node, event)
         else:
             self._composed += 1
             self._sizes[id(node)] = self._composed - before
         return node
 
-    def _repeat(self, node: yaml.Node | None, event: yaml.AliasEvent) -> None:
+    def _count_alias(self, node: yaml.Node | None, event: yaml.AliasEvent) -> None:
+        """Count the values that an alias repeats; refuse recursive aliases and more than ``MAX_REPEATED`` values."""
         if id(node) not in self._sizes:
-            raise _problem(event, f"alias '*{event.anchor}' refers to a value that contains it")
+            raise _error_at(event, f"alias '*{event.anchor}' refers to a value that contains it")
         self._composed += self._sizes[id(node)]
         self._repeated += self._sizes[id(node)]
         if self._repeated > MAX_REPEATED:
-            raise _problem(event, f"aliases repeat more than {MAX_REPEATED:,} values; write them out")
+            raise _error_at(event, f"aliases repeat more than {MAX_REPEATED:,} values; write them out")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Return a mapping, after :func:`_check_keys`; keys keep their text, so ``1`` and ``no`` are names."""
         _check_keys(node)
         self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
     def construct_yaml_map(self, node: yaml.MappingNode) -> Iterator[dict[Hashable, object]]:
+        """Yield the mapping before it is filled, as PyYAML expects of constructors of collections."""
         mapping: dict[Hashable, object] = {}
         yield mapping
         mapping.update(self.construct_mapping(node))
@@ -101,12 +111,13 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
+    """Refuse keys of a mapping that are not text or occur twice; merge keys (``<<``) may occur several times."""
     lines: dict[str, int] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise _problem(key, f"a key must be text; got {_KINDS[type(key)]}")
+            raise _error_at(key, f"a key must be text; got {_KINDS[type(key)]}")
         if key.value in lines and key.tag != _MERGE:
-            raise _problem(key, f"duplicate key {key.value!r}, first given in line {lines[key.value]}")
+            raise _error_at(key, f"duplicate key {key.value!r}, first given in line {lines[key.value]}")
         if key.tag != _MERGE:
             lines[key.value] = key.start_mark.line + 1
         if key.value == "users" and isinstance(value, yaml.MappingNode):
@@ -117,10 +128,11 @@ def _check_users(node: yaml.MappingNode) -> None:
     """Refuse merge keys among users, as a merged name could replace another user of that name."""
     if merged := next((key for key, _ in node.value if key.tag == _MERGE), None):
         hint = "list all users (quote '<<' if it is a name)"
-        raise _problem(merged, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
+        raise _error_at(merged, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
 
 
-def _problem(place: Any, text: str) -> RecipeError:
+def _error_at(place: Any, text: str) -> RecipeError:
+    """Return an error with the line of a YAML node or event."""
     return RecipeError(f"line {place.start_mark.line + 1}: {text}")
 
 
@@ -145,7 +157,7 @@ def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
     content = complete_older(read_yaml(path)) if is_run else read_yaml(path)
     recipe = parse_recipe(change(content), where=str(path))
-    return recipe if is_run else _anchor(recipe, path.parent)
+    return recipe if is_run else _with_absolute_paths(recipe, path.parent)
 
 
 def read_yaml(path: Path) -> Any:
@@ -170,11 +182,12 @@ def shipped_recipes() -> Path:
 
 
 def _shipped_hint(path: Path) -> str:
+    """Return a hint if a shipped recipe has the file name of a missing one; otherwise an empty text."""
     shipped = shipped_recipes() / path.name
     return f" Did you mean {str(shipped)!r}?" if shipped.is_file() else ""
 
 
-def _anchor(recipe: Recipe, folder: Path) -> Recipe:
+def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
 

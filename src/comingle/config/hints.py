@@ -223,17 +223,23 @@ def other_name_hint(
     meant = _BY_SPELLING.get(_plain(name), "").split()
     leaves = dict.fromkeys(path.rpartition(".")[2] for path in meant)
     beside = [".".join((*section, key)) for key in leaves if key in known]
-    if section and (found := [path for path in beside if _is_read(path, data)]):
-        return _hint(found[:2], place)
+    if section and (found := [path for path in beside if _is_used(path, data)]):
+        return _suggestion(found[:2], place)
     above = {".".join(section[:depth]) for depth in range(len(section) + 1)}
-    paths = [path for path in _paths(recipe, data) if _is_read(path, data) and path not in above]
+    paths = [path for path in _paths(recipe, data) if _is_used(path, data) and path not in above]
     found = [path for path in meant if path in paths or path.startswith(_METHOD)]
     if not found:
         found = [path for path in paths if _plain(path.rpartition(".")[2]) == _plain(name)] or _setting(name)
-    return _hint(found[:2], place)
+    return _suggestion(found[:2], place)
 
 
-def _hint(paths: Sequence[str], place: Sequence[str]) -> str:
+def _suggestion(paths: Sequence[str], place: Sequence[str]) -> str:
+    """Return ``Did you mean ...?`` for a misspelt key; empty without suggestions.
+
+    Args:
+        paths: Suggested dotted keys.
+        place: Parts of the misspelt key.
+    """
     if not paths:
         return ""
     beyond = [f"{path!r}" + (" (at the top level)" if "." not in path and len(place) > 1 else "") for path in paths]
@@ -256,8 +262,8 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     return next((s for a in getattr(annotation, "__args__", ()) if (s := section_in(a)) is not None), None)
 
 
-def _is_read(path: str, data: type[DataSection] | None) -> bool:
-    """Return whether the key is used for such data."""
+def _is_used(path: str, data: type[DataSection] | None) -> bool:
+    """Return whether the key ``path`` is used with the section ``data``; always True without a section."""
     unread = data.unread if data is not None else {}
     return not any(path == key or path.startswith(f"{key}.") for key in unread)
 
@@ -316,7 +322,7 @@ def problems_of(
         data: The section chosen for the key ``data``.
     """
     accepted = _ACCEPTED | {f"data.{key}": words for key, words in (data.accepted if data else {}).items()}
-    problems = sorted(error.errors(), key=_explains, reverse=True)
+    problems = sorted(error.errors(), key=_specificity, reverse=True)
     misspelt = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
     chosen: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
@@ -327,16 +333,25 @@ def problems_of(
         # Keep the branch of a union that was parsed furthest.
         if not any(place == other[: len(place)] or other == place[: len(other)] for other in chosen):
             chosen[place] = problem
-    return tuple(_described(problem, accepted, model, data) for problem in chosen.values())
+    return tuple(_describe_problem(problem, accepted, model, data) for problem in chosen.values())
 
 
-def _explains(problem: ErrorDetails) -> tuple[bool, int]:
+def _specificity(problem: ErrorDetails) -> tuple[bool, int]:
+    """Return the sort key of a problem: larger for an unknown key, then for a deeper place."""
     return problem["type"] == "extra_forbidden", len(problem["loc"])
 
 
-def _described(
+def _describe_problem(
     problem: ErrorDetails, accepted: Mapping[str, str], model: type[BaseModel], data: type[DataSection] | None
 ) -> str:
+    """Return a validation problem as a line: place, value and allowed values.
+
+    Args:
+        problem: The problem, as pydantic reports it.
+        accepted: Descriptions of allowed values by dotted key, for keys with several types.
+        model: The model of the whole.
+        data: The section chosen for the key ``data``.
+    """
     parts = _parts(problem["loc"], accepted)
     place = ".".join(parts)
     if problem["type"] == "extra_forbidden":
@@ -345,7 +360,7 @@ def _described(
         return f"unknown key {place!r}.{hint} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
-    shown = _shown(problem)
+    shown = _got_suffix(problem)
     wanted = accepted.get("data.users.*" if parts[:2] == _USERS and len(parts) == 3 else place)
     if wanted and problem["type"].endswith(_WRONG_KINDS):
         return f"{place}: give {wanted}{shown or '; got ' + _KINDS.get(type(problem['input']), 'a section')}"
@@ -360,7 +375,7 @@ def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
     return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in accepted and above != "data.users" else parts
 
 
-def _shown(problem: ErrorDetails) -> str:
+def _got_suffix(problem: ErrorDetails) -> str:
     """Return the text ``; got VALUE`` for a scalar; empty for lists and mappings."""
     got = problem.get("input")
     if isinstance(got, dict | list | BaseModel):

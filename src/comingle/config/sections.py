@@ -101,7 +101,7 @@ class Recipe(Section):
         try:
             super().__init__(**content)
         except ValidationError as error:
-            problems = problems_of(error, Recipe, _section(content.get("data")))
+            problems = problems_of(error, Recipe, _section_or_none(content.get("data")))
             raise RecipeError(*(f"recipe: {problem}" for problem in problems)) from None
 
     @model_validator(mode="before")
@@ -115,11 +115,16 @@ class Recipe(Section):
     @field_validator("data", mode="before")
     @classmethod
     def _of_its_kind(cls, data: object) -> object:
+        """Validate the raw content of ``data`` with the section class of its kind."""
         return section_of(data).model_validate(data) if isinstance(data, Mapping) else data
 
     @field_validator("method", mode="before")
     @classmethod
     def _plain_name(cls, method: object) -> object:
+        """Convert the spellings of ``method`` to ``{name, settings}``.
+
+        Allowed are a name, ``{name, settings: {...}}``, and ``{name, KEY: VALUE, ...}`` with settings beside the name.
+        """
         if isinstance(method, str):
             return {"name": method}
         if not isinstance(method, Mapping):
@@ -133,6 +138,7 @@ class Recipe(Section):
     @field_validator("aggregation", mode="before")
     @classmethod
     def _plain_rule(cls, aggregation: object) -> object:
+        """Convert a rule's name to ``{rule: NAME}``."""
         return plain_name(aggregation, key="rule")
 
     @property
@@ -209,7 +215,7 @@ _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.le
 
 def _trains_nets(data: object) -> bool:
     """Return whether users with such data train all weights of a net, without adapters."""
-    section = type(data) if isinstance(data, DataSection) else _section(data)
+    section = type(data) if isinstance(data, DataSection) else _section_or_none(data)
     return section is not None and "adapters" in section.unread
 
 
@@ -236,13 +242,14 @@ def complete_older(content: object) -> Any:
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data"), Mapping):
         return content
-    section = _section(data)
+    section = _section_or_none(data)
     if section is None or "add_bos_token" not in section.model_fields:
         return content
     return {**content, "data": {"add_bos_token": False, **data}}
 
 
-def _section(data: object) -> type[DataSection] | None:
+def _section_or_none(data: object) -> type[DataSection] | None:
+    """Return the section class of the raw content of the key ``data``; None if it is invalid."""
     try:
         return section_of(data) if isinstance(data, Mapping) else None
     except ValueError:  # validation reports it
