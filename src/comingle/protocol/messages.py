@@ -150,7 +150,7 @@ def _join(parts: Sequence[Message]) -> Message:
 def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
     """Pad LoRA factors ``(..., rank, width)`` with zeros to the largest rank of ``layout``."""
     wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
-    return {name: _padded(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
+    return {name: _pad_rank(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
 
 
 def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
@@ -171,12 +171,14 @@ def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
     return {name: torch.stack(part) for name, part in parts.items()}
 
 
-def _padded(factor: Tensor, rank: int) -> Tensor:
+def _pad_rank(factor: Tensor, rank: int) -> Tensor:
+    """Pad a LoRA factor ``(..., rank, width)`` with zeros to a rank; a larger one stays unchanged."""
     missing = rank - factor.shape[-2]
     return torch.nn.functional.pad(factor, (0, 0, 0, missing)) if missing > 0 else factor
 
 
 def _row(tree: Tree, at: int) -> Tree:
+    """Return the tensors of one user, with a users dimension of 1."""
     return {name: t[at : at + 1] for name, t in tree.items()}
 
 
@@ -185,7 +187,7 @@ def _join_padded(parts: Sequence[Tensor]) -> Tensor:
     if len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
     most = max(part.shape[-2] for part in parts)
-    return torch.cat([_padded(part, most) for part in parts])
+    return torch.cat([_pad_rank(part, most) for part in parts])
 
 
 SCALE = ".scale"
@@ -265,4 +267,5 @@ def expand(tensors: Tree, form: Format) -> Tree:
 
 
 def _dequantise(levels: Tensor, scale: Tensor) -> Tensor:
+    """Return float32 values from int8 levels ``(..., width)`` and their scales ``(..., 1)``."""
     return levels.to(torch.float32) * scale

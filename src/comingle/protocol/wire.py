@@ -54,7 +54,7 @@ MAX_BYTES = 8 << 30
 def pack(message: Download | Upload) -> bytes:
     """Return one user's message as bytes."""
     header = json.dumps(_header(message), separators=(",", ":")).encode()
-    tensors = save({name: t.detach().contiguous().cpu() for name, t in _tensors(message).items()})
+    tensors = save({name: t.detach().contiguous().cpu() for name, t in _tensors_to_send(message).items()})
     check = zlib.crc32(tensors, zlib.crc32(header))
     return _PREFIX.pack(_MAGIC, FORMAT, len(header), len(tensors), check) + header + tensors
 
@@ -67,7 +67,7 @@ def unpack(data: bytes) -> Download | Upload:
     """
     header, tensors = _split(data)
     try:
-        return _read(json.loads(header), load(tensors))
+        return _message_from(json.loads(header), load(tensors))
     # torch raises RuntimeError for numbers that a tensor cannot hold.
     except (KeyError, TypeError, ValueError, SafetensorError, OverflowError, RecursionError, RuntimeError) as error:
         raise MessageError(f"message: not a valid message ({type(error).__name__}: {error})") from None
@@ -82,26 +82,28 @@ def packed_bytes(message: Download | Upload) -> list[int]:
         key = rank, user in senders
         name = _name_bytes(user)
         if key not in known:
-            known[key] = _length(message.of(at)) - name
+            known[key] = _packed_length(message.of(at)) - name
         lengths.append(known[key] + name)
     return lengths
 
 
-def _length(message: Download | Upload) -> int:
+def _packed_length(message: Download | Upload) -> int:
     """Return the length of one user's packed message."""
     if isinstance(message, Download) and message.senders:  # Dropping the user's own upload would copy tensors.
         message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
     header = len(json.dumps(_header(message), separators=(",", ":")).encode())
-    shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors(message).items())
+    shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors_to_send(message).items())
     return _PREFIX.size + header + _tensors_bytes(shapes)
 
 
 @lru_cache(maxsize=1 << 16)
 def _name_bytes(user: str) -> int:
+    """Return the length of a user's name in the JSON header, quotes included."""
     return len(json.dumps(user).encode())
 
 
 def _header(message: Download | Upload) -> dict[str, Any]:
+    """Return the JSON header of one user's message; a download lists its senders if there are some."""
     (user,), rank = message.users, int(message.ranks[0])
     if isinstance(message, Upload):
         return {"kind": "upload", "round": message.round, "user": user, "rank": rank}
@@ -109,10 +111,10 @@ def _header(message: Download | Upload) -> dict[str, Any]:
     return header | ({"senders": list(message.senders)} if message.senders else {})
 
 
-def _tensors(message: Download | Upload) -> Tree:
+def _tensors_to_send(message: Download | Upload) -> Tree:
     """Return the tensors to send: no users dimension, cut to the user's rank, without the user's own upload."""
     rank = int(message.ranks[0])
-    own = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
+    own = {name: _without_rank_padding(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
         return own | {_REPORT + name: t[0] for name, t in message.reports.items()}
     if message.users[0] not in message.senders:
@@ -121,12 +123,17 @@ def _tensors(message: Download | Upload) -> Tree:
     return {name: t[kept] for name, t in own.items()}
 
 
-def _cut(name: str, t: Tensor, rank: int) -> Tensor:
+def _without_rank_padding(name: str, t: Tensor, rank: int) -> Tensor:
     """Return a LoRA factor without the padding beyond its user's rank."""
     return t[..., :rank, :] if rank and name.removesuffix(SCALE).endswith((".a", ".b")) else t
 
 
 def _split(data: bytes) -> tuple[bytes, bytes]:
+    """Split a packed message into its JSON header and its tensors in the safetensors format.
+
+    Raises:
+        MessageError: Lengths, format version or checksum are wrong.
+    """
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"message: got {len(data)} bytes that do not begin with the header of a message")
     _, version, header, tensors, check = _PREFIX.unpack_from(data)
@@ -141,7 +148,12 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     return data[_PREFIX.size : middle], data[middle:]
 
 
-def _read(header: Mapping[str, Any], tensors: Tree) -> Download | Upload:
+def _message_from(header: Mapping[str, Any], tensors: Tree) -> Download | Upload:
+    """Return the message with this header and these tensors, which have no users dimension.
+
+    Raises:
+        KeyError, TypeError, ValueError: The header lacks a key or has a wrong value.
+    """
     stacked = {name: t.unsqueeze(0) for name, t in tensors.items()}
     if header["kind"] == "download":
         return Download(
