@@ -120,7 +120,7 @@ def test_what_the_server_receives_is_uniform(word: int) -> None:
     total = rehearsal.total(LARGEST)
     assert bool((total == 28).all())
     masked, server = masked_of(rehearsal), rehearsal.server
-    own = {name: secure_client.mask(server._secret_of(name), terms.entries, word) for name in terms.users}
+    own = {name: secure_client.mask(server._reconstruct_secret(name), terms.entries, word) for name in terms.users}
     for count in (1, 2, 3):
         for names in itertools.combinations(terms.users, count):
             for seen in (masked, {name: masked[name] - own[name] for name in names}):
@@ -143,13 +143,13 @@ def test_who_is_lost_after_masking_is_not_seen_either() -> None:
     rehearsal.total(LARGEST)
     server, late = rehearsal.server, rehearsal.users["user 2"]
     left = late.mask(server.sealed_for("user 2"), rehearsal.uploads["user 2"])
-    private = server._secret_of("user 2")
+    private = server._reconstruct_secret("user 2")
     for name in server.survivors:
         pair = pair_mask(private, server.roster[name][secure_client.KEY :], ("user 2", name), terms)
         left = left - pair if name > "user 2" else left + pair
     assert p_uniform(left.view(np.uint8)) > SURELY
     assert bool(
-        (left - secure_client.mask(late._secret("own mask"), terms.entries, 32) == 7).all()
+        (left - secure_client.mask(late._derive_secret("own mask"), terms.entries, 32) == 7).all()
     )  # that alone was missing
 
 
@@ -161,7 +161,7 @@ def test_what_is_sealed_is_uniform_and_for_one_reader() -> None:
     assert p_uniform(np.frombuffer(sealed, np.uint8)) > SURELY
     assert len(set(server.roster.values())) == 12
     with pytest.raises(MessageError, match="not sealed"):
-        rehearsal.users["user 1"]._opened("user 2", server.sealed["user 2"]["user 3"])
+        rehearsal.users["user 1"]._unseal_shares("user 2", server.sealed["user 2"]["user 3"])
 
 
 # -------------------------------------------------------------------- who may know what
@@ -176,7 +176,7 @@ def test_fewer_than_the_threshold_with_the_server_learn_nothing(monkeypatch: pyt
     colluders, victim = everyone[:3], everyone[5]
     points = {name: at for at, name in enumerate(rehearsal.server.roster, start=1)}
     for which, purpose in ((0, "own mask"), (1, "masking")):
-        secret = victim._secret(purpose)
+        secret = victim._derive_secret(purpose)
         held = {points[user.name]: user._share_of(victim.name, which) for user in everyone}
         assert secure_client.join(held, terms.threshold) == secret
         theirs = {points[user.name]: held[points[user.name]] for user in colluders}
@@ -196,9 +196,9 @@ def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one()
     colluders, honest = terms.users[:3], terms.users[3:]
     left = {}
     for name in honest:
-        known = secure_client.mask(server._secret_of(name), terms.entries, terms.word)
+        known = secure_client.mask(server._reconstruct_secret(name), terms.entries, terms.word)
         for other in colluders:
-            private = rehearsal.users[other]._secret("masking")
+            private = rehearsal.users[other]._derive_secret("masking")
             pair = pair_mask(private, server.roster[name][secure_client.KEY :], (other, name), terms)
             known = known + pair if name < other else known - pair
         left[name] = masked[name] - known
@@ -369,7 +369,7 @@ def test_keys_of_another_round_or_run_mask_otherwise() -> None:
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    secure_client._part.cache_clear()
+    secure_client._primitives.cache_clear()
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hashes", None)
     with pytest.raises(RecipeError, match=r"^privacy.secure_aggregation: .*cryptography.*'comingle\[flower\]'"):
         secure_client.derive(bytes(32), "anything")

@@ -58,7 +58,7 @@ def keys_message(name: str, done: int, public: bytes) -> Upload:
         done: Number of the round.
         public: The keys.
     """
-    return upload(name, done, {KEYS: _tensor([public])})
+    return upload(name, done, {KEYS: _as_byte_tensor([public])})
 
 
 def shares_message(name: str, done: int, given: Mapping[str, bytes]) -> Upload:
@@ -69,7 +69,7 @@ def shares_message(name: str, done: int, given: Mapping[str, bytes]) -> Upload:
         done: Number of the round.
         given: Shares by user, in the order in which the server expects them.
     """
-    return upload(name, done, {SHARES: _tensor(list(given.values()))})
+    return upload(name, done, {SHARES: _as_byte_tensor(list(given.values()))})
 
 
 def masked_message(name: str, done: int, masked: np.ndarray) -> Upload:
@@ -94,7 +94,7 @@ def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    return _bytes(_single_tensor(message, name, done, KEYS), 1, PUBLIC)[0]
+    return _byte_strings(_single_tensor(message, name, done, KEYS), 1, PUBLIC)[0]
 
 
 def read_shares(
@@ -112,7 +112,7 @@ def read_shares(
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    parts = _bytes(_single_tensor(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
+    parts = _byte_strings(_single_tensor(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
     return dict(zip(of, parts, strict=True))
 
 
@@ -148,7 +148,7 @@ def roster_message(name: str, done: int, roster: Mapping[str, bytes]) -> Downloa
         done: Number of the round.
         roster: Public keys by user.
     """
-    return download(name, done, roster, {KEYS: _tensor(list(roster.values()))})
+    return download(name, done, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
 
 
 def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Download:
@@ -159,7 +159,7 @@ def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Downloa
         done: Number of the round.
         sealed: Sealed shares by user.
     """
-    return download(name, done, sealed, {SHARES: _tensor(list(sealed.values()))})
+    return download(name, done, sealed, {SHARES: _as_byte_tensor(list(sealed.values()))})
 
 
 def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Download:
@@ -185,9 +185,9 @@ def read_roster(message: Upload | Download | None, name: str, done: int, own: by
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _contents(message, name, done)
+    senders, tensors = _senders_and_tensors(message, name, done)
     others = [sender for sender in senders if sender != name]
-    theirs = dict(zip(others, _bytes(tensors.get(KEYS), len(others), PUBLIC), strict=True))
+    theirs = dict(zip(others, _byte_strings(tensors.get(KEYS), len(others), PUBLIC), strict=True))
     return {sender: own if sender == name else theirs[sender] for sender in senders}
 
 
@@ -202,8 +202,8 @@ def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _contents(message, name, done)
-    return dict(zip(senders, _bytes(tensors.get(SHARES), len(senders), SEALED), strict=True))
+    senders, tensors = _senders_and_tensors(message, name, done)
+    return dict(zip(senders, _byte_strings(tensors.get(SHARES), len(senders), SEALED), strict=True))
 
 
 def read_survivors(message: Upload | Download | None, name: str, done: int) -> list[str]:
@@ -217,24 +217,46 @@ def read_survivors(message: Upload | Download | None, name: str, done: int) -> l
     Raises:
         MessageError: The message is not for this user and round.
     """
-    return list(_contents(message, name, done)[0])
+    return list(_senders_and_tensors(message, name, done)[0])
 
 
 # ---------------------------------------------------------------- messages as tensors
 
 
-def _tensor(parts: Sequence[bytes]) -> Tensor:
+def _as_byte_tensor(parts: Sequence[bytes]) -> Tensor:
+    """Return byte strings of equal length as an int8 tensor ``(1, strings, length)``."""
     width = len(parts[0]) if parts else 0
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int8).view(1, len(parts), width)
 
 
-def _bytes(t: Tensor | None, count: int, width: int) -> list[bytes]:
+def _byte_strings(t: Tensor | None, count: int, width: int) -> list[bytes]:
+    """Return the byte strings in an int8 tensor.
+
+    Args:
+        t: The tensor.
+        count: Expected number of strings.
+        width: Expected length of each string.
+
+    Raises:
+        MessageError: The tensor is missing, or has another type or size.
+    """
     if t is None or t.dtype != torch.int8 or t.numel() != count * width:
         raise MessageError(f"secure aggregation: wrong size; allowed: {count} times {width} bytes")
     return [row.tobytes() for row in t.reshape(count, width).numpy()]
 
 
 def _single_tensor(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
+    """Return the only tensor of a user's upload.
+
+    Args:
+        message: The message.
+        name: The user.
+        done: Number of the round.
+        what: Required name of the tensor.
+
+    Raises:
+        MessageError: The message is not of this user and round, or has other tensors.
+    """
     if not isinstance(message, Upload) or message.users != (name,) or message.round != done or message.reports:
         raise MessageError(f"secure aggregation: not a message from user {name!r} in round {done}")
     if message.tensors.keys() != {what}:
@@ -242,7 +264,17 @@ def _single_tensor(message: Upload | Download | None, name: str, done: int, what
     return message.tensors[what]
 
 
-def _contents(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
+def _senders_and_tensors(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
+    """Return the names of other users and the tensors in a download.
+
+    Args:
+        message: The message.
+        name: The receiving user.
+        done: Number of the round.
+
+    Raises:
+        MessageError: The message is not for this user and round, or names a user twice.
+    """
     if not isinstance(message, Download) or message.users != (name,) or message.version != done:
         raise MessageError(f"secure aggregation: not a message for user {name!r} in round {done}")
     if twice := [sender for sender, count in Counter(message.senders).items() if count > 1]:
@@ -308,8 +340,8 @@ class Session:
 
     def advertise(self) -> bytes:
         """Return the public keys."""
-        self._once("advertise", "")
-        return public_of(self._secret("sealing")) + public_of(self._secret("masking"))
+        self._record_step("advertise", "")
+        return public_of(self._derive_secret("sealing")) + public_of(self._derive_secret("masking"))
 
     def share(self, roster: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return sealed shares of this user's secrets for each other user.
@@ -319,10 +351,10 @@ class Session:
         """
         self._check_roster(roster)
         asked = {name: key.hex() for name, key in roster.items()}
-        self._once("share", asked, after="advertise", roster=dict(roster))
+        self._record_step("share", asked, after="advertise", roster=dict(roster))
         return {
-            name: seal(self._sealing(name, sends=True), text, self.terms.digest)
-            for name, text in self._shares().items()
+            name: seal(self._sealing_key(name, sends=True), text, self.terms.digest)
+            for name, text in self._all_shares().items()
             if name != self.name
         }
 
@@ -334,16 +366,16 @@ class Session:
         """
         if not set(sealed) <= set(self.roster) - {self.name}:
             raise MessageError("secure aggregation: shares from a user who has not advertised")
-        self._require(len(sealed) + 1, "share")
+        self._require_threshold(len(sealed) + 1, "share")
         for name, text in sealed.items():
-            self._opened(name, text)  # raises before anything is sent
+            self._unseal_shares(name, text)  # raises before anything is sent
         asked = {name: text.hex() for name, text in sealed.items()}
-        self._once("mask", asked, after="share", sealed=dict(sealed))
-        masked = upload + mask(self._secret("own mask"), self.terms.entries, self.terms.word)
+        self._record_step("mask", asked, after="share", sealed=dict(sealed))
+        masked = upload + mask(self._derive_secret("own mask"), self.terms.entries, self.terms.word)
         for name in sealed:
-            pair = pair_mask(self._secret("masking"), self.roster[name][KEY:], (self.name, name), self.terms)
+            pair = pair_mask(self._derive_secret("masking"), self.roster[name][KEY:], (self.name, name), self.terms)
             masked = masked + pair if self.name < name else masked - pair
-        self._once("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
+        self._record_step("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
         return masked
 
     def unmask(self, survivors: Sequence[str]) -> dict[str, bytes]:
@@ -355,8 +387,8 @@ class Session:
         everyone = self.sharers
         if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(everyone):
             raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
-        self._require(len(survivors), "mask")
-        self._once("unmask", sorted(survivors), after="masked")
+        self._require_threshold(len(survivors), "mask")
+        self._record_step("unmask", sorted(survivors), after="masked")
         return {name: self._share_of(name, 0 if name in survivors else 1) for name in everyone}
 
     @property
@@ -366,41 +398,68 @@ class Session:
 
     # ---------------------------------------------------------------- secrets
 
-    def _secret(self, purpose: str, *about: str) -> bytes:
+    def _derive_secret(self, purpose: str, *about: str) -> bytes:
+        """Derive a secret of this user and sum from its seed; the same purpose always gives the same secret."""
         return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *about)
 
-    def _shares(self) -> dict[str, bytes]:
+    def _all_shares(self) -> dict[str, bytes]:
         """Return all users' shares of the seed of the own mask and of the masking key."""
         points = {name: at for at, name in enumerate(self.roster, start=1)}
         every = json.dumps({name: key.hex() for name, key in self.roster.items()})
         parts = [
             split(
-                self._secret(what), list(points.values()), self.terms.threshold, self._secret("shares of", what, every)
+                self._derive_secret(what),
+                list(points.values()),
+                self.terms.threshold,
+                self._derive_secret("shares of", what, every),
             )
             for what in ("own mask", "masking")
         ]
         return {name: parts[0][at] + parts[1][at] for name, at in points.items()}
 
     def _share_of(self, name: str, which: int) -> bytes:
-        both = self._shares()[name] if name == self.name else self._opened(name, self.sealed[name])
+        """Return this user's share of a secret of the user ``name``.
+
+        Args:
+            name: The user, who may be this user itself.
+            which: 0 for the seed of its own mask, 1 for its masking key.
+        """
+        both = self._all_shares()[name] if name == self.name else self._unseal_shares(name, self.sealed[name])
         return both[which * SHARE :][:SHARE]
 
-    def _opened(self, name: str, sealed: bytes) -> bytes:
-        text = unseal(self._sealing(name, sends=False), sealed, self.terms.digest)
+    def _unseal_shares(self, name: str, sealed: bytes) -> bytes:
+        """Decrypt the shares that the user ``name`` sealed for this user: of its own mask and of its masking key.
+
+        Raises:
+            MessageError: They were not sealed by that user for this sum, or have a wrong length.
+        """
+        text = unseal(self._sealing_key(name, sends=False), sealed, self.terms.digest)
         if len(text) != 2 * SHARE:
             raise MessageError("secure aggregation: shares of the wrong length")
         return text
 
-    def _sealing(self, name: str, *, sends: bool) -> bytes:
-        """Return the key that seals shares for another user, or from it."""
-        common = shared_secret(self._secret("sealing"), self.roster[name][:KEY], name)
+    def _sealing_key(self, name: str, *, sends: bool) -> bytes:
+        """Return the key that seals shares between this user and the user ``name``; each direction has its own key."""
+        common = shared_secret(self._derive_secret("sealing"), self.roster[name][:KEY], name)
         sender, receiver = (self.name, name) if sends else (name, self.name)
         return derive(common, "seal", self.terms.digest, sender, receiver)
 
     # ---------------------------------------------------------------- checks
 
-    def _once(self, what: str, asked: object, *, after: str = "", **learnt: object) -> None:
-        """Record a request and its contents; accept a repeated one, refuse a different one."""
+    def _record_step(self, what: str, asked: object, *, after: str = "", **learnt: object) -> None:
+        """Record a step's request and save the session; accept a repeated request, refuse a different one.
+
+        A second answer to a different request could reveal a single user's upload.
+
+        Args:
+            what: Name of the step.
+            asked: Contents of the request, for JSON; only their digest is stored.
+            after: Step that must be complete before.
+            learnt: Attributes of the session to set.
+
+        Raises:
+            MessageError: The step before is missing, or the step was requested before with other contents.
+        """
         if after and after not in self.done:
             raise MessageError(f"secure aggregation: {what} requested before {after}")
         digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
@@ -415,7 +474,8 @@ class Session:
             self.done[what] = digest
             self.save(self.record)
 
-    def _require(self, there: int, step: str) -> None:
+    def _require_threshold(self, there: int, step: str) -> None:
+        """Refuse to continue when fewer users than the threshold have completed a step."""
         if there < self.terms.threshold:
             raise MessageError(
                 f"secure aggregation: got {there} users who completed step {step!r}; allowed: at least "
@@ -423,6 +483,11 @@ class Session:
             )
 
     def _check_roster(self, roster: Mapping[str, bytes]) -> None:
+        """Check that users of the round advertised distinct keys, this user's among them, and that they are enough.
+
+        Raises:
+            MessageError: A check fails.
+        """
         if not set(roster) <= set(self.terms.users) or len(set(roster.values())) != len(roster):
             raise MessageError("secure aggregation: the roster has unknown users, or two users with one key")
         if roster.get(self.name) != self.advertise():
@@ -431,7 +496,7 @@ class Session:
             raise MessageError(
                 f"secure aggregation: {len(roster)} users in the roster; allowed: up to {self.terms.expected}"
             )
-        self._require(len(roster), "advertise")
+        self._require_threshold(len(roster), "advertise")
 
 
 def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms) -> np.ndarray:
@@ -454,7 +519,7 @@ _TYPES = {32: np.dtype("<u4"), 64: np.dtype("<u8")}
 
 
 @cache
-def _part(name: str) -> Any:
+def _primitives(name: str) -> Any:
     """Import a module of ``cryptography``, which is only needed for secure sums.
 
     Raises:
@@ -470,13 +535,13 @@ def _part(name: str) -> Any:
 
 def derive(secret: bytes, *purpose: str | int) -> bytes:
     """Derive a key for one purpose from a secret."""
-    made = _part("kdf.hkdf").HKDF(_part("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
+    made = _primitives("kdf.hkdf").HKDF(_primitives("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
     return made.derive(secret)
 
 
 def public_of(private: bytes) -> bytes:
     """Return the public key of a private key of 32 random bytes."""
-    return _part("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    return _primitives("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def shared_secret(private: bytes, public: bytes, owner: str) -> bytes:
@@ -490,7 +555,7 @@ def shared_secret(private: bytes, public: bytes, owner: str) -> bytes:
     Raises:
         MessageError: The public key is invalid.
     """
-    x25519 = _part("asymmetric.x25519")
+    x25519 = _primitives("asymmetric.x25519")
     try:
         other = x25519.X25519PublicKey.from_public_bytes(public)
         return x25519.X25519PrivateKey.from_private_bytes(private).exchange(other)
@@ -512,7 +577,7 @@ def mask(key: bytes, entries: int, word: int) -> np.ndarray:
 
 def stream(key: bytes, count: int) -> bytes:
     """Return the first ``count`` bytes of a key's ChaCha20 stream."""
-    ciphers = _part("ciphers")
+    ciphers = _primitives("ciphers")
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, _NO_COUNTER), None)
     return cipher.encryptor().update(bytes(count))
 
@@ -525,7 +590,7 @@ def seal(key: bytes, text: bytes, about: str) -> bytes:
         text: The text.
         about: Context that must be given again to decrypt.
     """
-    return _part("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, about.encode())
+    return _primitives("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, about.encode())
 
 
 def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
@@ -541,7 +606,7 @@ def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
     """
     invalid = importlib.import_module("cryptography.exceptions").InvalidTag
     try:
-        return _part("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, about.encode())
+        return _primitives("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, about.encode())
     except invalid:
         raise MessageError("secure aggregation: a share was not sealed by its sender") from None
 
@@ -549,7 +614,7 @@ def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
 PRIME = 2**256 + 297
 """Smallest prime above all secrets of 32 bytes."""
 
-_WIDE = 48
+_COEFFICIENT_BYTES = 48
 """Random bytes per coefficient; modulo the prime they are uniform to one part in 2^127."""
 
 
@@ -564,10 +629,10 @@ def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> d
     """
     assert len(secret) == KEY
     assert all(0 < point < PRIME for point in points)
-    drawn = stream(key, _WIDE * (threshold - 1))
-    wide = [drawn[at : at + _WIDE] for at in range(0, len(drawn), _WIDE)]
+    drawn = stream(key, _COEFFICIENT_BYTES * (threshold - 1))
+    wide = [drawn[at : at + _COEFFICIENT_BYTES] for at in range(0, len(drawn), _COEFFICIENT_BYTES)]
     coefficients = [int.from_bytes(secret), *(int.from_bytes(part) % PRIME for part in wide)]
-    return {point: _value(coefficients, point).to_bytes(SHARE) for point in points}
+    return {point: _evaluate_polynomial(coefficients, point).to_bytes(SHARE) for point in points}
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -592,7 +657,7 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     return secret.to_bytes(KEY)
 
 
-def _value(coefficients: Sequence[int], point: int) -> int:
+def _evaluate_polynomial(coefficients: Sequence[int], point: int) -> int:
     """Evaluate a polynomial with Horner's rule."""
     value = 0
     for coefficient in reversed(coefficients):

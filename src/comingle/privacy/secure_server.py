@@ -106,7 +106,7 @@ class SumCollector:
         assert self.masked is not None
         total = self.masked.copy()
         for name in self.survivors:
-            total -= secure_client.mask(self._secret_of(name), self.terms.entries, self.terms.word)
+            total -= secure_client.mask(self._reconstruct_secret(name), self.terms.entries, self.terms.word)
         for name in (user for user in self.sharers if user not in self.survivors):
             self._remove_pair_masks(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
@@ -116,7 +116,7 @@ class SumCollector:
 
     def _remove_pair_masks(self, total: np.ndarray, gone: str) -> None:
         """Remove the pairwise masks between survivors and a user who dropped out after sharing."""
-        private = self._secret_of(gone)
+        private = self._reconstruct_secret(gone)
         if secure_client.public_of(private) != self.roster[gone][KEY:]:
             raise NoSumError(f"round {self.terms.round}: the shares of user {gone!r} give another key")
         for name in self.survivors:
@@ -126,7 +126,14 @@ class SumCollector:
             else:
                 total += pair
 
-    def _secret_of(self, name: str) -> bytes:
+    def _reconstruct_secret(self, name: str) -> bytes:
+        """Reconstruct a secret of the user ``name`` from the shares that users revealed.
+
+        It is the seed of the own mask if the user is in the sum, and otherwise its masking key.
+
+        Raises:
+            NoSumError: There are too few shares, or they belong to no secret.
+        """
         points = {user: at for at, user in enumerate(self.roster, start=1)}
         held = {points[user]: opened[name] for user, opened in self.opened.items()}
         try:
@@ -176,44 +183,55 @@ class SimulatedSum:
         server, done = self.server, self.terms.round
         for name, user in self.users.items():
             if self.answers("advertise", name):
-                message = self._up("advertise", name, secure_client.keys_message(name, done, user.advertise()))
+                message = self._transmit_upload(
+                    "advertise", name, secure_client.keys_message(name, done, user.advertise())
+                )
                 server.advertised(name, secure_client.read_keys(message, name, done))
         server.require(server.roster, "advertise")
         for name in [user for user in server.roster if self.answers("share", user)]:
-            self._share(name, done)
+            self._run_share_step(name, done)
         server.require(server.sealed, "share")
         for name in [user for user in server.sharers if self.answers("mask", user)]:
-            self._mask(name, done)
+            self._run_mask_step(name, done)
         server.require(server.survivors, "mask")
         for name in [user for user in server.survivors if self.answers("unmask", user)]:
-            self._unmask(name, done)
+            self._run_unmask_step(name, done)
         return server.total(largest)
 
-    def _share(self, name: str, done: int) -> None:
+    def _run_share_step(self, name: str, done: int) -> None:
+        """Send the public keys to a user, and give the server the shares that it seals for others."""
         user, others = self.users[name], [other for other in self.server.roster if other != name]
-        asked = self._down("share", name, secure_client.roster_message(name, done, self.server.roster))
+        asked = self._transmit_download("share", name, secure_client.roster_message(name, done, self.server.roster))
         sealed = user.share(secure_client.read_roster(asked, name, done, user.advertise()))
-        message = self._up("share", name, secure_client.shares_message(name, done, sealed))
+        message = self._transmit_upload("share", name, secure_client.shares_message(name, done, sealed))
         self.server.shared(name, secure_client.read_shares(message, name, done, others, sealed=True))
 
-    def _mask(self, name: str, done: int) -> None:
+    def _run_mask_step(self, name: str, done: int) -> None:
+        """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
         terms = self.terms
-        asked = self._down("mask", name, secure_client.sealed_message(name, done, self.server.sealed_for(name)))
+        asked = self._transmit_download(
+            "mask", name, secure_client.sealed_message(name, done, self.server.sealed_for(name))
+        )
         masked = self.users[name].mask(secure_client.read_sealed(asked, name, done), self.uploads[name])
-        message = self._up("mask", name, secure_client.masked_message(name, done, masked))
+        message = self._transmit_upload("mask", name, secure_client.masked_message(name, done, masked))
         self.server.added(name, secure_client.read_masked(message, name, done, terms.entries, terms.word))
 
-    def _unmask(self, name: str, done: int) -> None:
-        asked = self._down("unmask", name, secure_client.survivors_message(name, done, self.server.survivors))
+    def _run_unmask_step(self, name: str, done: int) -> None:
+        """Send a user the names of the users in the sum, and give the server the shares that it reveals."""
+        asked = self._transmit_download(
+            "unmask", name, secure_client.survivors_message(name, done, self.server.survivors)
+        )
         opened = self.users[name].unmask(secure_client.read_survivors(asked, name, done))
-        message = self._up("unmask", name, secure_client.shares_message(name, done, opened))
+        message = self._transmit_upload("unmask", name, secure_client.shares_message(name, done, opened))
         self.server.unmasked(name, secure_client.read_shares(message, name, done, self.server.sharers, sealed=False))
 
-    def _up(self, step: str, name: str, message: Upload) -> Upload | Download:
+    def _transmit_upload(self, step: str, name: str, message: Upload) -> Upload | Download:
+        """Return a user's message after packing and unpacking; record its bytes in ``received``."""
         self.received.append((step, name, pack(message)))
         return unpack(self.received[-1][2])
 
-    def _down(self, step: str, name: str, message: Download) -> Upload | Download:
+    def _transmit_download(self, step: str, name: str, message: Download) -> Upload | Download:
+        """Return a server's message after packing and unpacking; record its bytes in ``sent``."""
         self.sent.append((step, name, pack(message)))
         return unpack(self.sent[-1][2])
 

@@ -148,14 +148,14 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
     """
     done = terms.round
     vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
-    sealed, opened = (_empty(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
-    contents = ({KEYS: _empty(1, PUBLIC)}, {SHARES: sealed}, {VECTOR: vector}, {SHARES: opened})
+    sealed, opened = (_meta_bytes(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
+    contents = ({KEYS: _meta_bytes(1, PUBLIC)}, {SHARES: sealed}, {VECTOR: vector}, {SHARES: opened})
     return sum(packed_bytes(upload(name, done, tensors))[0] for tensors in contents)
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
     """Return the bytes that a user sends for a sum that fails after the first step."""
-    return packed_bytes(upload(name, terms.round, {KEYS: _empty(1, PUBLIC)}))[0]
+    return packed_bytes(upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC)}))[0]
 
 
 def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
@@ -168,14 +168,15 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
     """
     done, others = terms.round, [other for other in names if other != name]
     messages = (
-        download(name, done, names, {KEYS: _empty(len(names), PUBLIC)}),
-        download(name, done, others, {SHARES: _empty(len(others), SEALED)}),
+        download(name, done, names, {KEYS: _meta_bytes(len(names), PUBLIC)}),
+        download(name, done, others, {SHARES: _meta_bytes(len(others), SEALED)}),
         download(name, done, names, {}),
     )
     return sum(packed_bytes(message)[0] for message in messages)
 
 
-def _empty(rows: int, width: int) -> Tensor:
+def _meta_bytes(rows: int, width: int) -> Tensor:
+    """Return an int8 tensor ``(1, rows, width)`` on the device meta: for its packed length, without memory."""
     return torch.empty((1, rows, width), dtype=torch.int8, device="meta")
 
 
@@ -317,15 +318,24 @@ class Sums:
         """
         grid = self.grid(done)
         if self.privacy.noisy:
-            levels = self._noised(changes, weights, names, key, done)
+            levels = self._clip_and_add_noise(changes, weights, names, key, done)
         else:
-            levels = self._cut(changes, weights, names, done)
+            levels = self._clamp_to_range(changes, weights, names, done)
         if self.weighted:
-            levels = torch.cat([levels, self._whole(weights, grid).unsqueeze(1)], 1)
+            levels = torch.cat([levels, self._integer_weights(weights, grid).unsqueeze(1)], 1)
         return levels.to(DTYPES[self.word])
 
-    def _cut(self, changes: Tree, weights: Tensor, names: Sequence[str], done: int) -> Int[Tensor, "users entries"]:
-        """Return changes clamped to the range, with a warning for users whose changes exceed it."""
+    def _clamp_to_range(
+        self, changes: Tree, weights: Tensor, names: Sequence[str], done: int
+    ) -> Int[Tensor, "users entries"]:
+        """Return each user's weighted change as grid points, clamped to the range; warn of users who exceed it.
+
+        Args:
+            changes: Changes ``(users, *shape)``.
+            weights: Weights of the users, up to 1.
+            names: Names of the users.
+            done: Number of the round, from 1.
+        """
         grid, values = self.grid(done), flat(changes).cpu()
         for name, beyond in zip(names, grid.beyond(values), strict=True):
             if beyond:
@@ -333,13 +343,23 @@ class Sums:
                     "user %r, round %d: %d of %d entries of its change are clipped to the range %g "
                     "(privacy.secure_aggregation.range)", name, done, beyond, values.shape[1], grid.bound,
                 )  # fmt: skip
-        weight = self._whole(weights, grid).double() / grid.levels
+        weight = self._integer_weights(weights, grid).double() / grid.levels
         return grid.place(values.nan_to_num(0.0).clamp(-grid.bound, grid.bound) * weight.unsqueeze(1))
 
-    def _noised(
+    def _clip_and_add_noise(
         self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, done: int
     ) -> Int[Tensor, "users entries"]:
-        """Return changes within the clip norm, even after rounding, each with its user's part of the noise."""
+        """Return each user's clipped, weighted change plus its part of the noise, as grid points.
+
+        The norm stays within the clip norm even after rounding, as changes are clipped to a smaller one.
+
+        Args:
+            changes: Changes ``(users, *shape)``.
+            weights: Weights of the users, up to 1.
+            names: Names of the users.
+            key: Key of the noise.
+            done: Number of the round, from 1.
+        """
         grid, entries = self.grid(done), sum(t[0].numel() for t in changes.values())
         bound = self.privacy.first_bound - grid.slack(entries)
         levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
@@ -350,7 +370,7 @@ class Sums:
         ]
         return grid.cut(levels + (torch.stack(drawn) * steps).round().long())
 
-    def _whole(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
+    def _integer_weights(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
         """Return weights up to 1 as integers of at least 1."""
         return (weights.double() * grid.levels).round().clamp(1, grid.levels).long()
 
