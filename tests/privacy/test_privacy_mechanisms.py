@@ -316,7 +316,7 @@ def test_an_adaptive_bound_finds_the_quantile(federate: Any) -> None:
     central._count_noise = lambda users: 1e-3  # type: ignore[method-assign]
     for number in range(60):
         within = torch.tensor([int(length <= central.bound) for length in (1, 2, 3, 4)])
-        central._adapt(within, 4.0, number)
+        central._adapt_clip_norm(within, 4.0, number)
     assert 1.5 < central.bound < 3.5
 
 
@@ -328,7 +328,7 @@ def test_a_start_and_a_rate_of_one_find_a_median_in_few_rounds(federate: Any, me
     draw, ends = torch.Generator().manual_seed(0), []
     for number in range(16):
         lengths = median * (0.2 * torch.randn(40, generator=draw)).exp()
-        central._adapt((lengths <= central.bound).long(), 40.0, number)
+        central._adapt_clip_norm((lengths <= central.bound).long(), 40.0, number)
         ends.append(central.bound)
     assert all(0.6 * median < bound < 1.6 * median for bound in ends[7:])
 
@@ -339,7 +339,7 @@ def test_no_noise_makes_a_longer_step_than_the_rate(federate: Any) -> None:
     steps = []
     for number in range(50):
         before = central.bound
-        central._adapt(torch.tensor([1, 0]), 4.0, number)
+        central._adapt_clip_norm(torch.tensor([1, 0]), 4.0, number)
         steps.append(math.log(central.bound / before))
     assert min(steps) == pytest.approx(-0.7)
     assert max(steps) == pytest.approx(0.3)
@@ -348,7 +348,7 @@ def test_no_noise_makes_a_longer_step_than_the_rate(federate: Any) -> None:
 def test_its_noise_is_shared_between_the_model_and_the_count(federate: Any) -> None:
     central = private(federate, clip_norm="adaptive", noise_multiplier=0.8).server.mechanisms[0]
     for users in (4.0, 400.0):
-        model, count = central._multiplier(users), 2 * central._count_noise(users)
+        model, count = central._multiplier_beside_count(users), 2 * central._count_deviation(users)
         assert model**-2 + count**-2 == pytest.approx(0.8**-2)  # two Gaussians are one
 
 

@@ -98,7 +98,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
     """
     if count == 0:
         return 0.0
-    dp = _package()
+    dp = _import_dp_accounting()
     event, relation = dp.GaussianDpEvent(release.noise), dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     if release.sample:  # its privacy loss distribution is not known
         relation, accountant = dp.NeighboringRelation.REPLACE_ONE, "rdp"
@@ -108,7 +108,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
     accountants = {"rdp": dp.rdp.RdpAccountant, "pld": dp.pld.PLDAccountant}
 
     def spent(name: str) -> float:
-        with _quiet():
+        with _without_order_warnings():
             return float(accountants[name](neighboring_relation=relation).compose(event, count).get_epsilon(delta))
 
     bound = spent("rdp")
@@ -116,7 +116,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_order_warnings() -> Iterator[None]:
     """Suppress a warning for each Renyi order that is skipped; the bound holds without them."""
     logger = logging.getLogger("absl")
     level = logger.level
@@ -132,8 +132,9 @@ def accountant_of(privacy: PrivacySection, release: Release) -> str:
     return "rdp" if release.sample else privacy.accountant
 
 
-_STEPS = 14
-_MOST = 2.0**20
+_BISECTION_STEPS = 14
+_MAX_MULTIPLIER = 2.0**20
+"""Largest noise multiplier that is tried."""
 
 
 def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], Release]) -> float:
@@ -160,14 +161,14 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
     high = 1.0
     while spends(high, "rdp") > target:  # fast, and never below the other accountant
         high *= 2
-        if high > _MOST:
+        if high > _MAX_MULTIPLIER:
             raise RecipeError(
-                f"privacy.epsilon: got {target:g}; no noise_multiplier up to {_MOST:g} is enough; use more"
+                f"privacy.epsilon: got {target:g}; no noise_multiplier up to {_MAX_MULTIPLIER:g} is enough; use more"
             )
     low = high / 2
-    while spends(low, privacy.accountant) <= target and low > 1 / _MOST:
+    while spends(low, privacy.accountant) <= target and low > 1 / _MAX_MULTIPLIER:
         high, low = low, low / 2
-    for _ in range(_STEPS):
+    for _ in range(_BISECTION_STEPS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spends(middle, privacy.accountant) <= target else (middle, high)
     return high
@@ -486,7 +487,7 @@ def most_releases(schedule: Sequence[Sequence[int]]) -> int:
     return max(Counter(user for members in schedule for user in members).values(), default=0)
 
 
-def _package() -> Any:
+def _import_dp_accounting() -> Any:
     """Return the optional package ``dp_accounting``, which has no types.
 
     Raises:

@@ -107,7 +107,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
         if not method.shared:
             return
-        if why := _unprotected_data(method) or self.unsupported(method):
+        if why := _why_data_unprotected(method) or self.unsupported(method):
             raise RecipeError(f"privacy: method {method.name}: {why}")
         if recipe.evaluation.select == "best":
             raise RecipeError(
@@ -301,10 +301,10 @@ class Central(DifferentialPrivacy):
         """
         users = self.expected(number)
         sums = self.sums(changes, like)
-        multiplier = self._multiplier(users) if self.privacy.adaptive else self.privacy.multiplier
+        multiplier = self._multiplier_beside_count(users) if self.privacy.adaptive else self.privacy.multiplier
         noised = add_noise(sums, multiplier * self.bound, self.key, number, "central noise")
         if self.privacy.adaptive:
-            self._adapt(within, users, number)
+            self._adapt_clip_norm(within, users, number)
         return {name: t / users for name, t in noised.items()}
 
     def sums(self, changes: Tree, like: Tree) -> Tree:
@@ -313,25 +313,28 @@ class Central(DifferentialPrivacy):
             return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in like.items()}
         return {name: t.sum(0) for name, t in clipped(changes, self.bound).items()}
 
-    def _count_noise(self, users: float) -> float:
-        """Return the standard deviation of the noise on the count of users within the clip norm."""
+    def _count_deviation(self, users: float) -> float:
+        """Return the standard deviation of the noise on the count of users within the clip norm.
+
+        A twentieth of the users is the choice of Andrew et al. 2021; it is never below the noise multiplier.
+        """
         return max(users / 20, self.privacy.multiplier)
 
-    def _multiplier(self, users: float) -> float:
+    def _multiplier_beside_count(self, users: float) -> float:
         """Return the noise multiplier for the model such that both releases together have the given one.
 
         The other release is that of the count (Andrew et al. 2021, Theorem 1).
         """
-        return (self.privacy.multiplier**-2 - (2 * self._count_noise(users)) ** -2) ** -0.5
+        return (self.privacy.multiplier**-2 - (2 * self._count_deviation(users)) ** -2) ** -0.5
 
-    def _adapt(self, within: Tensor | None, users: float, number: int) -> None:
+    def _adapt_clip_norm(self, within: Tensor | None, users: float, number: int) -> None:
         """Set ``bound *= exp(-rate (share - quantile))``, with noise on the share of users within the bound.
 
         Each user counts as +1/2 or -1/2, so the noise has half the sensitivity of a count. The noisy share is clamped
         to [0, 1], so no step is longer than ``exp(rate)``.
         """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
-        noise = self._count_noise(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
+        noise = self._count_deviation(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
         share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
 
@@ -413,7 +416,7 @@ class Example(DifferentialPrivacy):
 
     def unsupported(self, method: Method) -> str:
         """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
-        return _unprotected_gradients(method)
+        return _why_gradients_unprotected(method)
 
     def check_weights(self, recipe: Recipe) -> None:
         """Check that all users have the same weight."""
@@ -569,7 +572,7 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
 # -------------------------------------------------------------------- unsupported methods
 
 
-def _unprotected_data(method: Method) -> str:
+def _why_data_unprotected(method: Method) -> str:
     """Return which data of a user would be sent besides clipped tensors, with any mechanism; empty if none."""
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):
@@ -583,19 +586,21 @@ def _unprotected_data(method: Method) -> str:
     return ""
 
 
-_HOOKS = ("received", "begin", "stepped", "end", "penalty")
+_ROUND_HOOKS = ("received", "begin", "stepped", "end", "penalty")
 """Client hooks that run in a round besides phases, and may read data."""
 
 
-def _unprotected_gradients(method: Method) -> str:
+def _why_gradients_unprotected(method: Method) -> str:
     """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
-    if split := sorted(r for r in method.shared if (role := r.partition(".")[0]) != r and role in trained):
+    # A shared part of a role (such as one LoRA factor) whose other part is trained too.
+    parts_of_roles = [shared for shared in method.shared if "." in shared]
+    if shared_parts := sorted(shared for shared in parts_of_roles if shared.partition(".")[0] in trained):
         return (
-            f"it shares only {', '.join(split)}, whose gradients depend on the other factor, which stays local and has "
-            "no noise"
+            f"it shares only {', '.join(shared_parts)}, whose gradients depend on the other factor, which stays local "
+            "and has no noise"
         )
     for phase in method.sharing:
         if phase.stream != "train":
@@ -609,7 +614,7 @@ def _unprotected_gradients(method: Method) -> str:
         return "gradients that router steps pass to shared experts have no noise; allowed: accumulate_gradients: false"
     for part in client.parts:
         looks = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
-        hooks = [hook for hook in _HOOKS if not (hook == "begin" and part.only_resets_moments)]
+        hooks = [hook for hook in _ROUND_HOOKS if not (hook == "begin" and part.only_resets_moments)]
         if looks or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
             return f"{type(part).__name__} changes users' tensors by more than steps on noised gradients"
     return ""

@@ -65,15 +65,17 @@ def without_padding(tree: Tree, ranks: Tensor) -> Tree:
     """
     if not bool(ranks.any()):
         return tree
-    return {name: t * _real(t, ranks) if name.endswith((".a", ".b")) else t for name, t in tree.items()}
+    return {name: t * _rank_mask(t, ranks) if name.endswith((".a", ".b")) else t for name, t in tree.items()}
 
 
-def _real(factor: Tensor, ranks: Tensor) -> Tensor:
+def _rank_mask(factor: Tensor, ranks: Tensor) -> Tensor:
+    """Return 1 for rows of a LoRA factor ``(users, ..., rank, width)`` within each user's rank, 0 for padding."""
     within = torch.arange(factor.shape[-2], device=factor.device) < ranks.to(factor.device).unsqueeze(1)
     return within.view(len(ranks), *[1] * (factor.dim() - 3), factor.shape[-2], 1).to(factor)
 
 
 _BITS = 53
+"""Bits of a uniform number: the precision of float64."""
 
 
 def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:

@@ -47,7 +47,7 @@ def coordinate_median(uploads: Tree) -> Combined:
 
     Source: Yin et al. 2018, arXiv:1803.01498, option I.
     """
-    return _by_coordinate(uploads, _middle_of)
+    return _mean_by_coordinate(uploads, _middle_users)
 
 
 def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
@@ -55,7 +55,7 @@ def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
 
     Source: Yin et al. 2018, arXiv:1803.01498, option II.
     """
-    return _by_coordinate(uploads, lambda t: t.argsort(dim=0, stable=True)[hostile : len(t) - hostile])
+    return _mean_by_coordinate(uploads, lambda t: t.argsort(dim=0, stable=True)[hostile : len(t) - hostile])
 
 
 def krum(uploads: Tree, hostile: int) -> Combined:
@@ -63,7 +63,7 @@ def krum(uploads: Tree, hostile: int) -> Combined:
 
     Source: Blanchard et al. 2017, arXiv:1703.02757.
     """
-    return _mean_of(uploads, krum_order(squared_distances(uploads), hostile)[:1])
+    return _mean_of_users(uploads, krum_order(squared_distances(uploads), hostile)[:1])
 
 
 def multi_krum(uploads: Tree, hostile: int) -> Combined:
@@ -73,7 +73,7 @@ def multi_krum(uploads: Tree, hostile: int) -> Combined:
     (AggregaThor) allow.
     """
     order = krum_order(squared_distances(uploads), hostile)
-    return _mean_of(uploads, order[: len(order) - hostile - 2])
+    return _mean_of_users(uploads, order[: len(order) - hostile - 2])
 
 
 def bulyan(uploads: Tree, hostile: int) -> Combined:
@@ -89,7 +89,9 @@ def bulyan(uploads: Tree, hostile: int) -> Combined:
     while len(chosen) < len(distances) - 2 * hostile:
         chosen.append(left.pop(krum_order(distances[left][:, left], hostile)[0]))
     count = len(distances) - 4 * hostile
-    found = _by_coordinate({name: t[chosen] for name, t in uploads.items()}, lambda t: _nearest(t, count))
+    found = _mean_by_coordinate(
+        {name: t[chosen] for name, t in uploads.items()}, lambda t: _users_nearest_to_median(t, count)
+    )
     counted = torch.zeros(len(distances), dtype=torch.float64).index_copy(0, torch.tensor(chosen), found.counted)
     return Combined(tensors=found.tensors, counted=counted)
 
@@ -102,7 +104,7 @@ def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combine
 
     Source: Pillutla et al. 2022, arXiv:1912.13445, Algorithm 2.
     """
-    point, pull = {name: _median(t).double() for name, t in uploads.items()}, weights
+    point, pull = {name: _coordinate_medians(t).double() for name, t in uploads.items()}, weights
     for _ in range(STEPS):
         away = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=SMOOTHING)
         pull = weights.to(away) / away
@@ -145,7 +147,7 @@ Chosen = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
 """Function that returns, for each coordinate, the indices of the users whose values are used."""
 
 
-def _by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
+def _mean_by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
     """Return the means of the chosen values, and how often each upload's values are chosen."""
     users, tensors = len(next(iter(uploads.values()))), {}
     used = torch.zeros(users, dtype=torch.float64)
@@ -156,24 +158,27 @@ def _by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
     return Combined(tensors=tensors, counted=used / sum(t[0].numel() for t in uploads.values()))
 
 
-def _mean_of(uploads: Tree, chosen: Sequence[int]) -> Combined:
+def _mean_of_users(uploads: Tree, chosen: Sequence[int]) -> Combined:
     """Return the mean of whole uploads."""
     numbers = torch.tensor(chosen)
     counted = torch.zeros(len(next(iter(uploads.values()))), dtype=torch.float64).index_fill(0, numbers, 1.0)
     return Combined(tensors={name: _mean(t[chosen]) for name, t in uploads.items()}, counted=counted)
 
 
-def _middle_of(t: Float[Tensor, "users ..."]) -> Int[Tensor, "chosen ..."]:
+def _middle_users(t: Float[Tensor, "users ..."]) -> Int[Tensor, "chosen ..."]:
+    """Return the indices of the users with the middle values of each coordinate: one, or two of an even number."""
     middle = (len(t) - 1) // 2
     return t.argsort(dim=0, stable=True)[middle : len(t) - middle]
 
 
-def _nearest(t: Float[Tensor, "users ..."], count: int) -> Int[Tensor, "chosen ..."]:
-    return (t - _median(t)).abs().topk(count, dim=0, largest=False).indices
+def _users_nearest_to_median(t: Float[Tensor, "users ..."], count: int) -> Int[Tensor, "chosen ..."]:
+    """Return the indices of the ``count`` users with the values nearest to the median of each coordinate."""
+    return (t - _coordinate_medians(t)).abs().topk(count, dim=0, largest=False).indices
 
 
-def _median(t: Float[Tensor, "users ..."]) -> Tensor:
-    return _mean(t.gather(0, _middle_of(t)))
+def _coordinate_medians(t: Float[Tensor, "users ..."]) -> Tensor:
+    """Return the median of each coordinate; for an even number of users the mean of the two middle values."""
+    return _mean(t.gather(0, _middle_users(t)))
 
 
 def _mean(t: Float[Tensor, "users ..."]) -> Tensor:
@@ -200,7 +205,7 @@ class RobustRule(PrivacyMechanism):
             )
         if not method.shared:
             return
-        if why := _unbounded(method) if rule == "norm-bound" else _unknown(method):
+        if why := _why_not_boundable(method) if rule == "norm-bound" else _why_not_combinable(method):
             raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
         if recipe.training.weighting != "uniform" and rule not in WEIGHTED:
             raise RecipeError(
@@ -254,7 +259,7 @@ class RobustRule(PrivacyMechanism):
         return found
 
 
-def _unbounded(method: Method) -> str:
+def _why_not_boundable(method: Method) -> str:
     """Return the reason why changes cannot be bounded; empty if they can."""
     if method.server.knows_starts:
         return ""
@@ -266,11 +271,11 @@ def _unbounded(method: Method) -> str:
     )
 
 
-def _unknown(method: Method) -> str:
+def _why_not_combinable(method: Method) -> str:
     """Return the reason why uploads cannot be aggregated without knowing their senders; empty if they can."""
     if method.server.clipped_mean:
         return ""
-    allowed = "" if _unbounded(method) else "; allowed: norm-bound"
+    allowed = "" if _why_not_boundable(method) else "; allowed: norm-bound"
     server = type(method.server).__name__
     return f"its server ({server}) does not compute a mean with weights that are independent of the uploads{allowed}"
 
@@ -300,17 +305,22 @@ def apply_rule(
         )
     received = replace(received, weights=capped(received.weights))
     if rule == "norm-bound":
-        tensors, counted = _bounded(aggregation, received, started)
+        tensors, counted = _shorten_changes(aggregation, received, started)
         made = replace(received, tensors=tensors)
     else:
-        combined = _combined(aggregation, received)
-        made, counted = _of_all(received, combined.tensors), combined.counted
+        combined = _apply_combining_rule(aggregation, received)
+        made, counted = _as_single_upload(received, combined.tensors), combined.counted
     shares = [round(share, _DIGITS) or min(share, 10.0**-_DIGITS) for share in counted.tolist()]
     return made, RuleResult(rule=rule, counted=dict(zip(names, shares, strict=True)))
 
 
-def _of_all(received: Received, tensors: Tree) -> Received:
-    """Return one upload that belongs to no user."""
+def _as_single_upload(received: Received, tensors: Tree) -> Received:
+    """Return an aggregated model as a single upload that belongs to no user, with a weight of 1.
+
+    Args:
+        received: Uploads that were aggregated, with their dtypes and roles.
+        tensors: Aggregated tensors, without a users dimension.
+    """
     return Received(
         users=[],
         tensors={name: t.to(received.tensors[name].dtype).unsqueeze(0) for name, t in tensors.items()},
@@ -326,7 +336,13 @@ def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
     return (most := weights.clamp(max=float(weights.quantile(0.5)))) / most.sum()
 
 
-def _combined(aggregation: AggregationSection, received: Received) -> Combined:
+def _apply_combining_rule(aggregation: AggregationSection, received: Received) -> Combined:
+    """Return the result of the rule in ``aggregation``, for all rules but norm-bound.
+
+    Args:
+        aggregation: Settings; ``hostile_among`` gives the number of hostile users to withstand.
+        received: Uploads of the round.
+    """
     uploads, hostile = received.tensors, aggregation.hostile_among(len(received.weights))
     match aggregation.rule:
         case "median":
@@ -345,12 +361,20 @@ def _combined(aggregation: AggregationSection, received: Received) -> Combined:
             raise AssertionError(other)
 
 
-def _bounded(
+def _shorten_changes(
     aggregation: AggregationSection, received: Received, started: Tree
 ) -> tuple[Tree, Float[Tensor, " users"]]:
-    """Return each user's initial tensors plus its shortened change, and the factors by which changes were shortened.
+    """Return each user's initial tensors plus its change shortened to the bound, and the shortening factors.
 
-    Padding above smaller ranks is zero.
+    Padding above smaller ranks is set to zero first, so that it is not part of the change.
+
+    Args:
+        aggregation: Settings with the bound; a text means the median of the changes' norms.
+        received: Uploads of the round.
+        started: Tensors of each participant before it trained, ``(users, *shape)``.
+
+    Returns:
+        Shortened uploads ``(users, *shape)``, and factors ``(users,)`` from 0 to 1.
     """
     had = without_padding(started, received.ranks)
     changes = {name: t.double() - had[name].double() for name, t in received.tensors.items()}
