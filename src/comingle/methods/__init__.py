@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _CORE = Path(__file__).parents[1]
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_SEE = "; `comingle -v` shows the traceback"
+_TRACEBACK_HINT = "; `comingle -v` shows the traceback"
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def own_errors(method: Method) -> Iterator[None]:
         owners = _owners(method)
         if isinstance(error, ComingleError | OSError) or lacks_memory(error) or not owners:
             raise
-        if (place := _place(error, owners)) is None:
+        if (place := _place_of_error(error, owners)) is None:
             raise
         raise _plugin_error(method.name, error, place) from error
 
@@ -61,55 +61,57 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     try:
         made = constructor(**settings)
     except Exception as error:
-        if isinstance(error, ComingleError) or lacks_memory(error) or not _is_own(constructor):
+        if isinstance(error, ComingleError) or lacks_memory(error) or not _is_external(constructor):
             raise
-        raise _plugin_error(name, error, _deepest(error, constructor) or _definition(constructor)) from error
+        raise _plugin_error(name, error, _deepest_place(error, constructor) or _defined_at(constructor)) from error
     if not isinstance(made, Method):
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
     for part, kind in (("placement", Placement), ("client", Client), ("server", Server)):
         if not isinstance(got := getattr(made, part), kind):
             shown = f"the class {got.__name__}" if isinstance(got, type) else type(got).__name__
-            where = _definition(constructor)
+            where = _defined_at(constructor)
             raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__} object")
     if wrong := next((part for part in made.client.parts if not isinstance(part, ClientHook)), None):
-        where = _definition(constructor)
+        where = _defined_at(constructor)
         raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: ClientHook objects")
     return made
 
 
 def _plugin_error(name: str, error: Exception, place: str) -> PluginError:
+    """Log the traceback of an exception in a method's code; return an error with the place and its message."""
     _log.info("method %s", name, exc_info=error)
     what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    return PluginError(f"method {name}: {place}: {what}{_SEE}")
+    return PluginError(f"method {name}: {place}: {what}{_TRACEBACK_HINT}")
 
 
 def _owners(method: Method) -> list[type]:
     """Return the classes of a method's objects that are defined outside comingle."""
     placement = method.placement
     objects = [*method.client.parts, method.server, placement.mixture, placement.gating]
-    return [type(each) for each in objects if each is not None and _is_own(type(each))]
+    return [type(each) for each in objects if each is not None and _is_external(type(each))]
 
 
-def _is_own(defined: object) -> bool:
+def _is_external(defined: object) -> bool:
     """Return whether a class or function is defined outside comingle."""
     return (getattr(defined, "__module__", None) or "").partition(".")[0] != "comingle"
 
 
-def _place(error: Exception, owners: list[type]) -> str | None:
+def _place_of_error(error: Exception, owners: list[type]) -> str | None:
     """Return where an exception comes from if user-defined code raised it, or returned what made comingle raise it."""
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
     if called := next((owner for owner in classes if owner in owners), None):
-        return _deepest(error, called) or _definition(called)
+        return _deepest_place(error, called) or _defined_at(called)
     core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
-    if not core or any(_is_users(frame) for frame, _ in frames[core[0] :]):
+    if not core or any(_is_user_code(frame) for frame, _ in frames[core[0] :]):
         return None  # other code of the user's, such as an observer
     frame, line = frames[core[-1]]
-    hooks = " or ".join(dict.fromkeys(map(_definition, owners)))
+    hooks = " or ".join(dict.fromkeys(map(_defined_at, owners)))
     return f"{hooks} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames of an exception's traceback with their line numbers, outermost first."""
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame, trace.tb_lineno
@@ -117,16 +119,18 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _in_core(frame: FrameType) -> bool:
+    """Return whether a frame's code belongs to comingle."""
     return Path(frame.f_code.co_filename).is_relative_to(_CORE)
 
 
-def _is_users(frame: FrameType) -> bool:
+def _is_user_code(frame: FrameType) -> bool:
     """Return whether code belongs neither to comingle nor to an installed library."""
     name = frame.f_code.co_filename
     return not _in_core(frame) and not name.startswith(("<frozen", *_LIBRARIES))
 
 
-def _deepest(error: Exception, defined: object) -> str | None:
+def _deepest_place(error: Exception, defined: object) -> str | None:
+    """Return the last place of a traceback in the package that defines a class or function, or in the user's code."""
     return user_place(error, defined.__module__)
 
 
@@ -135,12 +139,12 @@ def user_place(error: BaseException, module: str) -> str | None:
     package = module.partition(".")[0]
     found = None
     for frame, line in _frames(error):
-        if _is_users(frame) or frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        if _is_user_code(frame) or frame.f_globals.get("__name__", "").partition(".")[0] == package:
             found = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
     return found
 
 
-def _definition(defined: Callable[..., object]) -> str:
+def _defined_at(defined: Callable[..., object]) -> str:
     """Return file, line and name of a class or function."""
     name = getattr(defined, "__name__", type(defined).__name__)
     try:
@@ -318,6 +322,12 @@ def _require_router(name: str, made: Method) -> None:
 
 
 def _constructor(method: str | Method | Make) -> Make:
+    """Return the function that makes a method, from a name, a ``Method`` or the function itself.
+
+    Raises:
+        UnknownMethodError: No method has the name.
+        PluginError: The argument is of another type.
+    """
     if isinstance(method, str):
         if method not in REGISTRY:
             allowed_names = ", ".join(REGISTRY)
@@ -333,6 +343,7 @@ def _constructor(method: str | Method | Make) -> Make:
 
 
 def _name_of(method: str | Method | Make) -> str:
+    """Return the name of a method for messages; for a constructor, the function's name."""
     if isinstance(method, Method):
         return method.name
     return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)

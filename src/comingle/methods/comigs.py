@@ -46,10 +46,13 @@ def comigs(
         name: Name of the method.
     """
     phases = alternating(router_stream, router_every, router_steps, accumulate=accumulate_gradients)
-    return _mixture(name, phases, generalists, specialists)
+    return _comigs_method(name, phases, generalists, specialists)
 
 
-def _mixture(name: str, phases: tuple[Phase, ...], generalists: int = 1, specialists: ExpertsOfUsers = 1) -> Method:
+def _comigs_method(
+    name: str, phases: tuple[Phase, ...], generalists: int = 1, specialists: ExpertsOfUsers = 1
+) -> Method:
+    """Return a CoMiGS method; without generalists nothing is shared and the server does nothing."""
     return Method(
         name=name,
         placement=Placement(
@@ -77,7 +80,7 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
         accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
-    return _mixture("comigs-1g1s", phases)
+    return _comigs_method("comigs-1g1s", phases)
 
 
 def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
@@ -94,7 +97,7 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
         accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
-    return _mixture("comigs-2g", phases, generalists=2, specialists=0)
+    return _comigs_method("comigs-2g", phases, generalists=2, specialists=0)
 
 
 def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
@@ -111,7 +114,7 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
         accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
-    return _mixture("comigs-2s", phases, generalists=0, specialists=2)
+    return _comigs_method("comigs-2s", phases, generalists=0, specialists=2)
 
 
 def comigs_1gxs(
@@ -136,7 +139,7 @@ def comigs_1gxs(
         accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
-    return _mixture("comigs-1gxs", phases, specialists=specialists)
+    return _comigs_method("comigs-1gxs", phases, specialists=specialists)
 
 
 def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
@@ -153,4 +156,4 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
         accumulate_gradients: As for ``comigs``.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
-    return _mixture("comigs-tr", phases)
+    return _comigs_method("comigs-tr", phases)

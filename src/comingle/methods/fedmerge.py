@@ -154,23 +154,27 @@ def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
     The result for one receiver does not depend on the other receivers. A matrix product rounds differently for
     different shapes, so each sum is added up in the order of the senders. This costs about 1.6 times the product.
     """
-    return {name: _mix(t, matrix.to(t)) for name, t in uploads.items()}
+    return {name: _mix_in_chunks(t, matrix.to(t)) for name, t in uploads.items()}
 
 
-def _mix(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers senders"]) -> Tensor:
+def _mix_in_chunks(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers senders"]) -> Tensor:
+    """Return ``sum_j matrix_ij upload_j`` for each receiver i, added up in the order of the senders.
+
+    Columns are processed in chunks whose intermediate results fit the cache.
+    """
     sent = uploads.flatten(1)
     mixed = sent.new_zeros(len(matrix), sent.shape[1])
-    width = max(_NARROW, _IN_CACHE // max(len(matrix), 1))
-    terms = sent.new_empty(len(matrix), min(width, sent.shape[1]))
-    columns = matrix.T.unsqueeze(-1)
-    for piece, into in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):
-        term = terms[:, : piece.shape[1]]
-        for column, row in zip(columns, piece, strict=True):
-            into.add_(torch.mul(column, row, out=term))
+    width = max(_MIN_CHUNK, _CACHED_NUMBERS // max(len(matrix), 1))
+    buffer = sent.new_empty(len(matrix), min(width, sent.shape[1]))  # reused for the products of all chunks
+    weights_by_sender = matrix.T.unsqueeze(-1)
+    for chunk, mixed_chunk in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):
+        products = buffer[:, : chunk.shape[1]]
+        for weights, upload in zip(weights_by_sender, chunk, strict=True):
+            mixed_chunk.add_(torch.mul(weights, upload, out=products))
     return mixed.view(len(matrix), *uploads.shape[1:])
 
 
-_NARROW, _IN_CACHE = 1024, 2**16
+_MIN_CHUNK, _CACHED_NUMBERS = 1024, 2**16
 """Chunk size in numbers: at least for each receiver, and for all receivers together (to fit the cache)."""
 
 

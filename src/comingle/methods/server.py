@@ -226,12 +226,14 @@ class Mean(Server):
 
 
 def _adam_state(setup: ServerSetup) -> Tree:
+    """Return zero moments for all shared tensors but running statistics, and a step count of 0."""
     trained = {name: t[0] for name, t in setup.models.items() if not _is_statistic(setup.roles.get(name, frozenset()))}
     moments = {key + name: torch.zeros_like(t) for key in (FIRST_MOMENT, SECOND_MOMENT) for name, t in trained.items()}
     return {**moments, ADAM_STEPS: torch.tensor(0)}
 
 
 def _is_statistic(roles: frozenset[str]) -> bool:
+    """Return whether a tensor with these roles is a running statistic."""
     return any(role.partition(".")[0] == STATISTICS for role in roles)
 
 
@@ -257,6 +259,12 @@ def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
 
 
 def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tensor:
+    """Return a weighted sum over users.
+
+    Args:
+        uploads: One tensor of all users, ``(users, *shape)``, or ``(users, components, *shape)``.
+        weights: ``(users,)``, or ``(users, components)`` with a sum for each component.
+    """
     if weights.dim() == 1:
         return torch.tensordot(weights, uploads, dims=1)
     return torch.einsum("uc,uc...->c...", weights, uploads)

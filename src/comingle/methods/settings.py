@@ -82,11 +82,12 @@ def allowed(make: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
     Settings without a range must have the type of their annotation.
     """
     hints = get_type_hints(make, include_extras=True)
-    return {key: _allowed(hint) for key, hint in hints.items() if key != "return"}
+    return {key: _allowed_by(hint) for key, hint in hints.items() if key != "return"}
 
 
-def _allowed(hint: Any) -> tuple[str, Fits]:
-    limit = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)
+def _allowed_by(hint: Any) -> tuple[str, Fits]:
+    """Return the allowed values of a setting with this annotation: a description and a test."""
+    limit = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)  # Annotated
     plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
     if get_origin(plain) is Literal:
         words = get_args(plain)

@@ -40,7 +40,7 @@ _loaded: dict[Path, list[str]] = {}
 """Loaded files and the names of their methods."""
 
 
-_SHOWN = 8
+_DIGEST_CHARACTERS = 8
 """Characters of a digest in messages."""
 
 
@@ -56,7 +56,7 @@ def load_file(path: Path) -> list[str]:
     if not path.is_file():
         raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
     before = set(REGISTRY)
-    module = _run(path, where)
+    module = _import_file(path, where)
     for name, method in _methods(module):
         if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
@@ -109,7 +109,7 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     if method in REGISTRY:
         now = _file_of(method)
         if file and now is not None and begun and _digest(now) != digest:
-            _warn_changed(method, now, digest[:_SHOWN], _digest(now)[:_SHOWN], folder)
+            _warn_changed(method, now, digest[:_DIGEST_CHARACTERS], _digest(now)[:_DIGEST_CHARACTERS], folder)
         return
     hint = "if it is your own method, give --plugin FILE"
     if file:
@@ -127,7 +127,16 @@ def _warn_changed(method: str, file: Path, was: str, now: str, folder: Path) -> 
         _log.warning(message, folder, method, file, was, now)
 
 
-def _run(path: Path, where: str) -> ModuleType:
+def _import_file(path: Path, where: str) -> ModuleType:
+    """Import a Python file under a unique module name, without writing bytecode; return the module.
+
+    Args:
+        path: The file.
+        where: Name of the file in messages.
+
+    Raises:
+        PluginError: The file raised an exception or exited; the message has its place.
+    """
     name = f"comingle_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
     assert spec is not None
@@ -136,7 +145,7 @@ def _run(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and annotations look it up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that files beside it do not shadow libraries
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    wrote_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -148,7 +157,7 @@ def _run(path: Path, where: str) -> ModuleType:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise PluginError(f"{where}: {user_place(error, name) or path}: {what}") from error
     finally:
-        sys.dont_write_bytecode = writes
+        sys.dont_write_bytecode = wrote_none
     return module
 
 
@@ -164,18 +173,22 @@ def _methods(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def _returns_method(function: object) -> bool:
+    """Return whether a function is annotated to return a ``Method``, as a class or as a text."""
     annotation = function.__annotations__.get("return")
     return annotation is Method or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Method")
 
 
 def _origin_suffix(name: str) -> str:
+    """Return ``, from FILE`` for a method of a loaded file; otherwise an empty text."""
     path = _file_of(name)
     return "" if path is None else f", from {path}"
 
 
 def _file_of(method: str) -> Path | None:
+    """Return the loaded file that has a method; None for built-in methods and installed packages."""
     return next((path for path, names in _loaded.items() if method in names), None)
 
 
 def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
