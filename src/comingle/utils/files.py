@@ -37,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         RunError: Another process writes to it. The message names the process.
     """
-    with _hold(folder):
+    with _hold_lock(folder):
         holder = folder / HOLDER
         write_text(holder, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n")
         try:
@@ -53,12 +53,17 @@ def check_free(folder: Path) -> None:
         RunError: A process writes to it. The message names the process.
     """
     if (folder / LOCK).exists():
-        with _hold(folder):
+        with _hold_lock(folder):
             pass
 
 
 @contextmanager
-def _hold(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder within a ``with`` block.
+
+    Raises:
+        RunError: Another process holds it. The message names the process.
+    """
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=_LOCK_SECONDS)
@@ -73,6 +78,7 @@ def _hold(folder: Path) -> Iterator[None]:
 
 
 def _read_holder(folder: Path) -> str:
+    """Return the description of the process that holds a folder's lock, for messages."""
     try:
         return (folder / HOLDER).read_text(encoding="utf-8").strip() or "another process"
     except (OSError, ValueError):
@@ -98,6 +104,11 @@ def cache_folder() -> Path:
 
 
 def _platform_cache() -> Path:
+    """Return the platform's folder for caches of all programs.
+
+    Raises:
+        RuntimeError: There is no home directory.
+    """
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if sys.platform == "darwin":
@@ -114,7 +125,7 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    _delete_abandoned(target)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     try:
         fill(partial)
@@ -125,6 +136,10 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _publish(partial: Path, target: Path) -> None:
+    """Rename a complete temporary folder to ``target``, after writing its files to disk.
+
+    If another process has created ``target`` meanwhile, that one is kept.
+    """
     for path in partial.rglob("*"):
         if path.is_file():
             to_disk(path)  # otherwise a power cut may leave a file of zeros
@@ -135,7 +150,8 @@ def _publish(partial: Path, target: Path) -> None:
             raise
 
 
-def _sweep(target: Path) -> None:
+def _delete_abandoned(target: Path) -> None:
+    """Delete temporary folders of ``target`` that processes left behind when they were killed."""
     for left in target.parent.glob(f"{target.name}.partial-*"):
         with suppress(FileNotFoundError):  # another process was faster
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -160,6 +176,7 @@ def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
 
 
 def _is_private(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user and no other user may write to it."""
     kind = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     return kind and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -181,7 +198,9 @@ def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
         known: Lines of files whose checksums have been computed by other processes.
     """
     by_name = {line[66:].strip().decode(): line for line in known or ()}
-    (folder / SUMS).write_bytes(b"".join(by_name.get(name) or line_of(folder / name) for name in _names(folder)))
+    (folder / SUMS).write_bytes(
+        b"".join(by_name.get(name) or line_of(folder / name) for name in _checkpoint_files(folder))
+    )
 
 
 def verify(folder: Path, name: str | None = None) -> None:
@@ -211,7 +230,7 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     """Return a description of the damage of a checkpoint or of one of its files; empty if there is none."""
     try:
         sums = (folder / SUMS).read_bytes()
-        names = [name] if name else _names(folder)
+        names = [name] if name else _checkpoint_files(folder)
         lines = [line_of(folder / file) for file in names]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
@@ -224,7 +243,8 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     return f"{missing[0][66:].decode('utf-8', 'replace').strip()!r} is missing" if missing else f"{SUMS} is truncated"
 
 
-def _names(folder: Path) -> list[str]:
+def _checkpoint_files(folder: Path) -> list[str]:
+    """Return the sorted names of a checkpoint's files, without ``SHA256SUMS``."""
     return sorted(path.name for path in folder.iterdir() if path.name != SUMS)
 
 
