@@ -72,19 +72,31 @@ class UserForm:
     counts: Callable[[Any], Mapping[str, int]] = lambda user: {}
 
 
-def _answers_parts(user: UserAnswers) -> Arrays:
-    found: dict[str, Tensor] = {}
+def _arrays_of_answers(user: UserAnswers) -> Arrays:
+    """Return a user's conversations as arrays by ``SPLIT.NAME``.
+
+    The array ``SPLIT.told`` has the fields that are not tensors, as the bytes of a JSON list.
+    """
+    arrays: dict[str, Tensor] = {}
     for split in SPLITS:
         part = user.split(split)
         content = json.dumps([part.references, part.limit, part.measures, part.ends]).encode()
         encoded = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
-        of_split = {"windows": part.windows, "owners": part.owners, "prompts": part.prompt_tokens, "told": encoded}
-        found |= {f"{split}.{key}": t for key, t in of_split.items()}
-    return found
+        arrays_of_split = {
+            "windows": part.windows,
+            "owners": part.owners,
+            "prompts": part.prompt_tokens,
+            "told": encoded,
+        }
+        arrays |= {f"{split}.{key}": t for key, t in arrays_of_split.items()}
+    return arrays
 
 
-def _answers_user(name: str, arrays: Arrays) -> UserAnswers:
+def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
+    """Return the user with conversations from the arrays of :func:`_arrays_of_answers`."""
+
     def of_split(split: str) -> Answers:
+        """Return the conversations of one split."""
         references, limit, measures, ends = json.loads(arrays[f"{split}.told"].numpy().tobytes())
         return Answers(
             windows=arrays[f"{split}.windows"],
@@ -100,16 +112,19 @@ def _answers_user(name: str, arrays: Arrays) -> UserAnswers:
     return UserAnswers(name=name, train=train, valid=valid, test=test)
 
 
-def _answers_counts(user: UserAnswers) -> Mapping[str, int]:
+def _count_tokens(user: UserAnswers) -> Mapping[str, int]:
+    """Return the width of the train windows and the number of their tokens without padding."""
     return {"most_width": user.train.windows.shape[1], "tokens": int((user.train.windows != PAD).sum())}
 
 
-def _samples_parts(user: UserSamples) -> Arrays:
+def _arrays_of_samples(user: UserSamples) -> Arrays:
+    """Return a user's inputs and targets by ``SPLIT.inputs`` and ``SPLIT.targets``."""
     parts = {split: user.split(split) for split in SPLITS}
     return {f"{s}.{key}": getattr(part, key) for s, part in parts.items() for key in ("inputs", "targets")}
 
 
-def _samples_user(name: str, arrays: Arrays) -> UserSamples:
+def _samples_from_arrays(name: str, arrays: Arrays) -> UserSamples:
+    """Return the user with samples from the arrays of :func:`_arrays_of_samples`."""
     train, valid, test = (Samples(inputs=arrays[f"{s}.inputs"], targets=arrays[f"{s}.targets"]) for s in SPLITS)
     return UserSamples(name=name, train=train, valid=valid, test=test)
 
@@ -121,8 +136,8 @@ FORMS: dict[type, UserForm] = {
             name=name, train=arrays["train"], valid=arrays["valid"], test=arrays["test"]
         ),
     ),
-    UserAnswers: UserForm(parts=_answers_parts, user=_answers_user, counts=_answers_counts),
-    UserSamples: UserForm(parts=_samples_parts, user=_samples_user),
+    UserAnswers: UserForm(parts=_arrays_of_answers, user=_answers_from_arrays, counts=_count_tokens),
+    UserSamples: UserForm(parts=_arrays_of_samples, user=_samples_from_arrays),
 }
 """Array formats by the type of a user."""
 
@@ -208,7 +223,12 @@ class PopulationWriter:
         self._open.close()
         self._names.finish()
         sums = {path.name: _checksum(path) for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)}
-        about = {"type": self._form.__name__, "digest": self._digest.hexdigest(), "counts": self._counts, "sums": sums}
+        about = {
+            "type": self._form.__name__,
+            "digest": self._digest.hexdigest(),
+            "counts": self._counts,
+            "sums": sums,
+        }
         (self.folder / ABOUT).write_text(json.dumps(about | dict(more or {}), indent=2) + "\n", encoding="utf-8")
         return self.count
 
@@ -226,13 +246,17 @@ def _serialise(form: UserForm, user: object) -> bytes:
     """Return a JSON line with the name, dtype and shape of each array, followed by the arrays."""
     parts = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
     header = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in parts.items()]
-    pieces = [_padded(json.dumps(header).encode() + b"\n", b" ")]
-    pieces += [_padded(t.flatten().view(torch.uint8).numpy().tobytes(), b"\0") for t in parts.values() if t.numel()]
+    pieces = [_pad_to_alignment(json.dumps(header).encode() + b"\n", b" ")]
+    pieces += [
+        _pad_to_alignment(t.flatten().view(torch.uint8).numpy().tobytes(), b"\0") for t in parts.values() if t.numel()
+    ]
     return b"".join(pieces)
 
 
-def _padded(content: bytes, by: bytes) -> bytes:
-    return by * (-len(content) % _ALIGNMENT) + content if by == b" " else content + by * (-len(content) % _ALIGNMENT)
+def _pad_to_alignment(content: bytes, by: bytes) -> bytes:
+    """Pad bytes to the alignment: spaces go before the content, so that its last line stays last; zeros go after it."""
+    padding = by * (-len(content) % _ALIGNMENT)
+    return padding + content if by == b" " else content + padding
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -277,14 +301,14 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             raise DataError(
                 f"{folder}: the data of user {names[number]!r} is damaged (wrong checksum); delete this folder"
             )
-        return form.user(names[number], _arrays(content, start))
+        return form.user(names[number], _read_arrays(content, start))
 
     valid = int((sizes[:, 1] > 0).sum())
     known = {**about["counts"], "valid": valid}
     return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=known)
 
 
-def _arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
+def _read_arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
     """Return the arrays of the record at ``start``, as views of the file.
 
     A record is a padded line of JSON with key, dtype and shape of each array, and then the arrays, each padded to the
@@ -432,7 +456,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
     Raises:
         DataError: A user's data cannot be used, or the cache is not writable.
     """
-    states = _digest(_states(reader.sources()))
+    states = _digest_states(_source_states(reader.sources()))
     if states is None:
         folder = Path(tempfile.mkdtemp(prefix="comingle-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -463,7 +487,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
     return target, cached
 
 
-def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
+def _digest_states(states: Iterator[Sequence[object] | None]) -> str | None:
     """Return a digest of the states of all sources; None if a source is not a file."""
     digest = hashlib.sha256()
     for state in states:
@@ -473,19 +497,19 @@ def _digest(states: Iterator[Sequence[object] | None]) -> str | None:
     return digest.hexdigest()
 
 
-def _states(sources: list[str]) -> Iterator[list[object] | None]:
+def _source_states(sources: list[str]) -> Iterator[list[object] | None]:
     """Yield path, size and times of each file of the sources; None for a source that is not a file or folder."""
     for source in sources:
         path = expand_home(source)
         if not os.path.exists(path):  # unlike Path.exists, also False for a name that is too long
             yield None
         elif path.is_dir():
-            yield from _states_below(path)
+            yield from _folder_states(path)
         else:
-            yield _state(path)
+            yield _file_state(path)
 
 
-def _states_below(top: Path) -> Iterator[list[object]]:
+def _folder_states(top: Path) -> Iterator[list[object]]:
     """Yield the state of each file and folder below ``top``.
 
     Follows links to folders, since a class may be one; visits each folder once, since links may form a cycle.
@@ -499,10 +523,10 @@ def _states_below(top: Path) -> Iterator[list[object]]:
             continue
         seen.add(real)
         folders.sort()
-        yield from (_state(Path(place) / name) for name in sorted(files))
+        yield from (_file_state(Path(place) / name) for name in sorted(files))
 
 
-def _state(path: Path) -> list[object]:
+def _file_state(path: Path) -> list[object]:
     """Return path, size, times and inode of a file.
 
     The change time counts too, because extracting an archive may reset the modification time.

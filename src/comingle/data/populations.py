@@ -164,8 +164,8 @@ class StoredNames(IndexedNames):
 
     def __init__(self, folder: Path, span: range | None = None):
         self.folder = folder
-        self._text, self._ends = _map(folder / NAMES, "u1"), _map(folder / _ENDS, "<i8")
-        self._index, self._hashes = _map(folder / _INDEX, "<i8"), _map(folder / _HASHES, "<u8")
+        self._text, self._ends = _map_array(folder / NAMES, "u1"), _map_array(folder / _ENDS, "<i8")
+        self._index, self._hashes = _map_array(folder / _INDEX, "<i8"), _map_array(folder / _HASHES, "<u8")
         self.span = range(len(self._ends)) if span is None else span
         self._sum = (folder / _SUM).read_text(encoding="utf-8")
         end = int(self._ends[-1]) if len(self._ends) else 0
@@ -182,12 +182,13 @@ class StoredNames(IndexedNames):
     def __getitem__(self, at: int | slice) -> str | Sequence[str]:
         if isinstance(at, slice):
             return StoredNames(self.folder, self.span[at])
-        return self._name(self.span[at])
+        return self._name_of(self.span[at])
 
     def __iter__(self) -> Iterator[str]:
-        return map(self._name, self.span)
+        return map(self._name_of, self.span)
 
-    def _name(self, number: int) -> str:
+    def _name_of(self, number: int) -> str:
+        """Return the name of a user of the folder, given by number."""
         start = int(self._ends[number - 1]) if number else 0
         return self._text[start : int(self._ends[number])].tobytes().decode()
 
@@ -206,7 +207,7 @@ class StoredNames(IndexedNames):
         for at in range(int(np.searchsorted(self._hashes, key)), len(self._hashes)):
             if self._hashes[at] != key:
                 break
-            if (number := int(self._index[at])) in self.span and self._name(number) == value:
+            if (number := int(self._index[at])) in self.span and self._name_of(number) == value:
                 return self.span.index(number)
         raise ValueError(f"no user {value!r}")
 
@@ -222,11 +223,13 @@ class StoredNames(IndexedNames):
             shutil.copyfile(self.folder / name, folder / name)
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
+def _map_array(path: Path, dtype: str) -> np.ndarray:
+    """Map a file into memory as a read-only array; an empty file, which cannot be mapped, is an empty array."""
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 
 def _hash(content: bytes) -> int:
+    """Return a 64-bit hash of a name's bytes, by which :class:`StoredNames` finds a name's number."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
@@ -395,6 +398,7 @@ class UserNumbers:
 
     @cached_property
     def _by_name(self) -> Mapping[str, int]:
+        """Numbers of the users by name, for names in memory."""
         return {name: i for i, name in enumerate(self._names)}
 
 

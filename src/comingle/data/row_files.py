@@ -212,7 +212,7 @@ def read_name(value: object, column: str) -> str:
         return str(value)
     if isinstance(value, TypedNumber) and math.isfinite(value):
         return value.spelling
-    raise ValueError(f"column {column!r} holds {_described(value)}; allowed: text or a whole number")
+    raise ValueError(f"column {column!r} holds {_describe_value(value)}; allowed: text or a whole number")
 
 
 def describe_cause(error: BaseException) -> str:
@@ -221,7 +221,8 @@ def describe_cause(error: BaseException) -> str:
     return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
 
 
-def _described(value: object) -> str:
+def _describe_value(value: object) -> str:
+    """Describe a value that is not a name, for messages: numbers and booleans literally, others by their type."""
     return f"{value!r:.60}" if isinstance(value, bool | float) else f"a value of type {type(value).__name__}"
 
 
@@ -245,24 +246,34 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
                 yield from _stream_objects(file, line, number, path, bad)
                 return
             if not line.endswith("\n"):
-                line += _line(file, path, number)
+                line += _read_line(file, path, number)
             if suffix_of(path) == ".json" and not _is_object(line):
                 yield from _stream_objects(file, line, number, path, bad)
                 return
             while line:
                 if line.strip():
                     try:
-                        row = _object(line)
+                        row = _parse_object(line)
                     except ValueError as error:
                         bad.add(f"{path}: line {number}", str(error))
                     else:
                         yield f"line {number}", row
-                number, line = number + 1, _line(file, path, number + 1)
+                number, line = number + 1, _read_line(file, path, number + 1)
     except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text with JSON: {error}") from None
 
 
-def _line(file: io.TextIOWrapper, path: Path, number: int) -> str:
+def _read_line(file: io.TextIOWrapper, path: Path, number: int) -> str:
+    """Return the next line of a file, empty at its end.
+
+    Args:
+        file: The file.
+        path: Its path, for messages.
+        number: Number of the line, for messages.
+
+    Raises:
+        DataError: The line is longer than a row may be.
+    """
     line = file.readline(MAX_ROW_CHARACTERS + 1)
     if len(line) > MAX_ROW_CHARACTERS:
         raise DataError(f"{path}: line {number} is {_TOO_LONG}")
@@ -270,14 +281,20 @@ def _line(file: io.TextIOWrapper, path: Path, number: int) -> str:
 
 
 def _is_object(line: str) -> bool:
+    """Return whether a line is a JSON object by itself, as in a file of JSON lines."""
     try:
-        _object(line)
+        _parse_object(line)
     except ValueError:
         return False
     return True
 
 
-def _object(line: str) -> Row:
+def _parse_object(line: str) -> Row:
+    """Parse a line as a JSON object.
+
+    Raises:
+        ValueError: The line is not JSON or not an object; says why.
+    """
     try:
         row = json.loads(line, parse_float=TypedNumber)
     except json.JSONDecodeError as error:
@@ -286,10 +303,15 @@ def _object(line: str) -> Row:
         raise ValueError(f"not JSON: {error}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    return _checked(row)
+    return _require_object(row)
 
 
-def _checked(row: object) -> Row:
+def _require_object(row: object) -> Row:
+    """Return a JSON value if it is an object.
+
+    Raises:
+        ValueError: The value has another type.
+    """
     if not isinstance(row, dict):
         raise ValueError(
             f"got a JSON {_JSON_TYPES.get(type(row), 'number')}; allowed: an object with columns and values"
@@ -327,9 +349,15 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
             grow()
 
     def refused(what: str, position: int) -> DataError:
+        """Return the error for a problem at a position of ``text``, with the numbers of the line and the row."""
         return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {number + 1}: {what}")
 
     def value() -> object:
+        """Parse the value at ``at`` and move ``at`` behind it; read more of the file if the value is cut off.
+
+        Raises:
+            DataError: There is a syntax error, or the value is too long or nested too deeply.
+        """
         nonlocal at
         while True:
             try:
@@ -361,7 +389,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
             at += 1
             next_character()
         try:
-            row = _checked(value())
+            row = _require_object(value())
         except DataError:
             raise
         except ValueError as error:
@@ -406,6 +434,7 @@ def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
 
 
 def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
+    """Return the names of the columns in a CSV file's first line, each once."""
     with _open_csv(path, sep) as (columns, _):
         return tuple(dict.fromkeys(columns))
 
@@ -417,7 +446,7 @@ def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[
     reader: Any = None
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
-            lines = takewhile(bool, (_line(file, path, number) for number in count(1)))
+            lines = takewhile(bool, (_read_line(file, path, number) for number in count(1)))
             reader = csv.reader(lines, delimiter=sep, strict=True)
             rows = ((reader.line_num, row) for row in reader if row)
             yield next(rows, (0, []))[1], rows
@@ -437,6 +466,7 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
         raise DataError(f"{path}: reading .parquet needs the package datasets: pip install 'comingle[data]'") from error
 
     def opened() -> Any:
+        """Open the file; a compressed one is decompressed in memory, since Parquet needs random access."""
         compressed = path.suffix.lower() != ".parquet"
         return parquet.ParquetFile(pyarrow.BufferReader(open_bytes(path).read()) if compressed else str(path))
 
@@ -452,6 +482,16 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
 
 
 def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, with class labels replaced by their names.
+
+    Args:
+        path: Path of the file, for messages.
+        opened: Opens the file.
+        wanted: Columns to read; None for all.
+
+    Raises:
+        DataError: Reading fails.
+    """
     with opened() as file:
         schema = file.schema_arrow
         names = schema.names if wanted is None else [name for name in schema.names if name in wanted]
@@ -465,7 +505,7 @@ def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] |
             except Exception as error:
                 raise DataError(f"{path}: reading failed: {describe_cause(error)}") from None
             for row in rows:
-                yield {name: _labelled(value, labels.get(name)) for name, value in row.items()}
+                yield {name: _name_label(value, labels.get(name)) for name, value in row.items()}
 
 
 def _class_labels(schema: Any) -> dict[str, list[str]]:
@@ -477,5 +517,6 @@ def _class_labels(schema: Any) -> dict[str, list[str]]:
     return {name: item["names"] for name, item in features.items() if isinstance(item, dict) and "names" in item}
 
 
-def _labelled(value: object, labels: Sequence[str] | None) -> object:
+def _name_label(value: object, labels: Sequence[str] | None) -> object:
+    """Return the name of a class label, given its number; return other values unchanged."""
     return labels[value] if labels and isinstance(value, int) and 0 <= value < len(labels) else value

@@ -60,7 +60,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
     names, missing = list(table.columns or ()), list(columns)
     if table.columns is not None:
         missing = [column for column in columns if column not in names and column.partition(".")[0] not in names]
-        _require(missing, names, table.where)
+        _require_columns(missing, names, table.where)
     empty = True
     for place, row in table.read(bad, heads):
         empty = False
@@ -75,15 +75,27 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
             if text.strip():
                 yield text, *owners
     if not empty:
-        _require(missing, names, table.where)
+        _require_columns(missing, names, table.where)
 
 
-def _require(missing: Sequence[str], names: Sequence[str], where: str) -> None:
+def _require_columns(missing: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise an error for the first missing column, with a hint; do nothing if none is missing.
+
+    Args:
+        missing: Missing columns.
+        names: Columns that exist.
+        where: Name of the table in messages.
+    """
     for column in missing:
         raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
 
 
 def _check_document(value: object, column: str) -> str:
+    """Return a document if it can be tokenised.
+
+    Raises:
+        ValueError: It is not text, cannot be encoded, or has a word that is too long.
+    """
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} holds {type(value).__name__}; allowed: text")
     if not is_unicode(value):
@@ -129,6 +141,7 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
     there = rows.column_names  # None for a stream whose columns are unknown before the first row
 
     def read(_: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
+        """Yield the rows in the order of the split; ``wanted`` has the columns to read, None for all."""
         names = list(there or next(iter(rows), {}))
         chosen = names if wanted is None else [name for name in names if name in wanted]
         labels = {name: getattr((rows.features or {}).get(name), "names", None) for name in chosen}
@@ -209,10 +222,14 @@ def read_tables(
         DataError: A source is unknown or cannot be opened.
     """
     for item in [source] if isinstance(source, str | Path) else source:
-        yield from _tables(str(item), name, data_files, stream)
+        yield from _tables_of(str(item), name, data_files, stream)
 
 
-def _tables(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
+def _tables_of(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
+    """Open the tables of one source; for the arguments see :func:`read_tables`.
+
+    Local files and folders of rows are read here, all other sources with ``datasets``.
+    """
     path = expand_home(source)
     if not source.startswith(HUB_PREFIX) and os.path.exists(path):
         check_regular(path)
@@ -223,14 +240,15 @@ def _tables(source: str, name: str | None, data_files: object, stream: bool) -> 
             yield open_table(path)
             return
         if not is_saved(path) and name is None and data_files is None and not _has_configurations(path):
-            yield from _folder(path)
+            yield from _tables_of_folder(path)
             return
     with open_splits(source, name=name, data_files=data_files, stream=stream) as splits:
         for split, rows in splits:
             yield rows if isinstance(rows, Table) else table_of(rows, source, split)
 
 
-def _folder(folder: Path) -> Iterator[Table]:
+def _tables_of_folder(folder: Path) -> Iterator[Table]:
+    """Open all files of rows in a folder, one after another; warn of files without rows."""
     files, left_out = list_row_files(folder)
     if left_out:
         logger.warning("%s: skipped %d files without rows, first: %s", folder, len(left_out), left_out[0])
@@ -263,13 +281,30 @@ def open_splits(
         decoded: Decode values such as images; ``datasets`` then reads local files as well.
     """
     datasets = _import_datasets(source)
-    with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
-        yield _load(datasets, source, name, data_files, cache, stream, decoded)
+    with _without_output(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
+        yield _load_splits(datasets, source, name, data_files, cache, stream, decoded)
 
 
-def _load(
+def _load_splits(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, stream: bool, decoded: bool
 ) -> list[tuple[str, Rows | Table]]:
+    """Load the splits of a source with ``datasets``; for the arguments see :func:`open_splits`.
+
+    Args:
+        datasets: The package.
+        source: Name of a data set, or a file or folder of rows.
+        name: Its configuration.
+        data_files: Files of it to read.
+        cache: Temporary folder for converted local files.
+        stream: Stream rows of a source named as ``hub:NAME``.
+        decoded: Decode values such as images.
+
+    Returns:
+        Names and rows of the splits; empty for a file without rows.
+
+    Raises:
+        DataError: The source cannot be loaded.
+    """
     hub = parse_hub_name(source) if source.startswith(HUB_PREFIX) else None
     try:
         if hub is not None:
@@ -305,13 +340,13 @@ def _load_any(
     if not local:
         return datasets.load_dataset(source, **options)
     builder = datasets.load_dataset_builder(source, cache_dir=cache, **options)
-    if not decoded and (tables := _own_tables(builder)) is not None:
+    if not decoded and (tables := _tables_of_builder(builder)) is not None:
         return tables
     builder.download_and_prepare()
     return builder.as_dataset()
 
 
-def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
+def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     """Return the local files of a ``datasets`` builder as tables; None if it has options that our readers lack."""
     plain, known = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
     found = {key: value for key, value in vars(builder.config).items() if key not in known and plain[key] != value}
@@ -327,6 +362,11 @@ def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
 
 
 def _import_datasets(source: str) -> ModuleType:
+    """Return the optional package ``datasets``.
+
+    Raises:
+        DataError: It is not installed; the message names the source that needs it.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -337,7 +377,7 @@ def _import_datasets(source: str) -> ModuleType:
 
 
 @contextmanager
-def _quietly(datasets: ModuleType) -> Iterator[None]:
+def _without_output(datasets: ModuleType) -> Iterator[None]:
     """Disable the progress bars and log lines of ``datasets``; its errors are raised as ours."""
     bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()

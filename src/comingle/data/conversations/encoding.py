@@ -134,20 +134,22 @@ def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) ->
             "base: the tokenizer has no end-of-text token, so answers would not end; choose another base model"
         )
     begin = begin_of(tokenizer)
-    prompts = _tokens([question.prompt for question in questions], tokenizer)
-    answers = _tokens([question.answer for question in questions], tokenizer)
+    prompts = _tokenise_plain([question.prompt for question in questions], tokenizer)
+    answers = _tokenise_plain([question.answer for question in questions], tokenizer)
     return [
-        _one_turn((*begin, *prompt), (*answer, end), question.answer)
+        _encode_one_turn((*begin, *prompt), (*answer, end), question.answer)
         for prompt, answer, question in zip(prompts, answers, questions, strict=True)
     ]
 
 
-def _one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference: str) -> Encoded:
+def _encode_one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference: str) -> Encoded:
+    """Return a conversation of one prompt and one answer, with the loss on the answer's tokens."""
     tokens = (*prompt, *answer)
     return Encoded(tokens=tokens, responses=((len(prompt), len(tokens)),), references=(reference,))
 
 
-def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenise_plain(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each text, without special tokens; those that are spelt out become plain text."""
     if not texts:
         return []
     encoded: Any = tokenizer(
@@ -208,11 +210,15 @@ def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
 
 def pool_answers(users: Sequence[UserAnswers]) -> UserAnswers:
     """Return a user "everyone" with the conversations of all users, for the centralized baseline."""
-    train, valid, test = (_join([user.split(split) for user in users]) for split in ("train", "valid", "test"))
+    train, valid, test = (_concatenate([user.split(split) for user in users]) for split in ("train", "valid", "test"))
     return UserAnswers(name="everyone", train=train, valid=valid, test=test)
 
 
-def _join(parts: Sequence[Answers]) -> Answers:
+def _concatenate(parts: Sequence[Answers]) -> Answers:
+    """Concatenate the conversations of several users.
+
+    Windows are padded to the widest, and the numbers of conversations in ``owners`` are shifted.
+    """
     before = accumulate((len(part) for part in parts), initial=0)
     return Answers(
         windows=torch.cat(widen([part.windows for part in parts])),
@@ -255,8 +261,8 @@ class Encoder:
             split: [
                 fitting
                 for placed in getattr(user, split)
-                for encoded in self._turns(user.name, placed)
-                if (fitting := _fit(encoded, self.context, data.too_long == "cut", self.counts))
+                for encoded in self._encode_turns(user.name, placed)
+                if (fitting := _cut_to_context(encoded, self.context, data.too_long == "cut", self.counts))
             ]
             for split in SPLITS
         }
@@ -273,7 +279,18 @@ class Encoder:
         )
         return UserAnswers(name=user.name, train=train, valid=valid, test=test)
 
-    def _turns(self, name: str, placed: PlacedConversation) -> list[Encoded]:
+    def _encode_turns(self, name: str, placed: PlacedConversation) -> list[Encoded]:
+        """Return a conversation as tokens; several results if the chat template rewrites earlier turns.
+
+        A conversation that the template rejects becomes a bad row, and the result is empty.
+
+        Args:
+            name: Name of the user, for messages.
+            placed: Place and messages of the conversation.
+
+        Raises:
+            DataError: The loss is on all tokens, but the template rewrites earlier turns.
+        """
         where, messages = placed
         with self.bad.row(f"user {name!r}: {where}"):
             encoded = self.template.encode_turns(messages)
@@ -305,7 +322,7 @@ class Encoder:
         return [*filter(None, [self.too_long_line, lost if calls else ""])]
 
 
-def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
+def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
     """Cut a conversation after its last whole response within ``context`` tokens; None if no response fits.
 
     Without ``cuts``, a conversation that is too long is dropped as a whole.
@@ -423,6 +440,7 @@ class _UnencodedReader(ConversationReader):
 
 
 def _no_base() -> Base:
+    """Stand in for the function that loads a base model, which counting never calls."""
     raise AssertionError("counts need no base")
 
 

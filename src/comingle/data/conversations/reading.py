@@ -217,7 +217,7 @@ def read_files(
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
     max_conversations = data.max_conversations_of(name)
     parts = {
-        split: _renamed(islice(read_records(path, bad=bad), max_conversations), split)
+        split: _with_split(islice(read_records(path, bad=bad), max_conversations), split)
         for split, path in paths.items()
         if path is not None
     }
@@ -227,7 +227,8 @@ def read_files(
     return split_records(data, bad, repeated, parts, name, seed, split=section)
 
 
-def _renamed(records: Iterable[Record], split: str) -> list[Record]:
+def _with_split(records: Iterable[Record], split: str) -> list[Record]:
+    """Return rows with ``split`` as their split."""
     return [(split, where, row) for _, where, row in records]
 
 
@@ -304,6 +305,11 @@ def _comparable_text(placed: PlacedConversation) -> str:
 
 
 def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
+    """Check that each response is one of the labels; do nothing without labels.
+
+    Raises:
+        ValueError: A response is not a label.
+    """
     for message in messages if labels else ():
         response = message["content"]
         if message["role"] == "assistant" and not any(same_words(response, label) for label in labels):
@@ -334,12 +340,13 @@ def split_by_count(
         raise DataError(f"user {name!r}: split fractions valid={valid}, test={test}: their sum must be below 1")
     shuffled = list(conversations)
     random.Random(derive("split", seed, name)).shuffle(shuffled)
-    counts = [_share(len(shuffled), part) for part in (test, valid)]
+    counts = [_split_size(len(shuffled), part) for part in (test, valid)]
     first, second = counts[0], sum(counts)
     return tuple(shuffled[second:]), tuple(shuffled[first:second]), tuple(shuffled[:first])
 
 
-def _share(count: int, fraction: float) -> int:
+def _split_size(count: int, fraction: float) -> int:
+    """Return the size of a split of ``count`` conversations: at least 1 of three or more if the fraction is not 0."""
     least = 1 if fraction and count > 2 else 0
     return max(least, round(count * fraction))
 
@@ -384,7 +391,7 @@ def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tup
             found, where = found or list(row), f"{table.where}: {place}"
             named = named or has_column(row, source.user)
             with bad.row(where):
-                if (key := _owner(row, source, table.split)) is None:
+                if (key := _user_and_split(row, source, table.split)) is None:
                     continue
                 counts[key] += 1
                 if (max_conversations := data.max_conversations_of(key[0])) is None or counts[key] <= max_conversations:
@@ -394,10 +401,10 @@ def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tup
             raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {there}.{hint}")
     if not counts:
         bad.report()
-        raise DataError(f"{_where(source)}: no row has a user in column {source.user!r}")
+        raise DataError(f"{_source_label(source)}: no row has a user in column {source.user!r}")
 
 
-def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str] | None:
+def _user_and_split(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str] | None:
     """Return the user and the split of a row; None if either has no value."""
     owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
     if owner is None or split is None:
@@ -412,11 +419,12 @@ def choose_dataset_users(source: ConversationRows, groups: Mapping[str, T]) -> M
         DataError: A name is invalid, or a selected user has no rows.
     """
     if problem := name_problem(groups):
-        raise DataError(f"{_where(source)}: column {source.user!r}: {problem}")
-    return choose_users(groups, source.users, _where(source))
+        raise DataError(f"{_source_label(source)}: column {source.user!r}: {problem}")
+    return choose_users(groups, source.users, _source_label(source))
 
 
-def _where(source: ConversationRows) -> str:
+def _source_label(source: ConversationRows) -> str:
+    """Return the name of a data set in messages."""
     return source.path if isinstance(source.path, str) else ", ".join(source.path)
 
 

@@ -52,6 +52,7 @@ def split_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _is_unspaced(character: str) -> bool:
+    """Return whether a character belongs to a script without spaces between words, such as Chinese."""
     return unicodedata.name(character, "").startswith(_UNSPACED)
 
 

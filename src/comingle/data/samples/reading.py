@@ -109,21 +109,35 @@ def split_samples(name: str, splits: Mapping[str, Samples], *, valid: float, tes
     parts = dict(splits)
     if "test" not in splits:
         valid /= 1 - test  # a fraction of all samples, not of those that remain
-        train, parts["test"] = _held_out(name, train, "test", test)
+        train, parts["test"] = _hold_out_share(name, train, "test", test)
     if "valid" not in splits:
-        train, parts["valid"] = _held_out(name, train, "valid", valid) if valid else (train, train.first(0))
+        train, parts["valid"] = _hold_out_share(name, train, "valid", valid) if valid else (train, train.first(0))
     return UserSamples(name=name, train=train, valid=parts["valid"], test=parts["test"])
 
 
-def _held_out(name: str, samples: Samples, split: str, share: float) -> tuple[Samples, Samples]:
-    kept, held = hold_out(_labels(samples), share)
+def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tuple[Samples, Samples]:
+    """Hold out a share of the samples of each class.
+
+    Args:
+        name: Name of the user, for messages.
+        samples: The samples, shuffled.
+        split: Split to hold out, for messages.
+        share: Fraction to hold out.
+
+    Returns:
+        Remaining and held-out samples.
+
+    Raises:
+        DataError: There are too few samples to hold any out.
+    """
+    kept, held = hold_out(_class_numbers(samples), share)
     if not len(held):
         got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
         raise DataError(f"user {name!r}: {got}: too few to hold out any for data.split.{split}; give more")
     return select_samples(samples, kept), select_samples(samples, held)
 
 
-def _labels(samples: Samples) -> Int64[Tensor, " n"]:
+def _class_numbers(samples: Samples) -> Int64[Tensor, " n"]:
     """Return the class of each sample; zeros for a regression."""
     targets = samples.targets
     if not targets.is_floating_point() and bool((targets >= 0).all()):
@@ -143,6 +157,7 @@ def is_user_samples(data: object) -> bool:
 
 
 def _is_samples(data: object) -> bool:
+    """Return whether an object may be samples without splits: a ``Dataset``, ``Samples`` or a pair of arrays."""
     return isinstance(data, Samples | Dataset) or is_pair(data)
 
 
@@ -248,7 +263,7 @@ def read_source(
     parts: dict[str, Samples | Images] = {}
     if source.path is not None:
         path = expand_home(source.path)
-        if _is_file(path, where):
+        if _is_npz_file(path, where):
             return dict(read_npz(path, where))
         splits = find_splits(path, key)
         remarks.add_splits(user, path, splits)
@@ -256,7 +271,7 @@ def read_source(
         given = {split: getattr(source, split) for split in SPLITS}
         splits = {split: expand_home(place) for split, place in given.items() if place is not None}
     for split, path in splits.items():
-        if _is_file(path, where):
+        if _is_npz_file(path, where):
             parts[split] = read_npz(path, where)["train"]
         else:
             folder_images = parts[split] = read_folder(
@@ -266,7 +281,12 @@ def read_source(
     return parts
 
 
-def _is_file(path: Path, where: str) -> bool:
+def _is_npz_file(path: Path, where: str) -> bool:
+    """Return whether a user's source is an .npz file; False for a folder.
+
+    Raises:
+        DataError: The path does not exist or is another kind of file.
+    """
     if not path.exists():
         raise DataError(f"{where}: {path}: no such file or folder")
     if path.is_file() and path.suffix.lower() != ".npz":
@@ -353,10 +373,16 @@ def number_classes(
         )
     if not labels and (section.image_size is not None or section.grayscale):
         raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
-    return {split: _samples(item, labels) for split, item in splits.items()}
+    return {split: _as_samples(item, labels) for split, item in splits.items()}
 
 
-def _samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
+def _as_samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
+    """Return images as samples: inputs ``(n, channels, height, width)`` in [0, 1], classes as numbers.
+
+    Args:
+        item: Images; samples are returned unchanged.
+        labels: Names of the classes in the order of their numbers.
+    """
     if isinstance(item, Samples):
         return item
     number = {label: i for i, label in enumerate(labels)}
@@ -395,8 +421,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self._first: UserSamples | None = None
         self._unchanged: UserSamples | None = None
         """First user as it was read, before class numbers become real numbers."""
-        self._whole, self._most = False, 0
+        self._whole, self._num_classes = False, 0
+        """Whether targets are whole numbers; the largest class of all users, plus 1."""
         self._seen, self._unseen = set[int](), FirstUsers()
+        """Classes of train samples (up to a few), and users with held-out classes that they do not train on."""
 
     def sources(self) -> list[str]:
         """Return the files and folders of all users."""
@@ -422,11 +450,11 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """
         user = read
         if self._first is None:
-            self._whole, self._unchanged = _is_whole(user), user
-        if self._whole and not _is_whole(user):
+            self._whole, self._unchanged = _has_whole_targets(user), user
+        if self._whole and not _has_whole_targets(user):
             self._whole = False
             assert self._unchanged is not None
-            check([self._unchanged, user], classes=self._limit)
+            check([self._unchanged, user], classes=self._class_limit)
         if self._whole and not self.loss.classes:
             user = with_real_targets(user)
         self._first = self._first or user
@@ -436,7 +464,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     def _count_classes(self, user: UserSamples) -> None:
         parts = (item.targets for item in (user.train, user.valid, user.test) if len(item))
-        self._most = max(self._most, *(int(targets.max()) + 1 for targets in parts))
+        self._num_classes = max(self._num_classes, *(int(targets.max()) + 1 for targets in parts))
         if len(self._seen) < 2:  # two suffice: the check is for data with a single class
             self._seen.update(user.train.targets.unique()[:2].tolist())
         if labels := unseen_labels(user):
@@ -451,14 +479,14 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return self._losses[self._whole]
 
     @property
-    def _limit(self) -> int | None:
+    def _class_limit(self) -> int | None:
         """Number of classes; a very large number if it is unknown until all samples have been read."""
         return (len(self.labels) or self.section.outputs or 2**62) if self.loss.classes else None
 
     def inspect(self, read: UserSamples, user: UserSamples) -> None:
         """Check that samples fit those of the first user."""
         assert self._first is not None
-        check([user] if user is self._first else [self._first, user], classes=self._limit)
+        check([user] if user is self._first else [self._first, user], classes=self._class_limit)
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return shape, outputs and classes, and warnings about classes that users lack or do not train on.
@@ -470,7 +498,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             raise DataError("no users; at least one is needed")
         train, classes = self._first.train, self.loss.classes
         named = max(len(self.labels), self.section.outputs or 0)
-        outputs = (named or max(1, self._most)) if classes else train.targets.shape[-1]
+        outputs = (named or max(1, self._num_classes)) if classes else train.targets.shape[-1]
         lines = [*self._remarks.lines, *([self._classes_note] if self._classes_note else [])]
         if classes and self._whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
@@ -492,11 +520,13 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         )
 
 
-def _is_whole(user: UserSamples) -> bool:
+def _has_whole_targets(user: UserSamples) -> bool:
+    """Return whether a user's train and test targets are whole numbers, which may be classes."""
     return not any(part.targets.is_floating_point() for part in (user.train, user.test))
 
 
 def _paths(source: SampleSource) -> list[str]:
+    """Return a user's files and folders in the recipe."""
     return [path for path in (source.path, source.train, source.valid, source.test) if path is not None]
 
 

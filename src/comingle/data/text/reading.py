@@ -161,6 +161,15 @@ ReadUpTo = Callable[[int | None], list[str]]
 def _dataset_readers(
     data: TextSection, seed: int, rows: Rows, bad: BadRows, repeated: Repeated
 ) -> Iterator[tuple[str, Reader]]:
+    """Yield a reader for each selected user of a data set, after grouping all of its rows.
+
+    Args:
+        data: The recipe's section.
+        seed: Seed of the splits.
+        rows: Groups the rows by user.
+        bad: Collects bad rows.
+        repeated: Drops duplicate documents.
+    """
     assert data.dataset is not None
     wanted = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
     check_limits(data, list(wanted))
@@ -313,12 +322,13 @@ def is_user_text(data: object) -> bool:
 
 
 def _is_source(data: object) -> bool:
-    if isinstance(data, str | os.PathLike) or _column(data) is not None:
+    """Return whether an object may be documents without splits: a path, a table, or a sequence of texts."""
+    if isinstance(data, str | os.PathLike) or _text_column(data) is not None:
         return True
     return isinstance(data, Sequence) and not isinstance(data, bytes) and (not data or isinstance(data[0], str))
 
 
-def _column(data: object) -> str | None:
+def _text_column(data: object) -> str | None:
     """Return the column of a table that holds documents: ``text``, or the only column if it holds strings."""
     columns = getattr(data, "column_names", None)
     if not isinstance(columns, list):
@@ -345,18 +355,20 @@ def given_readers(
     readers: dict[str, Reader] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
-            sources = {_SPLITS[str(split)]: partial(_documents, bad, name, part) for split, part in source.items()}
+            sources = {
+                _SPLITS[str(split)]: partial(_read_documents_of, bad, name, part) for split, part in source.items()
+            }
             readers[name] = partial(split_sources, name, sources, data.split, seed, limits[name], repeated)
         else:
-            read = partial(_documents, bad, name, source)
+            read = partial(_read_documents_of, bad, name, source)
             readers[name] = partial(split_source, name, read, data.split, seed, limits[name], repeated)
     return readers
 
 
-def _documents(bad: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
+def _read_documents_of(bad: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
     """Return the documents of a user that are not blank, up to about ``max_bytes`` bytes of text."""
     if isinstance(source, str | os.PathLike):
-        return _from_path(bad, name, os.fspath(source), max_bytes)
+        return _read_documents_at(bad, name, os.fspath(source), max_bytes)
     where, documents, left = f"user {name!r}", [], max_bytes
     for document in _iterate_documents(bad, source, where):
         if left is not None and left <= 0:
@@ -368,7 +380,13 @@ def _documents(bad: BadRows, name: str, source: object, max_bytes: int | None) -
     return documents
 
 
-def _from_path(bad: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
+def _read_documents_at(bad: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
+    """Return the documents of a file or folder; for the arguments see :func:`_read_documents_of`.
+
+    Raises:
+        DataError: The path cannot be read; the message adds that a text must be given as a list, since a program may
+            have passed the text itself.
+    """
     try:
         return read_documents(path, max_bytes=max_bytes, bad=bad)
     except (NoTextError, BadRowsError):
@@ -378,7 +396,14 @@ def _from_path(bad: BadRows, name: str, path: str, max_bytes: int | None) -> lis
 
 
 def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
-    if (column := _column(source)) is not None:
+    """Yield the documents of a table or sequence that are not blank.
+
+    Args:
+        bad: Collects documents that are not text.
+        source: The table or sequence.
+        where: Name of the user in messages.
+    """
+    if (column := _text_column(source)) is not None:
         yield from (document for (document,) in iterate_texts(table_of(source, where, "train"), (column,), bad))
         return
     for number, document in enumerate(source, start=1):
@@ -491,7 +516,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         if self.data.dataset is not None:
             path = self.data.dataset.path
             return [path] if isinstance(path, str) else list(path)
-        return _sources(self.data)
+        return _paths_of_users(self.data)
 
     def inspect(self, read: Read, user: User) -> None:
         """Check the tokens of a user, and count held-out documents that are also in its training data."""
@@ -596,7 +621,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
     if not here:
         return set(), note
     texts, tokenizer = read_users(data, recipe.data_seed), local_tokenizer(recipe.base)
-    return set() if tokenizer is None else _check_lengths(recipe, data, texts, tokenizer, validates), ""
+    return set() if tokenizer is None else _users_with_short_text(recipe, data, texts, tokenizer, validates), ""
 
 
 def has_local_text(data: TextSection) -> tuple[bool, str]:
@@ -604,14 +629,14 @@ def has_local_text(data: TextSection) -> tuple[bool, str]:
 
     False without a note if a source is a demo user or a hub name, or if the recipe does not list users.
     """
-    sources = _sources(data)
+    sources = _paths_of_users(data)
     if not sources or any(is_named(source) for source in sources):
         return False, ""
     here = all(os.path.exists(os.path.expanduser(source)) for source in sources)
     return here, "" if here else ABSENT_NOTE
 
 
-def _check_lengths(
+def _users_with_short_text(
     recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
 ) -> set[str]:
     """Return the users with too little text; tokenise only one window per stream, which suffices for this."""
@@ -634,7 +659,8 @@ def _check_lengths(
     return small
 
 
-def _sources(data: DocumentsSection) -> list[str]:
+def _paths_of_users(data: DocumentsSection) -> list[str]:
+    """Return the paths of all users in the recipe, in the order of the users."""
     users = (data.users or {}).values()
     return [path for user in users for path in (user.path, user.train, user.valid, user.test) if path is not None]
 
