@@ -128,6 +128,7 @@ def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, conf
     """
 
     def refuted(epsilon: float) -> bool:
+        """Return whether this number of right guesses is too unlikely with this epsilon."""
         return (
             guess_probability(epsilon, trials=trials, guesses=guesses, correct=correct, delta=delta) <= 1 - confidence
         )
@@ -250,6 +251,7 @@ class _RunCounter:
         """Return a function that makes a run's observers, titled by its number, the attack and the time left."""
 
         def begin(clients: Clients) -> list[Observer]:
+            """Count a run that begins, and return its observer."""
             done, self._begun = self._begun, self._begun + 1
             rest = (time.perf_counter() - self._began) / max(1, done) * (self._total - done)
             left = f" (all runs: about {about(rest)} left)" if done else ""
@@ -328,6 +330,7 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     correct = sum(guessed == coin for guessed, coin in made)
 
     def bound(right: int) -> float:
+        """Return the bound that this number of right guesses proves."""
         return least_epsilon(trials=len(coins), guesses=len(made), correct=right, delta=delta, confidence=CONFIDENCE)
 
     return Proof(

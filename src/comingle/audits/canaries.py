@@ -449,11 +449,11 @@ def windows_of(
         most: Largest number of windows.
     """
     if isinstance(data, Answers):
-        whole = data.windows
+        windows = data.windows
     else:
         width = min(context + 1, len(data))
-        whole = data.unfold(0, width, width)
-    return whole[torch.linspace(0, len(whole) - 1, min(most, len(whole))).long()]
+        windows = data.unfold(0, width, width)
+    return windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()]
 
 
 def as_targets(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
@@ -545,10 +545,10 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
         run: Number of the run.
     """
     windows, inside = [windows_of(user.train, context, most=len(user.train)) for user in users], []
-    for user, own in zip(users, windows, strict=True):
-        coins = torch.rand(len(own), generator=generator("shadow", seed, run, user.name)) < 0.5
+    for user, of_user in zip(users, windows, strict=True):
+        coins = torch.rand(len(of_user), generator=generator("shadow", seed, run, user.name)) < 0.5
         coins[0] |= not bool(coins.any())  # a user without training data cannot train
-        inside.append(coins if len(own) >= LEAST else torch.ones_like(coins))
+        inside.append(coins if len(of_user) >= LEAST else torch.ones_like(coins))
     return Halves(windows=windows, inside=inside)
 
 

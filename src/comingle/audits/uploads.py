@@ -182,6 +182,7 @@ def _replace_hostile(changes: Tree, hostile: Sequence[int], attack: Callable[[Te
 
 
 def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
+    """Return a copy of a tensor with some of its rows replaced by ``values``."""
     t = t.clone()
     t[list(rows)] = values.to(t)
     return t
@@ -201,12 +202,12 @@ def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inve
     Raises:
         RunError: The net's first layer is not linear with a bias, or is not shared.
     """
-    one = {"training.batch_size": 1, "training.local_epochs": 1}
-    alone = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
-    whole = shortened(1) | {"evaluation.model": "exchanged"}
+    one_step = {"training.batch_size": 1, "training.local_epochs": 1}
+    first_samples = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
+    one_round = shortened(1) | {"evaluation.model": "exchanged"}
     return [
-        _invert_run("one step on one sample", recipe.with_changes(whole | one), alone, watch),
-        _invert_run("one round of the run", recipe.with_changes(whole), run_data, watch),
+        _invert_run("one step on one sample", recipe.with_changes(one_round | one_step), first_samples, watch),
+        _invert_run("one round of the run", recipe.with_changes(one_round), run_data, watch),
     ]
 
 
@@ -232,6 +233,7 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
     inverted_inputs: dict[int, Tensor | None] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
+        """Reconstruct an input from the change of each upload that the server sees."""
         if view != SERVER:
             return
         for row, user in enumerate(users):
@@ -303,19 +305,25 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     names = token_factors(build(recipe, run_data, store="memory").clients)
     if not names:
         return []
-    second = {"training.rounds": 2, "evaluation.every": 2, "evaluation.first": False, "evaluation.model": "exchanged"}
-    one = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
+    # In the first round no A has a gradient, as all factors B are zero.
+    two_rounds = {
+        "training.rounds": 2,
+        "evaluation.every": 2,
+        "evaluation.first": False,
+        "evaluation.model": "exchanged",
+    }
+    one_step = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
     assert run_data.base is not None
     width = SHORT + (run_data.base.begin is None)
     short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
         _recover_from_run(
             f"one step on {SHORT + 1} tokens",
-            recipe.with_changes(second | one),
+            recipe.with_changes(two_rounds | one_step),
             run_data.with_users(short),
             watch,
         ),
-        _recover_from_run("one round of the run", recipe.with_changes(second), run_data, watch),
+        _recover_from_run("one round of the run", recipe.with_changes(two_rounds), run_data, watch),
     ]
 
 
@@ -352,6 +360,7 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
     changes_of_users: dict[int, Tree] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
+        """Keep the change of each upload that the server sees after the first round."""
         if view == SERVER and last_published.last:  # after the first round
             before = last_published.before(view, users)
             for row, user in enumerate(users):

@@ -200,8 +200,9 @@ class Shape:
     def _entries_without(self, without: frozenset[str]) -> dict[str, int]:
         """Return the number of entries in each slot when some roles are left out of the pass."""
         layout = self.clients.model.layout
-        there = layout.views((self.clients.mask.cpu() & ~layout.mask(without))[self.row : self.row + 1].double())
-        return {name: int(t.sum()) for name, t in there.items()}
+        remaining = self.clients.mask.cpu() & ~layout.mask(without)
+        views = layout.views(remaining[self.row : self.row + 1].double())
+        return {name: int(t.sum()) for name, t in views.items()}
 
     def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
         """Return the model's decoder layers with their numbers of entries in this row.
@@ -393,6 +394,7 @@ class _MeasuredFlops:
         return total
 
     def _phases(self) -> tuple[Phase, ...]:
+        """Return the phases of a round, and those that hooks run before them."""
         return (*self.clients.phases, *self.clients.method.client.before)
 
     def _tensors(self) -> Tree:

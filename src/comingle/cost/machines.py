@@ -342,17 +342,17 @@ def _evaluation_period(recipe: Recipe, measurement: Measurement, users: int, pre
     return period(plan, [trainers, trained, scored * evaluated // trainers], users)
 
 
-def _num_participants(participation: Participation, own: int, users: int) -> int:
+def _num_participants(participation: Participation, recipe_users: int, users: int) -> int:
     """Return the number of participants in the largest round of a population.
 
     Args:
         participation: Participation of the recipe: a fraction, or the names of each round's participants, whose mean
             number as a fraction of the recipe's users is taken.
-        own: Number of the recipe's users.
+        recipe_users: Number of the recipe's users.
         users: Size of the population.
     """
     if not isinstance(participation, float | int):
-        participation = min(1.0, fmean(len(set(members)) for members in participation) / own)
+        participation = min(1.0, fmean(len(set(members)) for members in participation) / recipe_users)
     return largest_round(participation, users)
 
 

@@ -87,11 +87,13 @@ def is_read(kind: Kind, recipe: Recipe) -> bool:
 
 @is_read.register
 def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
+    """Return whether conversations are read: always, unless a program passed them."""
     return not recipe.data.given
 
 
 @is_read.register
 def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
+    """Return whether text is read: if all of it is on this machine."""
     return not recipe.data.given and has_local_text(section(recipe))[0]
 
 
@@ -602,8 +604,8 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
         steps: Steps with other portions; None for those of the rehearsal.
     """
     steps, cohort = steps or stage.steps, stage.cohort(rows)
-    most = TRACED_BATCHES * steps.pass_size.sequences
-    batch = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
+    traced = TRACED_BATCHES * steps.pass_size.sequences
+    batch = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, traced))
     examples = empty_batch(stage, len(rows), steps.pass_size.sequences)
     is_private = steps.private is not None and steps.private.applies(phase, steps.model.layout)
     with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:

@@ -375,11 +375,11 @@ def main() -> None:
     torch.set_num_threads(order["threads"])
     with nullcontext() if place is None else joined(place) as ranks:
         try:
-            found = measured(load_recipe(order["recipe"]), order["users"], ranks)
+            result = measured(load_recipe(order["recipe"]), order["users"], ranks)
         except ComingleError as error:
-            found = {"error": str(error)}
+            result = {"error": str(error)}
     if place is None or place.leads:
-        Path(order["out"]).write_text(json.dumps(found), encoding="utf-8")
+        Path(order["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, object]:
@@ -473,6 +473,7 @@ def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[floa
             local_seconds.append(event["seconds"])
 
     def end_round(done: int, clock: Clock) -> None:
+        """Note the time, and stop the run after the last measured round."""
         ends.append(time.perf_counter())
         if len(ends) == ROUNDS:
             raise _RoundsDoneError
@@ -493,6 +494,7 @@ def untrained() -> Iterator[None]:
     """Skip local steps, so that rounds consist of messages, the server's work and collective operations."""
 
     def skip_steps(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
+        """Return a round's result without training."""
         return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
 
     train, local.train = local.train, skip_steps
@@ -535,6 +537,7 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
         def sum_uploads() -> None:
+            """Sum the uploads of this process as integers, as several processes do before they exchange sums."""
             largest = largest_terms(upload.tensors, weights)
             whole_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
@@ -581,6 +584,7 @@ def counting() -> Iterator[Counter[str]]:
     originals = {name: getattr(dist, name) for name in _COUNTED}
 
     def counted(name: str, *args: object, **kwargs: object) -> object:
+        """Count a call of an operation and run it."""
         counts[name] += 1
         return originals[name](*args, **kwargs)
 

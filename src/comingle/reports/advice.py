@@ -128,9 +128,9 @@ def advise_on(
     )
 
 
-def _mean_bytes(runs: Runs, way: str) -> float:
-    """Return the mean over seeds of the bytes per user and round; ``way`` is ``upload`` or ``download``."""
-    return fmean(metrics[f"{way}_bytes_per_user_round"] for metrics in runs.values())
+def _mean_bytes(runs: Runs, direction: str) -> float:
+    """Return the mean over seeds of the bytes per user and round; ``direction`` is ``upload`` or ``download``."""
+    return fmean(metrics[f"{direction}_bytes_per_user_round"] for metrics in runs.values())
 
 
 def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str, num_intervals: int) -> dict[str, Gain]:
@@ -271,13 +271,13 @@ def paragraph(advice: Advice) -> str:
 
 def _method_sentence(advice: Advice) -> str:
     """Return the sentences on the method to take, with the methods that may be as good."""
-    taken = method_to_take(advice)
-    if taken is None:
+    chosen = method_to_take(advice)
+    if chosen is None:
         return "No method is shown to beat local training on average over users; take local, which sends nothing."
-    gain, best = advice.means[taken], next(name for name in advice.means if name not in advice.against_best)
-    cost = sizes([advice.upload_bytes[taken]])[0]
-    text = f"Take {taken}: {_gain_text(gain)} on average over users; each user uploads {cost} per round."
-    if taken != best:
+    gain, best = advice.means[chosen], next(name for name in advice.means if name not in advice.against_best)
+    cost = sizes([advice.upload_bytes[chosen]])[0]
+    text = f"Take {chosen}: {_gain_text(gain)} on average over users; each user uploads {cost} per round."
+    if chosen != best:
         text += f" {best} has the best mean, but is not shown to be better."
     elif level := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
         text += f" It is not shown to be better than {_joined_names(level)}."
@@ -309,10 +309,12 @@ def _joined_names(names: Sequence[str]) -> str:
 
 
 def _gain_text(gain: Gain) -> str:
+    """Return a mean change with its interval as text, in the unit of its measure."""
     return change_text(gain.change.mean, gain.measure) + _interval_text(gain)
 
 
 def _interval_text(gain: Gain) -> str:
+    """Return an interval in parentheses; empty with one seed."""
     return "" if gain.interval is None else f" ({gain.interval[0]:+.1f} to {gain.interval[1]:+.1f})"
 
 

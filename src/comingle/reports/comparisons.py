@@ -303,6 +303,7 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     has_p_values = len(tables) * smallest_signed_rank(users) <= ERROR
 
     def verdict(name: str) -> Verdict:
+        """Return the verdict on a method, also without an interval."""
         seeds = tuple(differences[name])
         if name not in tables:
             return Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
@@ -334,6 +335,7 @@ def _best_results(
     pick = best_of(measure)
 
     def pick_of(seed: int, user: str) -> float | None:
+        """Return a user's best result for a seed; None if a method's is not finite."""
         values = [value for result in results if (value := result[seed].get(user)) is not None and math.isfinite(value)]
         return pick(values) if len(values) == len(results) else None
 

@@ -382,10 +382,12 @@ def _tera_flops(flops: float) -> str:
 
 
 def _scaled_flops(flops: float) -> str:
+    """Return FLOPs as text in TFLOPs, fewer than 10^11 as by :func:`_mega_flops`."""
     return _mega_flops(flops) if flops < 1e11 else f"{flops / 1e12:,.2f} TFLOPs"
 
 
 def _bytes_text(count: float) -> str:
+    """Return bytes as text in MB, small ones in kB."""
     return megabytes(count) if count >= 1e5 or not count else f"{count / 1e3:,.2f} kB"
 
 
@@ -395,6 +397,7 @@ def _megabytes_number(count: float) -> str:
 
 
 def _precise_megabytes(count: float) -> str:
+    """Return bytes as text in MB with three digits."""
     return f"{count / 1e6:,.3f} MB"
 
 
@@ -462,6 +465,7 @@ def _measurements_line(parts: TimePartsRecord) -> str:
 
 
 def _times_notes(times: TimesRecord) -> Iterator[str]:
+    """Yield sentences on what the tables of times assume."""
     step = "The time of local steps was given" if times["step_given"] else "Local steps were measured here"
     yield f"{step}; a process is assumed to speed up linearly with its cores. Start-up is not included."
     yield "Users' bytes: their tensors and moments on each machine, in memory or with runtime.store: disk there."

@@ -782,8 +782,8 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> No
         mean: ``mean`` or ``geometric mean``, over users.
     """
     measure = entries[0].first.measure
-    most = max((cost(entry).upload_bytes for entry in entries), default=0)
-    unit, _ = byte_unit(most)
+    largest = max((cost(entry).upload_bytes for entry in entries), default=0)
+    unit, _ = byte_unit(largest)
     points = []
     for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
         spread = final(entry, geometric=mean != "mean")
@@ -794,7 +794,7 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> No
         points.append((uploaded, spread.mean, entry.label))
     axis.set_title(f"{mean} over users")
     axis.margins(y=0.2)
-    axis.set_xlim(-0.04 * (most / unit or 1.0), 1.4 * (most / unit or 1.0))  # room for labels on the right
+    axis.set_xlim(-0.04 * (largest / unit or 1.0), 1.4 * (largest / unit or 1.0))  # room for labels on the right
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     ends = [end for _, end, _ in points]
     if measure == "loss" and ends and min(ends) > 0 and max(ends) > 10 * min(ends):

@@ -280,6 +280,7 @@ def _html_table(source: table.Table) -> str:
 
 
 def _html_cell(tag: str, column: table.Column, cell: RenderableType) -> str:
+    """Return a cell of rich as HTML; ``tag`` is ``th`` or ``td``."""
     align = "right" if column.justify == "right" else "left"
     return f'<{tag} style="text-align: {align}">{_html_text(cell)}</{tag}>'
 

@@ -163,8 +163,8 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
 def own_texts_figure(view: TokenView, layers: Sequence[int]) -> Figure:
     """Return a figure of layers (rows) x users (columns): each user's text under its own model (CoMiGS, Figure 3)."""
     owners = [text.owner for text in view.texts]
-    own = [(column, owners.index(user), user) for column, user in enumerate(view.users) if user in owners]
-    rows = [[_token_cell(view, row, column, at, f"{user}, layer {at}") for column, row, user in own] for at in layers]
+    cells = [(owners.index(user), column, user) for column, user in enumerate(view.users) if user in owners]
+    rows = [[_token_cell(view, row, column, at, f"{user}, layer {at}") for row, column, user in cells] for at in layers]
     return _tokens_grid(view, rows, view.label)
 
 
@@ -591,12 +591,12 @@ def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, wo
     return ("worst user" if worst else "best user"), cells
 
 
-def _verdicts_table(found: BaselineComparison | None) -> dict[str, object] | None:
+def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] | None:
     """Return the table of verdicts for the template; None without a comparison."""
-    if found is None:
+    if comparison is None:
         return None
-    head, rows = rows_of(found)
-    return {"heading": heading(found), "head": head, "rows": rows, "notes": notes(found), "classes": _CLASSES}
+    head, rows = rows_of(comparison)
+    return {"heading": heading(comparison), "head": head, "rows": rows, "notes": notes(comparison), "classes": _CLASSES}
 
 
 def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tuple[str, Markup]]:

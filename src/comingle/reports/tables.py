@@ -151,8 +151,8 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     """Return a table of the mean and of each user's result at each evaluation."""
     evaluations = [e for e in events if e["event"] == "evaluation"]
     measure = measure_of(evaluations[0]) if evaluations else "perplexity"
-    whole = ["mean", *(_named_geometric_mean(evaluations[0]["users"], measure) if evaluations else {})]
-    table = Table("round", *whole, title=f"test {measure} by round", title_justify="left", box=None)
+    mean_columns = ["mean", *(_named_geometric_mean(evaluations[0]["users"], measure) if evaluations else {})]
+    table = Table("round", *mean_columns, title=f"test {measure} by round", title_justify="left", box=None)
     names = users_with_column(dict.fromkeys(name for e in evaluations for name in e["users"]))
     for name in names:
         table.add_column(words(name), justify="right")
@@ -273,6 +273,7 @@ def _dot(point: tuple[float, float]) -> str:
 
 
 def _svg_text(x: float, y: float, anchor: str, text: str) -> str:
+    """Return a text at a position in pixels; ``anchor`` says which end of the text is there."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -432,15 +433,18 @@ def _participant_row(name: str, user: Mapping[str, Any], measure: str) -> tuple[
 
 
 def _number_or_dash(value: float | None) -> str:
+    """Return a number with three significant digits; a dash if it is unknown."""
     return "–" if value is None else f"{value:.3g}"
 
 
 def _size_text(count: int) -> str:
+    """Return a byte count as text in its own unit."""
     unit, name = byte_unit(count)
     return f"{count / unit:,.1f} {name}" if unit > 1 else f"{count} B"
 
 
 def _ago_text(seconds: float) -> str:
+    """Return a duration as text, such as "3 min ago"."""
     for size, name in ((3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"
@@ -451,6 +455,7 @@ def ledger(costs: Sequence[Cost]) -> list[list[str]]:
     """Return a row of costs for each entry; all byte counts of a column have one unit."""
 
     def bytes_of(key: str) -> list[str]:
+        """Return a column of byte counts as text."""
         return sizes([getattr(item, key) for item in costs])
 
     columns = [
@@ -760,4 +765,5 @@ def _tabular(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _latex_rows(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return rows of LaTeX cells as lines of a tabular."""
     return [f"    {' & '.join(row)} \\\\" for row in rows]

@@ -102,6 +102,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 
     @cache
     def read_users() -> Sequence[Any]:
+        """Read all users as the run did, and check that their data has not changed."""
         try:
             with lending([given.method]):
                 run_data = prepare(recipe, base=base, given=given, method=method)
@@ -112,6 +113,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 
     @cache
     def by_name() -> dict[str, Any]:
+        """Return all users by name."""
         return {user.name: user for user in read_users()}
 
     if base is not None:

@@ -212,13 +212,13 @@ def parse_method(text: str) -> dict[str, Any]:
         RecipeError: A setting is not of the form KEY=VALUE or occurs twice, or its value is not YAML.
     """
     name, *settings = text.split(":")
-    found: dict[str, Any] = {"name": name.strip()}
+    method: dict[str, Any] = {"name": name.strip()}
     for setting in settings:
         key, equals, value = (part.strip() for part in setting.partition("="))
-        if not equals or not key or key in found:
+        if not equals or not key or key in method:
             raise RecipeError(f"methods: {text!r}: give NAME:KEY=VALUE, each key once, such as fedprox:proximal=0.1")
-        found[key] = read_text(value, f"methods: {text!r}")
-    return found
+        method[key] = read_text(value, f"methods: {text!r}")
+    return method
 
 
 def _label(method: Mapping[str, Any]) -> str:
@@ -297,10 +297,10 @@ def compare_runs(
 
         place = folders.get(key)
         try:
-            found = run_in(place, one, run_data, resume=resumed.get(key, False), force=force, observers=watch)
+            result = run_in(place, one, run_data, resume=resumed.get(key, False), force=force, observers=watch)
         except ComingleError as error:
-            found = error
-        yield key, found
+            result = error
+        yield key, result
 
 
 def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
@@ -404,5 +404,5 @@ def _run_group(
         options["ready"] = ready
     recipes = {key: among[key] for key in keys}
     with reporting(quiet=quiet) as reporter:
-        for key, found in compare_runs(recipes, reporter=reporter, among=among, **options):
-            yield key, found if isinstance(found, ComingleError) else found.metrics
+        for key, result in compare_runs(recipes, reporter=reporter, among=among, **options):
+            yield key, result if isinstance(result, ComingleError) else result.metrics

@@ -96,8 +96,8 @@ class Comparison:
             users = {name: user[key] for name, user in metrics["users"].items()}
             results.setdefault(method, {})[seed] = users
         measure = measure_of(next(iter(self.metrics.values())))
-        found = compare_with_baseline(results, measure, baseline_of(list(results), baseline))
-        return [] if found is None else found.as_dict()["methods"]
+        comparison = compare_with_baseline(results, measure, baseline_of(list(results), baseline))
+        return [] if comparison is None else comparison.as_dict()["methods"]
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return :meth:`records` as a table.
@@ -181,18 +181,18 @@ def compare(
         recipes = recipes_of(read, named, list(seeds))
         baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
-        metrics = {key: _metrics_or_raise(found) for key, found in runs}
+        metrics = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
         places = labels_of(recipes, folder)
         write_comparison(folder, list(places), against, places)
     return Comparison(folder=folder, metrics=metrics, baseline=against)
 
 
-def _metrics_or_raise(found: Run | ComingleError) -> dict[str, Any]:
+def _metrics_or_raise(result: Run | ComingleError) -> dict[str, Any]:
     """Return a run's metrics, or raise the error that stopped the run."""
-    if isinstance(found, ComingleError):
-        raise found
-    return found.metrics
+    if isinstance(result, ComingleError):
+        raise result
+    return result.metrics
 
 
 @torch_defaults()

@@ -194,6 +194,7 @@ def run_sharded(
     """
 
     def enter(entered: ExitStack, entering: AbstractContextManager[None]) -> None:
+        """Open the folder in process 0 while the others wait, and record it for a restart by the launcher."""
         ranks.share(lambda: entered.enter_context(entering))
         ranks.opened(folder)
 
@@ -248,12 +249,13 @@ def _check_alike(federation: Sharded) -> None:
         RecipeError: They do not.
     """
     model, ranks = federation.clients.model, federation.ranks
-    found = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
+    devices_and_dtypes = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
 
     def check() -> None:
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                devices = f"process 0 uses {' in '.join(found[0])}, process {rank} {' in '.join(other)}"
+        """Compare all processes with process 0."""
+        for rank, other in enumerate(devices_and_dtypes):
+            if other != devices_and_dtypes[0]:
+                devices = f"process 0 uses {' in '.join(devices_and_dtypes[0])}, process {rank} {' in '.join(other)}"
                 raise RecipeError(f"runtime: {devices}; set runtime.device and runtime.dtype to the same for all")
 
     ranks.share(check)

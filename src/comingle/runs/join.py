@@ -344,7 +344,7 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
     clients, server, method = federation.clients, federation.server, federation.clients.method
     run_state = run.federation.server.kept
     by_user = method.server.by_user  # state that belongs to a user: the newcomer starts with its own
-    server.kept = {name: own if name in by_user else run_state[name].clone() for name, own in server.kept.items()}
+    server.kept = {name: t if name in by_user else run_state[name].clone() for name, t in server.kept.items()}
     server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
     clients.state.versions[:1] = -1  # has received nothing, not even the initial version

@@ -198,9 +198,9 @@ class Silent:
 
 
 def _bar_columns() -> tuple[ProgressColumn, ...]:
-    left = (TextColumn("left"), TimeRemainingColumn())
+    time_left = (TextColumn("left"), TimeRemainingColumn())
     description = TextColumn("{task.description}", markup=False)
-    return (description, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *left)
+    return (description, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *time_left)
 
 
 class Bars:

@@ -382,12 +382,14 @@ def execute(
     sinks.append(evaluations)
 
     def observe(event: Event) -> None:
+        """Pass an event to all observers; keep it in memory if there is no log."""
         if log is None and event["event"] != "step":
             unlogged_events.append(finite(event))
         for sink in sinks:
             sink(event)
 
     if folder is not None and clients.skipped and federation.leads:
+        # One line per user, which the indentation of `json.dumps` does not give.
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
     data_amounts = federation.merge_users(
