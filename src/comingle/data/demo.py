@@ -113,7 +113,7 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
     kept: list[int] = []
     for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
         text, its_shingles = " ".join(words[index]), shingles[index]
-        if text and texts[text] == 1 and not _repeats([found[shingle] > 1 for shingle in its_shingles]):
+        if text and texts[text] == 1 and not _has_repeated_end([found[shingle] > 1 for shingle in its_shingles]):
             kept.append(index)
         else:
             texts[text] -= 1
@@ -121,7 +121,7 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
     return [documents[index] for index in sorted(kept)]
 
 
-def _repeats(known: Sequence[bool]) -> bool:
+def _has_repeated_end(known: Sequence[bool]) -> bool:
     """Return whether more than half of the shingles of some head or tail are known."""
     lengths = range(1, len(known) + 1)
     return any(
@@ -144,14 +144,14 @@ def _numpy_docstrings() -> Iterator[tuple[str, str]]:
 
     modules = (numpy, numpy.linalg, numpy.fft, numpy.random, numpy.ma, numpy.polynomial)
     for module in modules:
-        for name, value in _public(module):
-            yield from _docstring(f"{module.__name__}.{name}", value)
+        for name, value in _public_callables(module):
+            yield from _long_docstring(f"{module.__name__}.{name}", value)
             if inspect.isclass(value):
-                for method, function in _public(value):
-                    yield from _docstring(f"{module.__name__}.{name}.{method}", function)
+                for method, function in _public_callables(value):
+                    yield from _long_docstring(f"{module.__name__}.{name}.{method}", function)
 
 
-def _public(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
+def _public_callables(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
     """Yield public callable attributes by name, ignoring the warnings and errors of deprecated ones."""
     for name in sorted(dir(owner)):
         with warnings.catch_warnings():
@@ -161,13 +161,15 @@ def _public(owner: ModuleType | type) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _docstring(name: str, value: object) -> Iterator[tuple[str, str]]:
+def _long_docstring(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the name and the cleaned docstring of an object; nothing if the docstring is too short."""
     text = _ADDED_BY_SCIPY.sub("", inspect.getdoc(value) or "")
     if len(text) >= _DOCSTRING_CHARACTERS:
         yield name, text
 
 
 def _licence_files() -> Iterator[Path]:
+    """Yield possible licence files: of Python, in two places, and of all installed distributions."""
     standard_library = Path(sysconfig.get_paths()["stdlib"])
     yield standard_library / "LICENSE.txt"
     yield standard_library.parent.parent / "LICENSE.txt"
@@ -178,6 +180,7 @@ def _licence_files() -> Iterator[Path]:
 
 
 def _read_or_none(path: Path) -> str | None:
+    """Return the text of a file; None if it is missing or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

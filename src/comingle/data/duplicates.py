@@ -127,6 +127,7 @@ def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
 
 
 def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_CHUNK_BYTES):

@@ -134,6 +134,11 @@ class _BoundedExpansion(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes into a buffer and return their number.
+
+        Raises:
+            OSError: More bytes were read than the compressed file may expand to.
+        """
         content = self._inner.read(len(buffer))
         self._left -= len(content)
         if self._left < 0:
@@ -306,7 +311,7 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     worded = [_split_by_word(name) for name in rows]
     splits = worded if "train" in worded and None not in worded else [_split_by_name(name) for name in rows]
     files = [
-        RowFile(path=folder / name, split=split or "train", extra_columns=dict(_partitions(name)))
+        RowFile(path=folder / name, split=split or "train", extra_columns=dict(_partition_columns(name)))
         for name, split in zip(rows, splits, strict=True)
     ]
     return sorted(files, key=lambda file: _ORDER.index(file.split)), left_out
@@ -327,7 +332,8 @@ def _split_by_word(name: str) -> str | None:
     return next((_SPLITS[word] for word in reversed(_WORDS.split(name.lower())) if word in _SPLITS), None)
 
 
-def _partitions(name: str) -> Iterator[tuple[str, str | None]]:
+def _partition_columns(name: str) -> Iterator[tuple[str, str | None]]:
+    """Yield column and value of each folder ``COLUMN=VALUE`` in a path, as in partitioned data sets."""
     for part in name.split("/")[:-1]:
         key, sign, value = part.partition("=")
         if key and sign:

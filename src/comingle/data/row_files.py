@@ -332,7 +332,8 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
     text, at, ended, number = head, 0, False, 0
     decoder = json.JSONDecoder(parse_float=TypedNumber)
 
-    def grow() -> None:
+    def read_more() -> None:
+        """Drop the text before ``at``, then read a chunk at least as long as the rest, so long rows need few reads."""
         nonlocal text, at, ended, line_number
         line_number += text.count("\n", 0, at)
         piece = file.read(max(_CHUNK_CHARACTERS, len(text) - at))
@@ -342,17 +343,17 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         """Skip white space and return the next character; an empty string at the end."""
         nonlocal at
         while True:
-            rest = _SPACE.match(text, at)
-            at = rest.end() if rest else at
+            space = _SPACE.match(text, at)
+            at = space.end() if space else at
             if at < len(text) or ended:
                 return text[at : at + 1]
-            grow()
+            read_more()
 
-    def refused(what: str, position: int) -> DataError:
+    def error_at(what: str, position: int) -> DataError:
         """Return the error for a problem at a position of ``text``, with the numbers of the line and the row."""
         return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {number + 1}: {what}")
 
-    def value() -> object:
+    def parse_value() -> object:
         """Parse the value at ``at`` and move ``at`` behind it; read more of the file if the value is cut off.
 
         Raises:
@@ -364,32 +365,33 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
                 found, at = decoder.raw_decode(text, at)
                 return found
             except json.JSONDecodeError as error:
-                whole = ended or not (error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_LITERAL)
-                if whole:
-                    raise refused(f"not JSON: {error.msg}", error.pos) from None
+                near_end = error.pos > len(text) - _LONGEST_LITERAL
+                is_cut_off = not ended and (error.msg.startswith("Unterminated") or near_end)
+                if not is_cut_off:
+                    raise error_at(f"not JSON: {error.msg}", error.pos) from None
             except RecursionError:
-                raise refused(_TOO_DEEP, at) from None
+                raise error_at(_TOO_DEEP, at) from None
             except ValueError as error:
-                raise refused(f"not JSON: {error}", at) from None
+                raise error_at(f"not JSON: {error}", at) from None
             if len(text) - at > MAX_ROW_CHARACTERS:
-                raise refused(_TOO_LONG, at)
-            grow()
+                raise error_at(_TOO_LONG, at)
+            read_more()
 
-    listed = next_character() == "["
-    at += listed
-    while sign := next_character():
-        if listed and sign == "]":
+    is_list = next_character() == "["
+    at += is_list  # skip the bracket
+    while character := next_character():
+        if is_list and character == "]":
             at += 1
             if next_character():
-                raise refused("text after the end of the list", at)
+                raise error_at("text after the end of the list", at)
             return
-        if listed and number:
-            if sign != ",":
-                raise refused("not JSON: Expecting ',' delimiter", at)
+        if is_list and number:
+            if character != ",":
+                raise error_at("not JSON: Expecting ',' delimiter", at)
             at += 1
             next_character()
         try:
-            row = _require_object(value())
+            row = _require_object(parse_value())
         except DataError:
             raise
         except ValueError as error:
@@ -397,8 +399,8 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         else:
             yield f"row {number + 1}", row
         number += 1
-    if listed:
-        raise refused("the list is not closed", at)
+    if is_list:
+        raise error_at("the list is not closed", at)
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -179,12 +179,12 @@ def iterate_documents(
     counts: dict[str, Counter[str]] = {}
     collected = bad or BadRows()
     for table in read_tables(source, name=name, data_files=data_files, stream=max_documents is not None):
-        yield from _kept(counts, iterate_texts(table, columns, collected), table.split, users, max_documents)
+        yield from _within_limits(counts, iterate_texts(table, columns, collected), table.split, users, max_documents)
     if bad is None:
         collected.report()
 
 
-def _kept(
+def _within_limits(
     counts: dict[str, Counter[str]],
     rows: Iterable[Sequence[str]],
     own_split: str,
@@ -229,6 +229,14 @@ def _read_rows(source: str, column: str, count: int | None, max_bytes: int | Non
 
 
 def _read_path(path: Path, column: str, max_bytes: int | None, bad: BadRows) -> Iterator[str]:
+    """Yield the documents of a folder of texts, a file or saved data set of rows, or a text file.
+
+    Args:
+        path: The file or folder.
+        column: Column with the documents of rows.
+        max_bytes: Stop after about this many bytes; None for all.
+        bad: Collects bad rows.
+    """
     if path.is_dir() and not is_saved(path):
         yield from read_text_folder(path, max_bytes=max_bytes)
     elif path.is_dir() or has_rows(path):

@@ -198,10 +198,17 @@ class Mixture:
                 shares.finish()
         places = {user: place for place, user in enumerate(order)}
         for user, name in enumerate(self.names):
-            mixed = {split: self._mixed(shares, places[user], order) for split, shares in self._shares.items()}
+            mixed = {split: self._mixture_of(shares, places[user], order) for split, shares in self._shares.items()}
             yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
 
-    def _mixed(self, shares: DocumentLists, place: int, order: Sequence[int]) -> tuple[str, ...]:
+    def _mixture_of(self, shares: DocumentLists, place: int, order: Sequence[int]) -> tuple[str, ...]:
+        """Return a user's mixture: one share of each user, interleaved.
+
+        Args:
+            shares: Shares of all users, contributor by contributor.
+            place: Rank of the user among the sorted names.
+            order: Numbers of the users, sorted by name.
+        """
         return interleave(
             {self.names[contributor]: shares[at * len(order) + place] for at, contributor in enumerate(order)}
         )
@@ -221,8 +228,8 @@ def find_overlap(user: UserText) -> Overlap:
     train = [split_words(document) for document in user.train]
     texts = {" ".join(words) for words in train}
     shingles = np.unique(hash_shingles(train)[0])
-    valid = _repeated(user.valid, texts, shingles)
-    test = _repeated(user.test, texts, shingles)
+    valid = _documents_in_train(user.valid, texts, shingles)
+    test = _documents_in_train(user.test, texts, shingles)
     return Overlap(
         user=user.name,
         valid=len(valid),
@@ -233,10 +240,18 @@ def find_overlap(user: UserText) -> Overlap:
     )
 
 
-def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.ndarray, " known"]) -> list[str]:
+def _documents_in_train(documents: Sequence[str], texts: set[str], shingles: UInt64[np.ndarray, " known"]) -> list[str]:
+    """Return the documents that occur in train, or of whose shingles more than half do.
+
+    Args:
+        documents: Held-out documents.
+        texts: Train documents, with words joined by single spaces.
+        shingles: Hashes of the train documents' shingles.
+    """
     split = [split_words(document) for document in documents]
     hashes, owner = hash_shingles(split)
-    known = np.bincount(owner[np.isin(hashes, shingles)], minlength=len(split))
+    in_train = np.isin(hashes, shingles)
+    known = np.bincount(owner[in_train], minlength=len(split))
     totals = np.bincount(owner, minlength=len(split))
     return [
         document
@@ -292,6 +307,7 @@ def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
+    """Return the documents in a random order that depends only on ``purpose`` and their order."""
     shuffled = list(documents)
     random.Random(derive(*purpose)).shuffle(shuffled)
     return shuffled

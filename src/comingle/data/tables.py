@@ -138,11 +138,11 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
         where: Name of the data set in messages.
         split: Name of the split.
     """
-    there = rows.column_names  # None for a stream whose columns are unknown before the first row
+    known_columns = rows.column_names  # None for a stream whose columns are unknown before the first row
 
     def read(_: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
         """Yield the rows in the order of the split; ``wanted`` has the columns to read, None for all."""
-        names = list(there or next(iter(rows), {}))
+        names = list(known_columns or next(iter(rows), {}))
         chosen = names if wanted is None else [name for name in names if name in wanted]
         labels = {name: getattr((rows.features or {}).get(name), "names", None) for name in chosen}
         number = 0
@@ -152,7 +152,7 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
                 number += 1
                 yield f"row {number}", dict(zip(chosen, values, strict=True))
 
-    return Table(where=where, split=split, read=read, columns=tuple(there) if there else None)
+    return Table(where=where, split=split, read=read, columns=tuple(known_columns) if known_columns else None)
 
 
 def _name_labels(values: Sequence[object], names: Sequence[str] | None) -> Sequence[object]:

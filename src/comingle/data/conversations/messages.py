@@ -114,64 +114,76 @@ def messages_of(
         ValueError: The row is not a conversation; says why.
     """
     if not columns.named and row.get(columns.messages) is not None:
-        used, messages = (columns.messages,), _messages(row[columns.messages], columns.messages, remark)
+        used, messages = (columns.messages,), _read_messages(row[columns.messages], columns.messages, remark)
     elif not columns.named and row.get(SHAREGPT) is not None:
-        used, messages = (SHAREGPT,), _messages(row[SHAREGPT], SHAREGPT, remark)
+        used, messages = (SHAREGPT,), _read_messages(row[SHAREGPT], SHAREGPT, remark)
     else:
-        used, messages = (*columns.prompt, columns.response), _pair(row, columns)
+        used, messages = (*columns.prompt, columns.response), _prompt_and_response(row, columns)
     known = {name.partition(".")[0] if name not in row else name for name in (*used, *read)}
     others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
-    messages = _history(others.pop("history", None), remark) + messages
+    messages = _read_history(others.pop("history", None), remark) + messages
     for name in _SYSTEM:
-        messages = _with_system(messages, others.pop(name, None), name)
-    if tools := _tools(others.pop("tools", None)):
+        messages = _prepend_system(messages, others.pop(name, None), name)
+    if tools := _read_tools(others.pop("tools", None)):
         messages[0]["tools"] = tools
     if tools or any("tool_calls" in message for message in messages):
         remark("tools or tool calls, which the base model's chat template writes; chat and serve offer no tools")
     if others:
         remark(f"unused columns: {', '.join(others)}")
-    _check(messages, remark)
+    _check_responses(messages, remark)
     return tuple(messages)
 
 
 def _is_value(value: object) -> bool:
+    """Return whether a cell has a value: not None, False or empty; the number 0 is a value."""
     return not (value is None or value is False or (isinstance(value, str | Sized) and len(value) == 0))
 
 
-def _pair(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
+def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
+    """Return a prompt and its response as two messages.
+
+    Prompt columns after the first may be empty; the others are joined with blank lines.
+
+    Args:
+        row: Values by column.
+        columns: Columns of prompt and response.
+
+    Raises:
+        ValueError: A column is missing, or a value is not text.
+    """
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
     others = columns.prompt[1:]
     if missing := [n for n, value in values.items() if value is None and not (n in others and has_column(row, n))]:
         hint = did_you_mean(missing[0], row) if columns.named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.description}.{hint}")
-    texts = {name: _text(value, name) for name, value in values.items() if value is not None}
+    texts = {name: _read_text(value, name) for name, value in values.items() if value is not None}
     prompts = [texts[name] for name in columns.prompt if name in texts]
     prompt = "\n\n".join(text for text in prompts if text.strip()) if others else prompts[0]
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
 
-def _history(value: object, remark: Remark) -> list[MessageRecord]:
+def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
     """Return earlier turns, which are pairs of question and response, or messages."""
     if not _is_value(value):
         return []
     if isinstance(value, list | tuple) and all(isinstance(record, Mapping) for record in value):
-        return _messages(value, "history", remark)
+        return _read_messages(value, "history", remark)
     if not isinstance(value, list | tuple) or not all(
         isinstance(record, list | tuple) and len(record) == 2 for record in value
     ):
         raise ValueError(f"history is {reprlib.repr(value)}; allowed: a list of [question, response], or of messages")
     return [
-        {"role": role, "content": _text(text, f"history[{number}]")}
+        {"role": role, "content": _read_text(text, f"history[{number}]")}
         for number, pair in enumerate(value)
         for role, text in zip(("user", ASSISTANT), pair, strict=True)
     ]
 
 
-def _with_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
+def _prepend_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
     """Prepend a system message from another column; raise a ``ValueError`` if there is a different one already."""
     if not _is_value(value):
         return messages
-    text = _text(value, column)
+    text = _read_text(value, column)
     if messages and messages[0]["role"] == "system":
         if messages[0]["content"].strip() == text.strip():
             return messages
@@ -179,7 +191,7 @@ def _with_system(messages: list[MessageRecord], value: object, column: str) -> l
     return [{"role": "system", "content": text}, *messages]
 
 
-def _tools(value: object) -> list[object]:
+def _read_tools(value: object) -> list[object]:
     """Return the tools of a conversation from a list or its JSON; each must have a name."""
     if not _is_value(value):
         return []
@@ -190,18 +202,30 @@ def _tools(value: object) -> list[object]:
 
 
 def _is_function(tool: object) -> bool:
+    """Return whether a value is a function with a name, either ``{name, ...}`` or ``{function: {name, ...}}``."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
 def _from_json(value: object) -> object:
+    """Parse a text as JSON; return other values, and texts that are not JSON, unchanged."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
 
-def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]:
+def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRecord]:
+    """Return the messages of a list; remark on keys that are not used.
+
+    Args:
+        value: The list.
+        column: Its column, for messages.
+        remark: Called with properties that users should know about.
+
+    Raises:
+        ValueError: The value is not a list of valid messages.
+    """
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)
@@ -211,7 +235,7 @@ def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]
     others = dict.fromkeys(
         key for record in value for key, its in record.items() if key not in _KEYS and _is_value(its)
     )
-    messages = [_message(record, f"{column}[{number}]", remark) for number, record in enumerate(value)]
+    messages = [_read_message(record, f"{column}[{number}]", remark) for number, record in enumerate(value)]
     if any(
         _is_value(record.get("name")) and message["role"] != "tool"
         for record, message in zip(value, messages, strict=True)
@@ -222,7 +246,19 @@ def _messages(value: object, column: str, remark: Remark) -> list[MessageRecord]
     return messages
 
 
-def _message(record: Mapping[str, object], where: str, remark: Remark) -> MessageRecord:
+def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> MessageRecord:
+    """Convert a message in any of the known spellings to role, content and the keys that chat templates use.
+
+    Reasoning is put before the content between ``<think>`` tags. A response without loss gets ``learn: False``.
+
+    Args:
+        record: The message.
+        where: Its place, for messages.
+        remark: Called with properties that users should know about.
+
+    Raises:
+        ValueError: The role is unknown, or a value has a wrong type.
+    """
     role, content = (
         next((record[key] for key in keys if record.get(key) is not None), None) for keys in (_ROLE, _CONTENT)
     )
@@ -230,8 +266,8 @@ def _message(record: Mapping[str, object], where: str, remark: Remark) -> Messag
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
     role = _OTHER_ROLES.get(role, role)
-    calls, nameless = _calls(record.get("tool_calls"), role, f"{where}.tool_calls")
-    text = "" if content is None and (calls or nameless) else _text(content, f"{where}.content")
+    calls, nameless = _read_tool_calls(record.get("tool_calls"), role, f"{where}.tool_calls")
+    text = "" if content is None and (calls or nameless) else _read_text(content, f"{where}.content")
     message: MessageRecord = {"role": role, "content": text}
     if calls:
         message["tool_calls"] = calls
@@ -241,7 +277,7 @@ def _message(record: Mapping[str, object], where: str, remark: Remark) -> Messag
         message["name"] = record["name"]
     for key in _REASONING_KEYS:
         if _is_value(thought := record.get(key)) and message["content"].lstrip()[:7] != "<think>":
-            thought = _text(thought, f"{where}.{key}").strip("\n")
+            thought = _read_text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
     if nameless:
         remark("tool calls without a function name; these responses have no loss")
@@ -264,7 +300,7 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
     return role != ASSISTANT or all(given.values())
 
 
-def _calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
+def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
     """Return the tool calls that name a function, and whether there are calls without a name.
 
     Parses arguments that are a JSON object. Calls without a name are dropped, since no template can write them.
@@ -285,9 +321,18 @@ def _calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]
     return found, len(named) < len(calls)
 
 
-def _text(value: object, what: str) -> str:
+def _read_text(value: object, what: str) -> str:
+    """Return a text, or the joined texts of a list of parts of type text.
+
+    Args:
+        value: The text or list.
+        what: Its place, for messages.
+
+    Raises:
+        ValueError: The value is of another type, or cannot be encoded as UTF-8.
+    """
     if isinstance(value, list | tuple) and value and all(map(_is_part, value)):
-        return "".join(_text(part["text"], what) for part in value)
+        return "".join(_read_text(part["text"], what) for part in value)
     if not isinstance(value, str):
         raise ValueError(f"{what} is {reprlib.repr(value)}; allowed: text, or a list of parts of type text")
     try:
@@ -304,7 +349,7 @@ def _is_part(part: object) -> bool:
     return not any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
 
 
-def _check(messages: Sequence[MessageRecord], remark: Remark) -> None:
+def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
     """Check that there is a response to train on after the first message, and that no such response is empty."""
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:

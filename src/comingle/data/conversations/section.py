@@ -74,6 +74,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
     @model_validator(mode="after")
     def _labels_are_scored(self) -> ConversationsSection:
+        """Check that labels come with the score accuracy and the other way round, and that lists have no duplicates."""
         if ("accuracy" in self.scores) != bool(self.labels):
             raise ValueError("scores: [accuracy] and labels require each other; labels lists all possible responses")
         for key, listed in (("scores", self.scores), ("labels", self.labels), ("prompt", self.columns.prompt)):
@@ -83,6 +84,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
     @model_validator(mode="after")
     def _limits_are_for_users(self) -> ConversationsSection:
+        """Check that ``max_conversations`` limits only users in the recipe."""
         limits = self.max_conversations if isinstance(self.max_conversations, dict) else {}
         if self.users is not None and (strangers := [name for name in limits if name not in self.users]):
             hint = did_you_mean(strangers[0], self.users)

@@ -186,6 +186,15 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor, "n h w c"]:
+    """Read images of equal size into one tensor.
+
+    Args:
+        files: The images, at least one.
+        image_format: Size and colours to convert to.
+
+    Raises:
+        DataError: An image cannot be read, or has another size than the first.
+    """
     first = _read_one(files[0], image_format)
     pixels = torch.empty(len(files), *first.shape, dtype=torch.uint8)
     for number, path in enumerate(files):

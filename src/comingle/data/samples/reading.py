@@ -463,6 +463,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return user
 
     def _count_classes(self, user: UserSamples) -> None:
+        """Update the number of classes, the classes seen, and the users with held-out classes they do not train on."""
         parts = (item.targets for item in (user.train, user.valid, user.test) if len(item))
         self._num_classes = max(self._num_classes, *(int(targets.max()) + 1 for targets in parts))
         if len(self._seen) < 2:  # two suffice: the check is for data with a single class

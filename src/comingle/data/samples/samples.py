@@ -126,6 +126,7 @@ class SampleBank:
 
 
 def _gather(values: Tensor, at: Int64[Tensor, "users batch"]) -> Tensor:
+    """Return ``values[at]`` with the shape ``(users, batch, *shape)``."""
     return values.index_select(0, at.flatten()).view(*at.shape, *values.shape[1:])
 
 
@@ -197,6 +198,17 @@ def check(users: Sequence[UserSamples], *, classes: int | None = None) -> None:
 
 
 def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: int | None) -> None:
+    """Check that a split has samples (validation may have none) with the shapes of the first user's and finite values.
+
+    Args:
+        user: The user.
+        split: The split.
+        first: User whose shapes count.
+        classes: Number of classes; None for a regression.
+
+    Raises:
+        DataError: A check fails.
+    """
     samples, where = user.split(split), f"user {user.name!r}: {split}"
     if not len(samples):
         if split != "valid":
@@ -214,6 +226,11 @@ def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: i
 
 
 def _check_targets(targets: Tensor, classes: int | None, where: str) -> None:
+    """Check that targets are class numbers below ``classes``, or real numbers if ``classes`` is None.
+
+    Raises:
+        DataError: They are not; the message begins with ``where``.
+    """
     if targets.is_floating_point() != (classes is None):
         got, needed = str(targets.dtype).removeprefix("torch."), "real numbers" if classes is None else "whole numbers"
         raise DataError(f"{where} targets are {got}; this task needs {needed}")
@@ -261,7 +278,7 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
         DataError: Values are not numbers, inputs of three or four axes have another integer type, or the numbers of
             inputs and targets differ.
     """
-    x, y = _tensor(inputs, f"{where}: inputs"), _tensor(targets, f"{where}: targets")
+    x, y = _as_cpu_tensor(inputs, f"{where}: inputs"), _as_cpu_tensor(targets, f"{where}: targets")
     if not x.dim():
         raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
     if not x.is_floating_point() and x.dim() in (3, 4):
@@ -300,7 +317,16 @@ def as_images(pixels: Tensor) -> Tensor:
     return pixels.contiguous().float() / _LARGEST[pixels.dtype]
 
 
-def _tensor(values: object, where: str) -> Tensor:
+def _as_cpu_tensor(values: object, where: str) -> Tensor:
+    """Return numbers as a tensor on the CPU, in the machine's byte order.
+
+    Args:
+        values: Tensor, array or nested list.
+        where: What they are, for messages.
+
+    Raises:
+        DataError: They are not numbers, or are complex.
+    """
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
     else:
@@ -330,7 +356,7 @@ def read_samples(data: Any, where: str) -> Samples:
             )
         return as_samples(*data.tensors, where)
     if isinstance(data, Dataset):
-        return _items(data, where)
+        return _read_items(data, where)
     if not is_pair(data):
         raise DataError(f"{where}: got {type(data).__name__}; allowed: {ALLOWED_SAMPLES}")
     inputs, targets = data
@@ -346,7 +372,7 @@ ALLOWED_SAMPLES = "a torch Dataset of (input, target), a pair of arrays or tenso
 """Allowed data, for error messages."""
 
 
-def _items(data: Any, where: str) -> Samples:
+def _read_items(data: Any, where: str) -> Samples:
     """Return the items of a map-style data set, in order."""
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise DataError(f"{where}: got a data set without a length; allowed: one with __len__ and __getitem__")
@@ -356,14 +382,14 @@ def _items(data: Any, where: str) -> Samples:
         if not isinstance(item, tuple | list) or len(item) != 2:
             got = f"{len(item)} parts" if isinstance(item, tuple | list) else type(item).__name__
             raise DataError(f"{where}: item {number} is {got}; allowed: (input, target)")
-        inputs.append(_array(item[0], f"{where}: the input of item {number}"))
-        targets.append(_array(item[1], f"{where}: the target of item {number}"))
+        inputs.append(_as_item_tensor(item[0], f"{where}: the input of item {number}"))
+        targets.append(_as_item_tensor(item[1], f"{where}: the target of item {number}"))
     if not inputs:
         raise DataError(f"{where}: no samples; at least 1 is needed")
     return as_samples(_stack(inputs, f"{where}: inputs"), _stack(targets, f"{where}: targets"), where)
 
 
-def _array(value: object, where: str) -> Tensor:
+def _as_item_tensor(value: object, where: str) -> Tensor:
     """Return a number, array, tensor or image as a tensor."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
@@ -374,6 +400,11 @@ def _array(value: object, where: str) -> Tensor:
 
 
 def _stack(values: list[Tensor], where: str) -> Tensor:
+    """Stack tensors of equal shape along a new first dimension.
+
+    Raises:
+        DataError: Their shapes differ or they cannot be stacked; the message begins with ``where``.
+    """
     shapes = dict.fromkeys(tuple(value.shape) for value in values)
     if len(shapes) > 1:
         first, other, *_ = shapes

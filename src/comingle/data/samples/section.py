@@ -78,6 +78,7 @@ class SamplesSection(OwnUsersSection[SampleSource]):
 
     @model_validator(mode="after")
     def _has_users(self) -> SamplesSection:
+        """Check that there is exactly one source of users, and that splits leave samples to train on."""
         if (self.users is None) == (self.given is None):
             raise ValueError("give users, for example {ada: path/to/ada}; or given: true if a program passes the users")
         if self.users is not None and not self.users:

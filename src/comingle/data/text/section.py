@@ -83,6 +83,7 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> DocumentsSection:
+        """Check that exactly one source of users is set, and that it goes with ``split.given``."""
         if [self.users, self.dataset, self.given].count(None) != 2:
             raise ValueError(f"give one of {self.sources}")
         if self.users is not None and self.split.given:
