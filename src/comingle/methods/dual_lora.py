@@ -130,7 +130,10 @@ class Fuse(ClientHook):
         copies = cohort.copies()
 
         def best(user: int) -> Float[Tensor, " columns"]:
+            """Return the fused model of a user with the lowest validation loss."""
+
             def fused(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
+                """Return the weighted sum of the user's copies, flattened."""
                 return torch.tensordot(weights.to(copies), copies[:, user], dims=1)
 
             return fused(minimise_loss(lambda weights: cohort.validate(fused(weights), user), self.steps))

@@ -197,8 +197,11 @@ def move_means(
     flat = assigned.flatten()
     counts = flat.bincount(minlength=len(kept) + 1)[: len(kept)]
     places = torch.arange(int(counts.max()), device=kept.device)
-    rows = flat.argsort(stable=True)[((counts.cumsum(0) - counts).unsqueeze(1) + places).clamp(max=len(flat) - 1)]
-    shares = weights.to(kept).repeat_interleave(assigned.shape[1])[rows] * (places < counts.unsqueeze(1))
+    # Row e of ``rows`` numbers the uploads of expert e, padded to the largest number; padding has a share of 0.
+    first = (counts.cumsum(0) - counts).unsqueeze(1)
+    rows = flat.argsort(stable=True)[(first + places).clamp(max=len(flat) - 1)]
+    weight_by_upload = weights.to(kept).repeat_interleave(assigned.shape[1])
+    shares = weight_by_upload[rows] * (places < counts.unsqueeze(1))
     shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
     mean = torch.einsum("eh,eh...->e...", shares, sent.flatten(0, 1)[rows].to(kept))
     kept.copy_(torch.where((counts > 0).view(-1, *[1] * (kept.dim() - 1)), mean, kept))
@@ -220,9 +223,8 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
 
     experts, users = scores.shape
     least = min(MIN_EXPERTS, experts * choices // users)
-    gain = (
-        (scores - scores.mean()).flatten().cpu().numpy()
-    )  # centred and scaled for the solver; the optimum is the same
+    # Scores are centred and scaled for the solver; the optimum is the same.
+    gain = (scores - scores.mean()).flatten().cpu().numpy()
     result = milp(
         -gain / max(float(np.abs(gain).max()), 1e-300),
         integrality=np.ones(gain.size),

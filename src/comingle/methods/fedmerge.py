@@ -255,39 +255,56 @@ class Merge(Server):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Update the models and the participants' merging weights, in the order that ``models_first`` sets."""
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
-        sent = mix(soup, self._shares(logits))  # as large as the users' models, so updates are computed in place
+        sent = mix(
+            soup, self._merging_shares(logits)
+        )  # as large as the users' models, so updates are computed in place
         updates = {name: t.sub_(received.tensors[name]) for name, t in sent.items()}
-        moves = (
-            (self._move_models, self._move_weights) if self.models_first else (self._move_weights, self._move_models)
-        )
+        steps = (self._move_models, self._move_weights) if self.weight_step else (self._move_models,)
         for _ in range(self.global_iterations):
-            for move in moves if self.weight_step else (self._move_models,):
+            for move in steps if self.models_first else reversed(steps):
                 move(soup, logits, updates, received.weights)
         kept[MERGING][list(received.users)] = logits
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return each user's merged model."""
-        merged = mix(soup_of(kept), self._shares(kept[MERGING][list(users)]))
+        merged = mix(soup_of(kept), self._merging_shares(kept[MERGING][list(users)]))
         return {name: t.unsqueeze(1) for name, t in merged.items()}
 
     def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"]:
         """Return the merging weights of all users."""
-        return self._shares(kept[MERGING])
+        return self._merging_shares(kept[MERGING])
 
     def settled(self) -> Merge:
         """Return a server whose models are fixed; the merging weights of new users still move by eq. 6."""
         return replace(self, global_rate=0.0)
 
-    def _shares(self, logits: Float[Tensor, "users models"]) -> Float[Tensor, "users models"]:
+    def _merging_shares(self, logits: Float[Tensor, "users models"]) -> Float[Tensor, "users models"]:
+        """Return the merging weights: the softmax of the logits, or without ``softmax`` the stored weights."""
         return softmax_mixture(logits, 1.0) if self.softmax else logits
 
     def _move_models(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        shares = self._shares(logits)
+        """Take a step of all models against the gradient of eq. 5, in place.
+
+        Args:
+            soup: Models ``(models, *shape)``, changed in place.
+            logits: Merging weights of the participants, or their logits.
+            updates: Updates g of the participants, ``(users, *shape)``.
+            weights: Aggregation weights p.
+        """
+        shares = self._merging_shares(logits)
         shares = column_shares(shares, weights) if self.column_normalize else weights.to(shares).unsqueeze(1) * shares
         for name, gradient in soup_gradient(shares, updates).items():
             soup[name].sub_(gradient, alpha=self.global_rate)
 
     def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
+        """Take a step of fixed size of the participants' merging weights or logits, in place (eq. 6).
+
+        Args:
+            soup: Models ``(models, *shape)``.
+            logits: Merging weights of the participants, or their logits; changed in place.
+            updates: Updates g of the participants, ``(users, *shape)``.
+            weights: Aggregation weights p.
+        """
         names = keys(soup, self.keys)
         inner = inner_products(soup, largest(updates, names, self.share), names).to(logits)
         gradient = (

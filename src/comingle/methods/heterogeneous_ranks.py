@@ -175,9 +175,10 @@ class Redistribute(Server):
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return A, and ``B / s_u`` for user u."""
         models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
-        return {name: t / self._shares(kept, users, t) if name.endswith(".b") else t for name, t in models.items()}
+        return {name: t / self._scales_like(kept, users, t) if name.endswith(".b") else t for name, t in models.items()}
 
-    def _shares(self, kept: Tree, users: Sequence[int], like: Tensor) -> Tensor:
+    def _scales_like(self, kept: Tree, users: Sequence[int], like: Tensor) -> Tensor:
+        """Return the LoRA scales of users, with the dtype of ``like`` and shaped to divide it, ``(users, 1, ...)``."""
         return kept[SCALES][list(users)].to(like).view(-1, *[1] * (like.dim() - 1))
 
 
@@ -204,16 +205,17 @@ def mean_factors(
     """
     rank = a.shape[-2]
     each = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
-    q, r = torch.linalg.qr(_side_by_side(a).mT)
-    p, t = torch.linalg.qr(_side_by_side(b * each).mT)
+    q, r = torch.linalg.qr(_join_ranks(a).mT)
+    p, t = torch.linalg.qr(_join_ranks(b * each).mT)
     left, singular, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
-    new_a = _first((q @ left).mT, rank)
-    new_b = _first(singular.unsqueeze(-1) * (right @ p.mT), rank)
+    new_a = _resize_rank((q @ left).mT, rank)
+    new_b = _resize_rank(singular.unsqueeze(-1) * (right @ p.mT), rank)
     signs = _signs(new_a)
     return new_a * signs, new_b * signs
 
 
-def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[Tensor, "*experts ranks width"]:
+def _join_ranks(factors: Float[Tensor, "users *experts rank width"]) -> Float[Tensor, "*experts ranks width"]:
+    """Concatenate the factors of all users along the rank."""
     return torch.cat(factors.unbind(0), dim=-2)
 
 
@@ -226,7 +228,7 @@ def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*expert
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
-def _first(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:
-    """Return the first ``rank`` rows, padded with zeros."""
+def _resize_rank(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:
+    """Return the first ``rank`` rows of factors, padded with zeros if there are fewer."""
     missing = max(0, rank - factors.shape[-2])
     return torch.nn.functional.pad(factors[..., :rank, :], (0, 0, 0, missing))

@@ -35,6 +35,7 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
     """
 
     def falls(logs: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:
+        """Return whether the loss decreases as the logarithm of each power grows."""
         with torch.enable_grad():
             powers = logs.exp().requires_grad_()
             (slope,) = torch.autograd.grad(cohort.held_out_losses(powers).sum(), powers)
@@ -56,6 +57,7 @@ def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor,
     first, second = margin.sigmoid(), (-margin).sigmoid()
 
     def rises(weight: Float[Tensor, " users"]) -> Bool[Tensor, " users"]:
+        """Return whether the likelihood increases as the weight grows."""
         w = weight.unsqueeze(1)
         return ((first - second) / (w * first + (1 - w) * second)).sum(1) > 0
 
