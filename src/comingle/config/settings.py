@@ -137,6 +137,7 @@ class UserFiles(Section):
 
     @model_validator(mode="after")
     def _one_or_splits(self) -> UserFiles:
+        """Check that a user has either one file, or files for train and test."""
         if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
             raise ValueError("give either path alone, or train and test (and valid)")
         if self.train is not None and self.test is None:
@@ -485,6 +486,7 @@ class PrivacySection(Section):
     @field_validator("mechanism", mode="before")
     @classmethod
     def _registered(cls, mechanism: object) -> object:
+        """Check that a privacy mechanism is registered."""
         if isinstance(mechanism, str) and mechanism in MECHANISMS:
             return mechanism
         *others, last = map(repr, MECHANISMS)
@@ -629,6 +631,7 @@ class TrainingSection(Section):
     @field_validator("participation")
     @classmethod
     def _check_rounds(cls, participation: float | list[list[str]]) -> float | list[list[str]]:
+        """Check that each round in a list has users and names none twice."""
         if isinstance(participation, list) and (not participation or not all(participation)):
             raise ValueError("a round without users; list at least one user for each round")
         for number, names in enumerate(participation if isinstance(participation, list) else (), start=1):

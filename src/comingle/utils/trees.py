@@ -97,15 +97,18 @@ class Layout:
         return starts
 
     @cached_property
-    def _parts(self) -> dict[frozenset[str], Layout]:
+    def _only_cache(self) -> dict[frozenset[str], Layout]:
+        """Results of :meth:`only` by roles."""
         return {}
 
     @cached_property
-    def _touched(self) -> dict[frozenset[str], Layout]:
+    def _touching_cache(self) -> dict[frozenset[str], Layout]:
+        """Results of :meth:`touching` by roles."""
         return {}
 
     @cached_property
-    def _beside(self) -> dict[frozenset[str], Tensor | None]:
+    def _beside_cache(self) -> dict[frozenset[str], Tensor | None]:
+        """Results of :meth:`beside` by roles."""
         return {}
 
     @cached_property
@@ -151,26 +154,26 @@ class Layout:
     def only(self, roles: Iterable[str]) -> Layout:
         """Return the slots whose roles are all in ``roles``, in the same order."""
         wanted = frozenset(roles)
-        if wanted not in self._parts:  # called in every step
-            self._parts[wanted] = Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
-        return self._parts[wanted]
+        if wanted not in self._only_cache:  # called in every step
+            self._only_cache[wanted] = Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
+        return self._only_cache[wanted]
 
     def touching(self, roles: Iterable[str]) -> Layout:
         """Return the slots with at least one role in ``roles``, in the same order."""
         wanted = frozenset(roles)
-        if wanted not in self._touched:
-            self._touched[wanted] = Layout(slots=tuple(s for s in self.slots if any(s.chosen(wanted))))
-        return self._touched[wanted]
+        if wanted not in self._touching_cache:
+            self._touching_cache[wanted] = Layout(slots=tuple(s for s in self.slots if any(s.chosen(wanted))))
+        return self._touching_cache[wanted]
 
     def beside(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
         """Return a mask of the columns of other roles in slots with ``roles``; None if there are no such columns."""
         wanted = frozenset(roles)
-        if wanted not in self._beside:
+        if wanted not in self._beside_cache:
             names = {slot.name for slot in self.touching(wanted).slots}
             whole = [torch.full((s.size,), s.name in names) for s in self.slots]
             found = torch.cat(whole) & ~self.mask(wanted)
-            self._beside[wanted] = found if bool(found.any()) else None
-        return self._beside[wanted]
+            self._beside_cache[wanted] = found if bool(found.any()) else None
+        return self._beside_cache[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
         """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices."""
