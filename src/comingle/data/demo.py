@@ -37,19 +37,19 @@ _NO_TEXT_SUFFIXES = (".py", ".pyc", ".js", ".so", ".json")
 def read_library() -> list[str]:
     """Return the source files of the standard library's top level."""
     paths = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
-    return _select({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
+    return _select_documents({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
 
 
 def read_reference() -> list[str]:
     """Return the topics of the language reference that ``help()`` prints."""
     from pydoc_data.topics import topics
 
-    return _select(topics)
+    return _select_documents(topics)
 
 
 def read_numpy() -> list[str]:
     """Return the docstrings of NumPy's public functions, classes and methods, each after its name."""
-    return _select({name: f"{name}\n\n{text}" for name, text in _numpy_docstrings()})
+    return _select_documents({name: f"{name}\n\n{text}" for name, text in _numpy_docstrings()})
 
 
 def read_licences() -> list[str]:
@@ -65,7 +65,7 @@ def read_licences() -> list[str]:
         paragraphs = {" ".join(split_words(paragraph)): paragraph for paragraph in split_paragraphs(text)}
         blocks += join_paragraphs(paragraphs[words] for words in paragraphs if words not in known)
         known.update(paragraphs)
-    return _select({block: block for block in blocks})
+    return _select_documents({block: block for block in blocks})
 
 
 DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
@@ -77,7 +77,7 @@ DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
 """Functions that read the documents of each demo user."""
 
 
-def _select(documents: Mapping[str, str]) -> list[str]:
+def _select_documents(documents: Mapping[str, str]) -> list[str]:
     """Return shuffled documents without near-duplicates, each clipped, up to 400,000 characters in total.
 
     Raises:
@@ -108,16 +108,16 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
     """
     words = [split_words(document) for document in documents]
     texts = Counter(map(" ".join, words))
-    shingles = [hash_shingles([some])[0].tolist() for some in words]
-    found = Counter(chain.from_iterable(shingles))
+    shingles = [hash_shingles([words_of_one])[0].tolist() for words_of_one in words]
+    occurrences = Counter(chain.from_iterable(shingles))
     kept: list[int] = []
     for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
         text, its_shingles = " ".join(words[index]), shingles[index]
-        if text and texts[text] == 1 and not _has_repeated_end([found[shingle] > 1 for shingle in its_shingles]):
+        if text and texts[text] == 1 and not _has_repeated_end([occurrences[shingle] > 1 for shingle in its_shingles]):
             kept.append(index)
         else:
             texts[text] -= 1
-            found.subtract(its_shingles)
+            occurrences.subtract(its_shingles)
     return [documents[index] for index in sorted(kept)]
 
 

@@ -296,6 +296,7 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
         raise DataError(f"{folder}: inconsistent files ({lengths}); write it again")
 
     def make(number: int) -> Any:
+        """Read the user with this number, after verifying its checksum."""
         start, end = int(ends["end"][number - 1]) if number else 0, int(ends["end"][number])
         if zlib.crc32(memoryview(content)[start:end]) != ends["sum"][number]:
             raise DataError(

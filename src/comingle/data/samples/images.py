@@ -157,7 +157,7 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     unread = Counter(path.suffix.lower() or path.name for path in [*beside, *others])
     labels = tuple(path.relative_to(folder).parts[0] for path in files)
     names = tuple(path.name for path in classes)
-    return Images(pixels=_read_all(files, image_format), labels=labels, classes=names, unread=unread)
+    return Images(pixels=_read_images(files, image_format), labels=labels, classes=names, unread=unread)
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
@@ -185,7 +185,7 @@ def _listed(names: Sequence[str]) -> str:
 # -------------------------------------------------------------------- images
 
 
-def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor, "n h w c"]:
+def _read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor, "n h w c"]:
     """Read images of equal size into one tensor.
 
     Args:
@@ -195,10 +195,10 @@ def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor,
     Raises:
         DataError: An image cannot be read, or has another size than the first.
     """
-    first = _read_one(files[0], image_format)
+    first = _read_image(files[0], image_format)
     pixels = torch.empty(len(files), *first.shape, dtype=torch.uint8)
     for number, path in enumerate(files):
-        image = _read_one(path, image_format)
+        image = _read_image(path, image_format)
         if image.shape != first.shape:
             sizes = [f"{array.shape[1]} x {array.shape[0]}" for array in (image, first)]
             raise DataError(
@@ -208,7 +208,7 @@ def _read_all(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor,
     return pixels
 
 
-def _read_one(path: Path, image_format: ImageFormat) -> np.ndarray:
+def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
     """Return an image as ``(h, w, 1)`` or ``(h, w, 3)``, rotated as its EXIF data says."""
     try:
         from PIL import Image, ImageOps
@@ -216,7 +216,9 @@ def _read_one(path: Path, image_format: ImageFormat) -> np.ndarray:
         raise DataError(f"{path}: reading images needs the package pillow: pip install 'comingle[data]'") from error
     try:
         with Image.open(path) as image:
-            upright = _in_8_bits(ImageOps.exif_transpose(image), image).convert("L" if image_format.grey else "RGB")
+            upright = _convert_to_8_bits(ImageOps.exif_transpose(image), image).convert(
+                "L" if image_format.grey else "RGB"
+            )
             if image_format.size is not None:
                 upright = upright.resize((image_format.size[1], image_format.size[0]), Image.Resampling.BILINEAR)
             pixels = np.array(upright)
@@ -233,7 +235,7 @@ _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 """Modes of Pillow images with transparency."""
 
 
-def _in_8_bits(image: Any, file: Any) -> Any:
+def _convert_to_8_bits(image: Any, file: Any) -> Any:
     """Scale 16-bit images to 8 bits, which Pillow would clip at 255; blend transparent images with white.
 
     Args:

@@ -34,7 +34,7 @@ def score_samples(
         batch: Largest number of samples in a slot.
         slots: Largest number of jobs in a forward pass; the number of users by default.
     """
-    jobs = [job for place, row in enumerate(rows) for job in _jobs(place, row, int(bank.counts[row]), batch)]
+    jobs = [job for place, row in enumerate(rows) for job in _split_into_jobs(place, row, int(bank.counts[row]), batch)]
     jobs.sort(key=lambda job: -job.count)  # stable, hence deterministic
     losses = torch.zeros(len(rows), dtype=torch.float64)
     hits = torch.zeros_like(losses)
@@ -42,16 +42,23 @@ def score_samples(
     for start in range(0, len(jobs), width):
         group = jobs[start : start + width]
         places = torch.tensor([job.place for job in group])
-        lost, hit = _score(forward, bank, group, loss)
+        lost, hit = _score_jobs(forward, bank, group, loss)
         losses.index_add_(0, places, lost)
         hits.index_add_(0, places, hit)
     scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
-    return [_mean(total, hit if loss.classes else None, count) for total, hit, count in scored]
+    return [_mean_score(total, hit if loss.classes else None, count) for total, hit, count in scored]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """``count`` consecutive samples of a user for one slot."""
+    """Consecutive samples of one user that are scored together.
+
+    Args:
+        place: Index of the user's result.
+        row: Row of the user's model and samples.
+        first: Index of the first sample.
+        count: Number of samples.
+    """
 
     place: int
     row: int
@@ -59,30 +66,33 @@ class _Job:
     count: int
 
 
-def _jobs(place: int, row: int, count: int, batch: int) -> Iterator[_Job]:
+def _split_into_jobs(place: int, row: int, count: int, batch: int) -> Iterator[_Job]:
+    """Yield a user's ``count`` samples as jobs of up to ``batch`` samples."""
     for first in range(0, count, batch):
         yield _Job(place, row, first, min(batch, count - first))
 
 
-def _score(
+def _score_jobs(
     forward: Forward, bank: SampleBank, group: Sequence[_Job], loss: Loss
 ) -> tuple[Float64[Tensor, " slots"], Float64[Tensor, " slots"]]:
     """Return the sum of losses and the number of correct predictions of each job, on the CPU."""
     owners = [job.row for job in group]
-    inputs, targets, present = bank.take(owners, _indices(group))
+    inputs, targets, present = bank.take(owners, _sample_indices(group))
     outputs = forward(owners, inputs)
     lost = loss(outputs, targets).double()
     if not loss.classes:
-        return _sum(lost, present), torch.zeros(len(group), dtype=torch.float64)
-    return _sum(lost, present), _sum((outputs.argmax(-1) == targets).double(), present)
+        return _sum_present(lost, present), torch.zeros(len(group), dtype=torch.float64)
+    return _sum_present(lost, present), _sum_present((outputs.argmax(-1) == targets).double(), present)
 
 
-def _sum(values: Float64[Tensor, "slots batch"], present: Bool[Tensor, "slots batch"]) -> Float64[Tensor, " slots"]:
+def _sum_present(
+    values: Float64[Tensor, "slots batch"], present: Bool[Tensor, "slots batch"]
+) -> Float64[Tensor, " slots"]:
     """Return sums over the samples that are present; values of padding, even NaN, are ignored."""
     return values.masked_fill(~present, 0).sum(1).cpu()
 
 
-def _indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
+def _sample_indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
     """Return the indices of each job's samples, padded with ``PAD`` to the longest job, which is the first."""
     steps = torch.arange(group[0].count)
     first = torch.tensor([job.first for job in group])[:, None]
@@ -90,7 +100,14 @@ def _indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
     return torch.where(steps < count, first + steps, PAD)
 
 
-def _mean(loss: float, hits: float | None, count: int) -> SampleScore:
+def _mean_score(loss: float, hits: float | None, count: int) -> SampleScore:
+    """Return the mean loss and accuracy over ``count`` samples; NaN without samples.
+
+    Args:
+        loss: Sum of the losses.
+        hits: Number of correct predictions; None for a regression.
+        count: Number of samples.
+    """
     if not count:
         return SampleScore(mean_loss=math.nan, accuracy=None if hits is None else math.nan, samples=0)
     return SampleScore(mean_loss=loss / count, accuracy=None if hits is None else hits / count, samples=count)

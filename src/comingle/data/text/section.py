@@ -44,6 +44,7 @@ class UsersRows(Section):
     @field_validator("users")
     @classmethod
     def _names(cls, users: list[str] | int | None) -> list[str] | int | None:
+        """Check that listed names are valid user names, and that there is at least one."""
         if isinstance(users, list) and (
             problem := name_problem(users) or ("" if users else "no users; name at least one")
         ):
