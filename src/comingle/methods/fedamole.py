@@ -92,8 +92,9 @@ class AssignmentServer(Server):
             if name.endswith(ROUTER):
                 own = torch.cat([own[:, :rank], torch.zeros_like(own[:, rank:])], 1)
             elif EXPERTS + name in kept:
-                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])
-                own = torch.cat([own, pool[places[:, layers_of(model_of(kept)).index(layer_of(name))]]], 1)
+                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])  # the last one fills empty places
+                layer = layers_of(model_of(kept)).index(layer_of(name))
+                own = torch.cat([own, pool[places[:, layer]]], 1)
             sent[name] = own.unsqueeze(1)
         return sent
 
@@ -115,24 +116,25 @@ class AssignmentServer(Server):
             reassigned = users if self.fixed else list(range(len(kept[PLACES])))
             kept[PLACES][reassigned, number] = self.assign(fit_scores(kept, number, reassigned))
 
-    def assign(self, found: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
+    def assign(self, scores: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
         """Return the indices of each user's experts, from how well they fit; a single user gets those that fit best.
 
         Raises:
             DivergenceError: A score is not finite.
         """
-        experts, users = found.shape
-        if lost := int((~found.isfinite()).sum()):
+        experts, users = scores.shape
+        if lost := int((~scores.isfinite()).sum()):
             advice = "try a smaller training.experts.learning_rate and training.router.learning_rate"
             raise DivergenceError(
-                f"method fedamole: {lost} of {found.numel()} scores of experts for users are not finite; {advice}"
+                f"method fedamole: {lost} of {scores.numel()} scores of experts for users are not finite; {advice}"
             )
         if users == 1:
-            chosen = torch.zeros_like(found, dtype=torch.bool)
-            chosen[found[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
+            chosen = torch.zeros_like(scores, dtype=torch.bool)
+            chosen[scores[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
         else:
-            chosen = solve_assignment(found.double().softmax(1), min(self.choices, users), self.most)
-        numbers = torch.arange(experts, device=found.device).unsqueeze(1)
+            chosen = solve_assignment(scores.double().softmax(1), min(self.choices, users), self.most)
+        # Sorting moves the index ``experts``, which stands for an empty place, behind the chosen ones.
+        numbers = torch.arange(experts, device=scores.device).unsqueeze(1)
         listed = torch.where(chosen, numbers, experts).T.sort(1).values
         return torch.nn.functional.pad(listed, (0, self.most), value=experts)[:, : self.most]
 
