@@ -27,10 +27,11 @@ from statistics import median
 from typing import Any
 
 from comingle.config import Recipe, parse_recipe
-from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
+from comingle.federation.files import save_plan, split_recipe
 from comingle.federation.flower.client_app import PROJECT
 from comingle.federation.flower.processes import LOOPBACK, environment, free_port, listens
 from comingle.federation.launch import federate
+from comingle.federation.participant import Participant, save_participant
 from comingle.federation.run_folder import has_ended
 
 PROGRAMS = Path(sys.executable).parent

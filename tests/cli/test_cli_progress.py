@@ -241,7 +241,7 @@ def test_steps_of_ten_million_rounds_are_counted_at_once(recipe_file: Path) -> N
     changes = {"training.participation": groups, "training.rounds": 10_000_000, "runtime.users_per_step": 2}
     recipe = load_recipe(recipe_file).with_changes(changes)
     clients = build(recipe, prepare(recipe)).clients
-    course = progress.Course(clients, None)
+    course = progress.RunProgress(clients, None)
     assert (course.rounds, course.total) == (10_000_000, (3_333_333 * 4 + 1) * clients.steps.local_steps)
     course({"event": "step", "round": 6, "advance": 1})
     assert course.done == (4 + 1 + 1) * clients.steps.local_steps + 1

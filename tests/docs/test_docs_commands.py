@@ -244,7 +244,8 @@ def test_every_yaml_is_a_recipe_or_a_piece_of_one() -> None:
 def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path) -> None:
     """Of real processes: a server, and three users."""
     pytest.importorskip("flwr")
-    from comingle.federation.files import load_participant, load_plan
+    from comingle.federation.files import load_plan
+    from comingle.federation.participant import load_participant
 
     page = DOCS / "federation.md"
     coordinator, participant = shown(page, "yaml")

@@ -18,7 +18,8 @@ import yaml
 from tests.examples.test_examples import EXAMPLES, environment
 
 from comingle.cli import app
-from comingle.federation.files import load_participant, load_plan
+from comingle.federation.files import load_plan
+from comingle.federation.participant import load_participant
 
 FOLDER = EXAMPLES / "federation"
 NAMES = ("ada", "ben", "cem")

@@ -10,7 +10,7 @@ from comingle.config import Recipe, parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import unpack_answer
-from comingle.federation.public import Own
+from comingle.federation.participant import Own
 from comingle.federation.run_folder import Plan, run_federation
 from comingle.federation.server_session import NetworkSection
 from comingle.protocol.messages import Upload

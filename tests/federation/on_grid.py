@@ -12,9 +12,8 @@ from tests.federation.grid import LocalGrid, run_app
 
 from comingle.config import parse_recipe
 from comingle.federation.files import save_plan
-from comingle.federation.flower.client_app import make_client_app
+from comingle.federation.flower.client_app import User, make_client_app
 from comingle.federation.flower.server_app import encode_names, make_server_app
-from comingle.federation.flower.worker import User
 from comingle.federation.server_app import run_federation_app
 from comingle.utils.records import read_metrics
 
@@ -26,12 +25,12 @@ def federated_on_grid(content: Mapping[str, Any], folder: Path) -> tuple[dict[st
     save_plan(folder / "federation.yaml", plan)
     grid, one_at_a_time = LocalGrid(), threading.Lock()
 
-    def ask(user: User, task: bytes, timeout: float) -> bytes:
+    def ask(user: User, task: bytes) -> bytes:
         with one_at_a_time:  # as on machines of their own: they share this one's memory and modules
             return nodes[user.name].handle(task)
 
     for name in plan.users:
-        grid.join(make_client_app(ask), name=name, state=str(folder / name))
+        grid.join(make_client_app(ask, print), name=name, state=str(folder / name))
     out = folder / "server"
     run_app(
         make_server_app(run_federation_app),

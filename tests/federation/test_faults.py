@@ -1,7 +1,7 @@
-"""Users who come and go as they like or send what they should not, each in processes of its own: the others go on.
+"""Users who come and go as they like or send what they should not, each in a process of its own: the others go on.
 
 Of whoever was in its rounds the tensors in the end are equal in every bit to those of one process with the same users
-in each round. Only workers' answers are changed, in ``faulty/faulty_worker.py``; all else is as people run it.
+in each round. Only clients' answers are changed, in ``faulty/faults.py``; all else is as people run it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,22 +27,22 @@ from tests.federation.tiny import method, text_recipe
 
 from comingle.config import Recipe, parse_recipe
 from comingle.federation.client import REVERTED_NOTICE
-from comingle.federation.files import Participant, save_participant, save_plan, split_recipe
-from comingle.federation.flower.app_status import read_status
-from comingle.federation.flower.client import SuperNode
+from comingle.federation.files import save_plan, split_recipe
+from comingle.federation.flower.app_status import FOLDER, read_status
+from comingle.federation.flower.client import LOG as CLIENT_LOG
+from comingle.federation.flower.client import ClientProcess
 from comingle.federation.flower.server import SuperLink, supervise
 from comingle.federation.flower.server_app import encode_names
-from comingle.federation.flower.worker import User, read_worker
+from comingle.federation.participant import Participant, save_participant
 from comingle.federation.server_session import NetworkSection
 from comingle.runs import api
-from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too
 
-CLIENT_APP = "tests.federation.faulty.faulty_client:app"
+FAULTY_COMMAND = [sys.executable, str(Path(__file__).with_name("faulty") / "faulty_client.py"), "client"]
 LIMIT_SECONDS = 500
 
 
@@ -60,7 +61,7 @@ class Federation:
             say=self.said.append,
             run_config={"federation": str(folder / "federation.yaml"), "users": encode_names(self.plan.users)},
         )
-        self.nodes = {own.name: self.node(own.name, folder / "users" / own.name) for own in owns}
+        self.clients = {own.name: self.client(own.name, folder / "users" / own.name) for own in owns}
         for own in owns:
             state = folder / "users" / own.name
             content: dict[str, Any] = own.model_dump(exclude_defaults=True) | {"runtime": {"threads": 1}}
@@ -68,9 +69,10 @@ class Federation:
             (state / "faults.json").write_text(json.dumps(faults.get(own.name, {})))
         self.peak_bytes = 0
 
-    def node(self, name: str, state: Path) -> SuperNode:
-        user = User(name=name, state=state, config=self.folder / "users" / name / "participant.yaml")
-        return SuperNode(user=user, server=self.link.address, say=self.said.append, app=CLIENT_APP)
+    def client(self, name: str, state: Path) -> ClientProcess:
+        file = self.folder / "users" / name / "participant.yaml"
+        command = [*FAULTY_COMMAND, str(file), "--server", self.link.address, "--state", str(state)]
+        return ClientProcess(name=name, state=state, command=command, say=self.said.append)
 
     def run(self, here: set[str], beside: Callable[[], None] = lambda: None) -> None:
         """Run it with those who are ``here``, which ``beside`` may change."""
@@ -79,15 +81,15 @@ class Federation:
         def tend() -> None:
             assert time.monotonic() - began < LIMIT_SECONDS, self.said
             for name in here:
-                self.nodes[name].tend()
+                self.clients[name].tend()
             self.peak_bytes = max(self.peak_bytes, self.memory_of_the_server())
             beside()
 
         try:
             supervise(self.link, tend)
         finally:
-            for node in self.nodes.values():
-                node.stop()
+            for client in self.clients.values():
+                client.stop()
 
     def memory_of_the_server(self) -> int:
         """The most that the server's process has ever had, in bytes."""
@@ -115,8 +117,8 @@ class Federation:
         return [why for who, _, why in lines if who == name]
 
     def told(self, name: str) -> list[str]:
-        """What a user's worker has said on its own machine."""
-        return (self.folder / "users" / name / "worker" / "worker.log").read_text().splitlines()
+        """What a user's client has said on its own machine."""
+        return (self.folder / "users" / name / FOLDER / CLIENT_LOG).read_text().splitlines()
 
 
 def recipe_of(folder: Path, rounds: int, users: Sequence[str]) -> Recipe:
@@ -182,20 +184,15 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     faults = {"bob": {2: "waits"}, "ann": {3: "waits"}}
     patience = NetworkSection(min_participants=2, round_timeout=15.0, join_timeout=30.0)
     federation = Federation(tmp_path / "apart", recipe, patience, faults)
-    other, here, refused = federation.node("ann", tmp_path / "another ann"), {"ann", "bob", "dan"}, list[str]()
+    other, here = federation.client("ann", tmp_path / "another ann"), {"ann", "bob", "dan"}
 
     def meanwhile() -> None:
         done = federation.rounds
-        if done and not refused:
-            try:
-                other.tend()
-            except RunError as error:
-                refused.append(str(error))
-                other.stop()
         if done:
-            here.add("cem")
-        if len(done) >= 2:  # which Bob has missed
+            other.tend()
+        if len(done) >= 2:  # of which Bob has missed one; who comes during a round takes part in it
             let_go(federation, "bob")
+            here.add("cem")
         if any(line == "cem connected" for line in federation.said):
             let_go(federation, "ann")
         if done and "cem" in done[-1] and "dan" in here:
@@ -214,10 +211,10 @@ def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None
     assert federation.reasons("bob")[0].endswith(" 15 s")
     assert federation.reasons("dan")[0].endswith(" 15 s")
     assert not federation.reasons("ann")
-    assert any(line == f"comingle: {REVERTED_NOTICE}" for line in federation.told("bob"))
-    (line,) = refused
-    assert re.match("refused: ann: .*connected client", line)
-    assert federation.said.count(line) == 1
+    assert any(line.endswith(REVERTED_NOTICE) for line in federation.told("bob"))
+    reason = other.refusal.removeprefix("ann's client: ")
+    assert re.match("refused: ann: .*connected client", reason)
+    assert federation.said.count(reason) == 1
 
 
 def let_go(federation: Federation, name: str) -> None:
@@ -225,8 +222,7 @@ def let_go(federation: Federation, name: str) -> None:
 
 
 def kill(federation: Federation, name: str) -> None:
-    for pid in (federation.nodes[name].service.pid, read_worker(federation.folder / "users" / name).pid):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(federation.clients[name].service.pid, signal.SIGKILL)
 
 
 def tensors_of(run: Path) -> dict[str, torch.Tensor]:

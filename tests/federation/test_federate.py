@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.slow
 ROUNDS = 3
 
 
-def recipe_of(folder: Path, name: str) -> Recipe:
+def recipe_of(folder: Path, name: str, users: Sequence[str] = ("ann", "bob")) -> Recipe:
     content = text_recipe(folder, method(name))
-    content["data"]["users"] = {user: content["data"]["users"][user] for user in ("ann", "bob")}
+    content["data"]["users"] = {user: content["data"]["users"][user] for user in users}
     content["training"] |= {"rounds": ROUNDS, "local_steps": 20}
     content["evaluation"] = {"every": 1, "model": "exchanged"}
     content["runtime"]["users_per_step"] = 1
@@ -60,14 +60,14 @@ def of_folder(folder: Path, *words: str) -> list[psutil.Process]:
     return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
-def assert_equal(together: Path, apart: Path) -> None:
+def assert_equal(together: Path, apart: Path, users: Sequence[str] = ("ann", "bob")) -> None:
     rows = load_file(list_checkpoints(together)[-1] / "state.safetensors")
-    for number, name in enumerate(("ann", "bob")):
+    for number, name in enumerate(users):
         (state,) = (apart / "users" / name).glob("run-*")
         mine = load_file(list_checkpoints(state)[-1] / "state.safetensors")
         for key, t in rows.items():
             if not key.startswith("server/"):
-                assert torch.equal(mine[key], t[number::2]), (name, key)
+                assert torch.equal(mine[key], t[number :: len(users)]), (name, key)
 
 
 @pytest.mark.parametrize("name", ["comigs-1g1s", "fedavg", "pcl", "fedmerge", "floral"])
@@ -82,7 +82,7 @@ def test_a_federation_on_one_machine_that_nobody_could_join_says_what_users_lack
     recipe = recipe_of(tmp_path, "fedavg")
     for path in tmp_path.rglob("*.txt"):
         path.unlink()
-    with pytest.raises(RunError, match=r"^0 of 2 users .*; ann: .*ann.txt: .*; bob: "):
+    with pytest.raises(RunError, match=r"^0 of 2 users .*; ann's client: .*ann.txt: .*; bob's client: "):
         federate(recipe, tmp_path / "apart", say=print)
 
 
@@ -128,8 +128,7 @@ def after_first_round(folder: Path, kill: Callable[[], None]) -> threading.Threa
 
 
 KILLED: dict[str, tuple[str, ...]] = {
-    "a worker": ("comingle.federation.worker", "--name ann"),
-    "a client": ("flower.fleet_client", "users/ann"),
+    "a client": ("comingle client", "users/ann"),
     "the server": ("flower.fleet_server",),
 }
 

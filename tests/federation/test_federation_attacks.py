@@ -23,7 +23,8 @@ from comingle.federation import backend
 from comingle.federation.client import Client
 from comingle.federation.files import split_recipe
 from comingle.federation.messages import Task, unpack_answer
-from comingle.federation.public import Own, public_part
+from comingle.federation.participant import Own
+from comingle.federation.public import public_part
 from comingle.federation.run_folder import run_federation
 from comingle.models.loading import load_base
 from comingle.protocol.wire import pack, unpack

@@ -34,11 +34,11 @@ from tests.federation.tiny import (
 )
 
 from comingle.federation.client import REVERTED_NOTICE, Client
-from comingle.federation.flower.worker import UNFIT
-from comingle.federation.launch import EndCondition, WorkerLog
+from comingle.federation.client_command import EndCondition
 from comingle.federation.messages import Task, unpack_answer
-from comingle.federation.public import ENDED, Own, read_public
-from comingle.utils.errors import MessageError, RunError
+from comingle.federation.participant import Own
+from comingle.federation.public import ENDED, read_public
+from comingle.utils.errors import MessageError
 from comingle.utils.trees import Tree
 
 
@@ -217,18 +217,19 @@ def test_a_refusal_to_join_is_told_to_the_client_and_a_full_disk_is_not(
     assert len(told) == 1
 
 
-def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("comingle.federation.launch.LINGER_SECONDS", 0.1)
-    ends, stays = (EndCondition(WorkerLog(tmp_path / "log"), print, tmp_path, stays=stays) for stays in (False, True))
-    assert not ends()
-    (tmp_path / UNFIT).write_text("base: not here\n")
-    assert not ends()  # the server is to hear of it first
+def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comingle.federation.client_command.LINGER_SECONDS", 0.1)
+    ends, stays = EndCondition(stays=False), EndCondition(stays=True)
+    assert not ends.has_ended("")
+    for condition in (ends, stays):
+        condition.refuse("base: not here")
+    assert not ends.has_ended("")  # the server is to hear of it first
     time.sleep(0.2)
-    with pytest.raises(RunError, match=r"^cannot take part: base: not here$"):
-        ends()
-    assert not stays()
+    assert ends.has_ended("")
+    assert ends.reason == "cannot take part: base: not here"
+    assert not stays.has_ended("")
+    assert stays.has_ended("the key is not registered")
+    assert stays.reason == "the key is not registered"
 
 
 def test_a_run_that_was_not_joined_is_refused(case: Case, tmp_path: Path) -> None:
@@ -530,8 +531,7 @@ from pathlib import Path
 import torch
 from comingle.training import client as local
 from comingle.federation.client import Client
-from comingle.federation.public import Own
-from comingle.federation.launch import EndCondition, WorkerLog
+from comingle.federation.participant import Own
 torch.set_num_threads(1)
 folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
 node = Client(folder, Own(**json.loads(sys.argv[3])))

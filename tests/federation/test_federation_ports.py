@@ -56,10 +56,10 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
 from google.protobuf.message import Message as ProtoMessage
-from tests.federation.test_processes import CLIENT_APP, SERVER_APP, Federation, wait_until
+from tests.federation.test_processes import Federation, wait_until
+from tests.federation.toy import SERVER_APP, toy_client
 
 from comingle.federation.flower.certificates import make_certificates
-from comingle.federation.flower.client import SuperNode
 from comingle.federation.flower.client_app import DIGEST, build_bundle
 from comingle.federation.flower.fleet_server import (
     InProcessGrid,
@@ -70,7 +70,6 @@ from comingle.federation.flower.fleet_server import (
 )
 from comingle.federation.flower.processes import bind_free_port, free_port
 from comingle.federation.flower.server import Certificates, SuperLink
-from comingle.federation.flower.worker import User
 
 Headers = Mapping[str, str]
 Place = tuple[int, LinkState, ec.EllipticCurvePrivateKey, ec.EllipticCurvePrivateKey]
@@ -311,22 +310,17 @@ def guarded(tmp_path: Path) -> Iterator[Federation]:
         keys=files.users,
         run_config={"users": "ada", "timeout": 600, "rounds": 1, "request": "sleep 300"},
     )
-    user = User(name="ada", state=tmp_path / "ada")
-    node = SuperNode(
-        user=user,
-        server=federation.link.address,
-        say=federation.said.append,
-        app=CLIENT_APP,
-        authority=files.authority,
-        key=tmp_path / "certificates" / "users" / "ada.key",
+    key = tmp_path / "certificates" / "users" / "ada.key"
+    client = toy_client(
+        "ada", tmp_path / "ada", federation.link.address, federation.said.append, key=key, authority=files.authority
     )
-    federation.nodes = [node]
+    federation.clients = [client]
     federation.link.tend()
-    node.tend()
-    assert wait_until((tmp_path / "ada" / "worker" / "address.json").exists, 120)
+    client.tend()
+    assert wait_until((tmp_path / "ada" / "flower" / "place").exists, 120)
     yield federation
     federation.link.stop()
-    node.stop()
+    client.stop()
 
 
 def listening(pid: int) -> dict[int, set[str]]:
@@ -343,13 +337,13 @@ def listening(pid: int) -> dict[int, set[str]]:
 @pytest.mark.slow
 def test_a_server_listens_on_one_port_and_a_client_on_none(guarded: Federation) -> None:
     assert listening(guarded.link.service.pid) == {guarded.link.port: {"127.0.0.1"}}
-    assert listening(guarded.nodes[0].service.pid) == {}
+    assert listening(guarded.clients[0].service.pid) == {}
     for what, (path, message) in CONTROL.items():
         assert post(guarded.link.port, path, message)[0] == 404, what
     eve, _ = generate_key_pairs()
     public = public_key_to_bytes(eve.public_key())
     assert post(guarded.link.port, "/v1/fleet/register-node", RegisterNodeFleetRequest(public_key=public))[0] == 401
-    assert guarded.link.service.starts == guarded.nodes[0].service.starts == 1
+    assert guarded.link.service.starts == guarded.clients[0].service.starts == 1
 
 
 ANOTHER_USER = """
@@ -360,7 +354,7 @@ reached = []
 assert os.access(os.path.dirname(folder[0]), os.X_OK)
 paths = [f"/proc/{pid}/{name}" for pid in processes for name in ("environ", "mem", "fd/1")]
 paths += [os.path.join(place, name) for place, _, names in os.walk(folder[0]) for name in names]
-paths += [f"{folder[0]}/{name}" for name in ("worker/address.json", "flower/place", "flower/client.log")]
+paths += [f"{folder[0]}/{name}" for name in ("flower/place", "flower/client.log")]
 for path in paths:
     try:
         open(path, "rb").read(1)
@@ -382,11 +376,10 @@ print(reached)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_user_of_the_machine_reaches_neither_tasks_nor_state(guarded: Federation) -> None:
     """As nobody, who may see which processes there are and what their command lines say."""
-    roots = [psutil.Process(service.pid) for service in (guarded.link.service, guarded.nodes[0].service)]
+    roots = [psutil.Process(service.pid) for service in (guarded.link.service, guarded.clients[0].service)]
     processes = [process for root in roots for process in (root, *root.children(recursive=True))]
     sockets = {str(found.laddr) for process in processes for found in process.net_connections("unix") if found.laddr}
     arguments = [",".join(str(process.pid) for process in processes), str(guarded.folder / "ada")]
-    assert sockets  # the worker's
     command = [sys.executable, "-c", ANOTHER_USER, *arguments, ",".join(sorted(sockets))]
     root = Path(tempfile.gettempdir())
     above = [guarded.folder, *(folder for folder in guarded.folder.parents if root in folder.parents)]
@@ -447,9 +440,9 @@ def test_a_client_runs_no_app_but_its_own(tmp_path: Path) -> None:
     assert state.claim_task(run.primary_task_id)
     assert state.activate_task(run.primary_task_id)
     server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
-    node = SuperNode(user=User(name="ada", state=tmp_path / "ada"), server=f"127.0.0.1:{port}", say=print)
+    client = toy_client("ada", tmp_path / "ada", f"127.0.0.1:{port}", print)
     try:
-        node.tend()
+        client.tend()
         assert wait_until(lambda: bool(state.get_nodes(number)), 120)
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = number, run.primary_task_id, 1
         grid = InProcessGrid(state, number)
@@ -461,10 +454,10 @@ def test_a_client_runs_no_app_but_its_own(tmp_path: Path) -> None:
         replies: list[Message] = []
         assert wait_until(lambda: bool(replies.extend(grid.pull_messages(names)) or replies), 60)
         assert replies[0].has_error()
-        line = rf"comingle: refused: run {number}: .*{digest[:12]}.*{DIGEST[:12]}"
-        assert replies[0].error.reason == line
-        assert re.search(line, node.service.log.read_text())
+        line = rf"run {number}: .*{digest[:12]}.*{DIGEST[:12]}"
+        assert re.match(line, replies[0].error.reason)
+        assert re.search(f"comingle: refused: {line}", client.service.log.read_text())
         assert not (tmp_path / "trace").exists()
     finally:
-        node.stop()
+        client.stop()
         server.should_exit = True

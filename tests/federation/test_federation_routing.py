@@ -18,7 +18,7 @@ from tests.quick import quick
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer
-from comingle.federation.public import Tells
+from comingle.federation.participant import Tells
 from comingle.federation.run_folder import run_federation
 from comingle.reports.figures import read_mixtures
 from comingle.runs import api

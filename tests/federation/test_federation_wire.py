@@ -17,7 +17,7 @@ from tests.federation.tiny import one_base, tiny
 from comingle.config import parse_recipe
 from comingle.federation.client import Client
 from comingle.federation.messages import unpack_answer, unpack_task
-from comingle.federation.public import Tells
+from comingle.federation.participant import Tells
 from comingle.federation.run_folder import run_federation
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import unpack

@@ -21,9 +21,8 @@ from tests.federation.grid import LocalGrid, run_app
 
 from comingle.federation.flower.app_status import read_status
 from comingle.federation.flower.channel import Channel, GridChannel
-from comingle.federation.flower.client_app import make_client_app
+from comingle.federation.flower.client_app import User, make_client_app
 from comingle.federation.flower.server_app import make_server_app
-from comingle.federation.flower.worker import User, WorkerError
 from comingle.utils.errors import MessageError
 
 
@@ -32,14 +31,19 @@ def grid() -> LocalGrid:
     return LocalGrid()
 
 
-def shout(user: User, request: bytes, timeout: float) -> bytes:
+def shout(user: User, request: bytes) -> bytes:
     return user.name.encode() + b": " + request.upper()
 
 
 def join(
-    grid: LocalGrid, folder: Path, name: str, ask: Callable[[User, bytes, float], bytes] = shout, **how: Any
+    grid: LocalGrid,
+    folder: Path,
+    name: str,
+    ask: Callable[[User, bytes], bytes] = shout,
+    refuse: Callable[[str], None] = print,
+    **how: Any,
 ) -> int:
-    return grid.join(make_client_app(ask), name=name, state=str(folder / name), **how)
+    return grid.join(make_client_app(ask, refuse), name=name, state=str(folder / name), **how)
 
 
 def talk(
@@ -86,7 +90,7 @@ def test_a_persons_mistake_is_told_from_another(grid: LocalGrid, tmp_path: Path,
 def test_a_refusal_of_the_node_is_one_line_and_final(grid: LocalGrid, tmp_path: Path) -> None:
     asked = []
 
-    def refuse(user: User, request: bytes, timeout: float) -> bytes:
+    def refuse(user: User, request: bytes) -> bytes:
         asked.append(request)
         raise MessageError("round 3: comes\ntoo late")
 
@@ -98,22 +102,22 @@ def test_a_refusal_of_the_node_is_one_line_and_final(grid: LocalGrid, tmp_path: 
 def test_after_an_accident_the_request_is_sent_again_but_not_for_ever(grid: LocalGrid, tmp_path: Path) -> None:
     asked = []
 
-    def break_off(user: User, request: bytes, timeout: float) -> bytes:
+    def break_off(user: User, request: bytes) -> bytes:
         asked.append(user.name)
         if user.name == "ada" and asked.count("ada") == 2:
             return b"at last"
-        raise WorkerError(f"{user.name}: the worker ended in the middle")
+        raise RuntimeError(f"{user.name}: ended in the middle")
 
     for name in ("ada", "bob"):
         join(grid, tmp_path, name, break_off)
-    assert talk(grid, {"ada": b"", "bob": b""}) == {"ada": b"at last", "bob": "bob: the worker ended in the middle"}
+    assert talk(grid, {"ada": b"", "bob": b""}) == {"ada": b"at last", "bob": "bob: ended in the middle"}
     assert (asked.count("ada"), asked.count("bob")) == (2, 3)
 
 
 def test_a_user_who_comes_back_under_another_number_gets_the_request_again(grid: LocalGrid, tmp_path: Path) -> None:
     begun = threading.Event()
 
-    def hang(user: User, request: bytes, timeout: float) -> bytes:
+    def hang(user: User, request: bytes) -> bytes:
         begun.set()
         time.sleep(60)
         return b"never heard"
@@ -164,7 +168,7 @@ def test_requests_that_become_due_meanwhile_are_sent_and_those_that_are_gone_are
 
 def test_a_node_that_never_says_its_name_is_not_waited_for_again_and_again(grid: LocalGrid, tmp_path: Path) -> None:
     join(grid, tmp_path, "ada")
-    silent = grid.join(make_client_app(shout), name="bob", state=str(tmp_path / "bob"))
+    silent = grid.join(make_client_app(shout, print), name="bob", state=str(tmp_path / "bob"))
     grid._deliver, deliver = (
         lambda name, number, message: number == silent or deliver(name, number, message),
         grid._deliver,
@@ -178,7 +182,7 @@ def test_a_node_that_never_says_its_name_is_not_waited_for_again_and_again(grid:
 
 @pytest.mark.slow
 def test_a_reply_to_an_older_request_is_never_yielded(grid: LocalGrid, tmp_path: Path) -> None:
-    def slow(user: User, request: bytes, timeout: float) -> bytes:
+    def slow(user: User, request: bytes) -> bytes:
         time.sleep(2 if request == b"first" else 0)
         return request
 
@@ -203,14 +207,15 @@ class TestNames:
         return list(channel.present()), [line for line in said if line.startswith("refused")]
 
     def test_two_users_of_one_name(self, grid: LocalGrid, tmp_path: Path) -> None:
-        join(grid, tmp_path / "one", "ada")
-        join(grid, tmp_path / "two", "ada")
+        reasons: list[str] = []
+        join(grid, tmp_path / "one", "ada", refuse=reasons.append)
+        join(grid, tmp_path / "two", "ada", refuse=reasons.append)
         names, refused = self.look(grid)
         assert names == ["ada"]
         (line,) = refused
         assert re.match("refused: ada: .*connected client", line)
         time.sleep(0.5)
-        assert sum((tmp_path / folder / "ada" / "refused").exists() for folder in ("one", "two")) == 1
+        assert [f"refused: {reason}" for reason in reasons] == refused
 
     def test_the_other_one_may_come_when_the_first_has_gone(self, grid: LocalGrid, tmp_path: Path) -> None:
         first = join(grid, tmp_path / "one", "ada", lambda *_: b"first")
@@ -239,7 +244,7 @@ class TestNames:
         assert re.match("refused: eve: .*allowed: ada, bob$", line)
 
     def test_a_node_without_a_name(self, grid: LocalGrid) -> None:
-        grid.join(make_client_app(shout))
+        grid.join(make_client_app(shout, print))
         names, refused = self.look(grid)
         assert names == []
         (line,) = refused
@@ -247,7 +252,7 @@ class TestNames:
 
     def test_name_and_state_may_stand_in_the_participants_file(self, grid: LocalGrid, tmp_path: Path) -> None:
         (tmp_path / "ada.yaml").write_text("name: ada\nstate: private\n")
-        grid.join(make_client_app(shout), config=str(tmp_path / "ada.yaml"))
+        grid.join(make_client_app(shout, print), config=str(tmp_path / "ada.yaml"))
         assert talk(grid, {"ada": b"x"}) == {"ada": b"ada: X"}
         assert (tmp_path / "private" / "instance").is_file()
 
@@ -256,7 +261,7 @@ def test_a_large_message_is_not_much_larger_on_the_wire(grid: LocalGrid, tmp_pat
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
     data = random.Random(7).randbytes(20_000_000)
-    join(grid, tmp_path, "ada", lambda user, request, timeout: request)
+    join(grid, tmp_path, "ada", lambda user, request: request)
     assert talk(grid, {"ada": data}) == {"ada": data}
     request = next(message for message in grid.sent if message.metadata.message_type == "train")
     sent = sum(len(part.deflate()) for part in get_all_nested_objects(request).values())
@@ -331,7 +336,7 @@ def test_a_node_that_does_not_say_who_it_is_is_not_let_in(what: str, grid: Local
 
 
 def test_an_error_of_flowers_own_is_said_in_plain_words(grid: LocalGrid, tmp_path: Path) -> None:
-    made = make_client_app(shout)
+    made = make_client_app(shout, print)
     lost = ClientApp()
     lost.query("hello")(lambda message, context: made(message, context))
     lost.train()(lambda message, context: Message(Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node"), reply_to=message))

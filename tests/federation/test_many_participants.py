@@ -54,7 +54,7 @@ class Crowd:
     def __init__(self, here: Place, names: list[str], keys: Path):
         self.here, self.names, self.keys, self.draw = here, names, keys, random.Random(7)
         self.clients: dict[str, subprocess.Popen[bytes]] = {}
-        self.stopped: list[int] = []
+        self.suspended: list[int] = []
 
     def start(self, name: str) -> None:
         secure = "--certificates", self.keys / "ca.pem", "--key", self.keys / "users" / f"{name}.key"
@@ -64,25 +64,28 @@ class Crowd:
             self.clients[name] = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
     def happen(self) -> None:
-        """Start a client, end one, kill one, or stop one's worker."""
+        """Start a client, end one, kill one, or suspend one."""
         name = self.draw.choice(self.names)
         client = self.clients.get(name)
         if client is None or client.poll() is not None:
             return self.start(name)
-        what = self.draw.choice(["terminate", "kill", "hang", "stay"])
+        what = self.draw.choice(["terminate", "kill", "suspend", "stay"])
         if what == "terminate":
             client.terminate()
         elif what == "kill":
             client.kill()
-        elif what == "hang":
-            for process in psutil.process_iter(["pid", "cmdline"]):
-                words = " ".join(process.info["cmdline"] or ())
-                if "comingle.federation.worker" in words and f"/{name} " in f"{words} ":
-                    os.kill(process.pid, signal.SIGSTOP)
-                    self.stopped.append(process.pid)
+        elif what == "suspend":
+            os.kill(client.pid, signal.SIGSTOP)
+            self.suspended.append(client.pid)
         return None
 
+    def wake(self) -> None:
+        for pid in self.suspended:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+
     def all_return(self) -> None:
+        self.wake()
         for name in self.names:
             client = self.clients.get(name)
             if client is None or client.poll() is not None:
@@ -95,9 +98,7 @@ def crowd_of(here: Place, names: list[str], keys: Path) -> Iterator[Crowd]:
     try:
         yield crowd
     finally:
-        for pid in crowd.stopped:
-            if psutil.pid_exists(pid):
-                os.kill(pid, signal.SIGCONT)
+        crowd.wake()
         for client in crowd.clients.values():
             client.terminate()
         for client in crowd.clients.values():

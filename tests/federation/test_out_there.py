@@ -25,7 +25,7 @@ from tests.federation.test_federate import assert_equal, nothing_is_left, recipe
 from comingle.config import Recipe
 from comingle.federation.files import save_plan, split_recipe
 from comingle.federation.flower.processes import free_port
-from comingle.federation.flower.worker import read_worker
+from comingle.federation.participant import Participant, save_participant
 from comingle.federation.server_session import NetworkSection
 from comingle.models.loading import load_base
 from comingle.runs import api
@@ -243,7 +243,31 @@ def test_a_client_whose_base_is_missing_ends_with_the_reason_and_a_repaired_one_
     assert read_metrics(tmp_path / "apart")["users"].keys() == {"ann", "bob"}
 
 
-def test_a_worker_that_is_stopped_is_killed_and_its_user_takes_part_again(tmp_path: Path) -> None:
+def test_two_users_of_one_process_and_one_of_flowers_supernode(tmp_path: Path) -> None:
+    """Users of one process share its base; the SuperNode starts a process for each message."""
+    recipe = recipe_of(tmp_path, "comigs-1g1s", users=("ann", "bob", "cem")).with_changes({"training.rounds": 1})
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe)
+    for name in ("ann", "bob"):
+        state = tmp_path / "apart" / "users" / name
+        save_participant(tmp_path / f"{name}.yaml", Participant(name=name, data=here.users[name], state=str(state)))
+    both = "client", tmp_path / "ann.yaml", tmp_path / "bob.yaml", "--server", f"127.0.0.1:{here.port}"
+    with (
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "both", *both) as household,
+        command(tmp_path, "cem", *here.client("cem", here.port), "--supernode") as cem,
+    ):
+        assert server.wait(SECONDS) == 0, (tmp_path / "cem.txt").read_text()
+        assert household.wait(60) == 0
+        assert cem.poll() is None
+    assert_equal(tmp_path / "together", tmp_path / "apart", ("ann", "bob", "cem"))
+    said = (tmp_path / "both.txt").read_text()
+    assert "ann: round 1: " in said
+    assert "bob: round 1: " in said
+
+
+def test_a_client_that_is_suspended_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+    """As by the lid of a laptop; meanwhile its heartbeats time out."""
     recipe = recipe_of(tmp_path, "comigs-1g1s")
     api.run(recipe, out=tmp_path / "together")
     here = Place.of(tmp_path, recipe)
@@ -253,7 +277,9 @@ def test_a_worker_that_is_stopped_is_killed_and_its_user_takes_part_again(tmp_pa
         command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
     ):
         wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
-        os.kill(read_worker(tmp_path / "apart" / "users" / "bob").pid, signal.SIGSTOP)
+        os.kill(bob.pid, signal.SIGSTOP)
+        wait_for(lambda: "bob disconnected" in (tmp_path / "server.txt").read_text(), server, ann)
+        os.kill(bob.pid, signal.SIGCONT)
         assert server.wait(SECONDS) == 0
         assert [process.wait(60) for process in (ann, bob)] == [0, 0]
     assert_equal(tmp_path / "together", tmp_path / "apart")

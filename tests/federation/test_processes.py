@@ -1,4 +1,4 @@
-"""A federation of real processes: SuperLink, ServerApp, SuperNodes and workers; and what happens when one is killed."""
+"""A federation of real processes, a server and a client for each user, and what happens when one is killed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from tests.federation.toy import SERVER_APP, toy_client
+
+from comingle.federation.client_command import take_part
 from comingle.federation.flower.certificates import make_certificates
-from comingle.federation.flower.client import SuperNode, participate
+from comingle.federation.flower.client import ClientProcess
 from comingle.federation.flower.processes import Service, environment
 from comingle.federation.flower.server import Certificates, SuperLink, supervise
-from comingle.federation.flower.worker import User, read_worker
+from comingle.federation.participant import Participant
 from comingle.utils.errors import RecipeError, RunError
 
-SERVER_APP, CLIENT_APP = "tests.federation.toy.toy_server:app", "tests.federation.toy.toy_client:app"
 LIMIT_SECONDS = 240
 
 
@@ -36,30 +38,24 @@ class Federation:
         self.folder, self.said = folder, []
         self.link = SuperLink(folder=folder / "run", say=self.said.append, app=SERVER_APP)
         server = f"127.0.0.1:{self.link.port}"
-        self.nodes = [
-            SuperNode(user=User(name=name, state=folder / name), server=server, say=self.said.append, app=CLIENT_APP)
-            for name in names
-        ]
+        self.clients = [toy_client(name, folder / name, server, self.said.append) for name in names]
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
         path = self.folder / "run" / "rounds.json"
         return json.loads(path.read_text()) if path.exists() else []
 
-    def worker(self, name: str) -> int:
-        return read_worker(self.folder / name).pid
-
     def run(self, then: Callable[[], None] | None = None, **config: Any) -> None:
         began, waiting = time.monotonic(), [then] if then else []
 
         def beside() -> None:
             assert time.monotonic() - began < LIMIT_SECONDS, self.said
-            for node in self.nodes:
-                node.tend()
+            for client in self.clients:
+                client.tend()
             if waiting and self.rounds:
                 waiting.pop()()
 
-        users = " ".join(node.user.name for node in self.nodes)
+        users = " ".join(client.name for client in self.clients)
         self.link.run_config = {"users": users, "timeout": 60, **config}
         supervise(self.link, beside)
         assert not waiting, "nothing was killed: the run was too short"
@@ -73,8 +69,8 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
     federation = Federation(tmp_path, "ada", "bob")
     yield federation
     federation.link.stop()
-    for node in federation.nodes:
-        node.stop()
+    for client in federation.clients:
+        client.stop()
     assert wait_until(lambda: not left_of(tmp_path)), left_of(tmp_path)
 
 
@@ -99,7 +95,7 @@ BOTH = {"ada": "ada", "bob": "bob"}
 
 
 @pytest.mark.slow
-def test_rounds_with_the_same_workers_throughout(federation: Federation) -> None:
+def test_rounds_with_the_same_processes_throughout(federation: Federation) -> None:
     federation.run(rounds=3, request="who")
     assert federation.replies() == [BOTH] * 3
     assert len({one["replies"]["ada"] for one in federation.rounds}) == 1
@@ -108,13 +104,12 @@ def test_rounds_with_the_same_workers_throughout(federation: Federation) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["worker", "client", "server"])
+@pytest.mark.parametrize("what", ["client", "server"])
 def test_the_run_goes_on_when_something_is_killed(federation: Federation, what: str) -> None:
     def kill() -> None:
         time.sleep(1.0)  # in the middle of the second round
         process = {
-            "worker": lambda: federation.worker("ada"),
-            "client": lambda: federation.nodes[0].service.pid,
+            "client": lambda: federation.clients[0].service.pid,
             "server": lambda: federation.link.service.pid,
         }[what]()
         os.kill(process, signal.SIGKILL)
@@ -124,17 +119,17 @@ def test_the_run_goes_on_when_something_is_killed(federation: Federation, what: 
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_while_it_answers_is_started_again_and_asked_again(federation: Federation) -> None:
+def test_a_client_that_dies_while_it_answers_is_started_again_and_asked_again(federation: Federation) -> None:
     federation.run(rounds=1, request="die-once")
     assert federation.replies() == [BOTH]
 
 
 @pytest.mark.slow
 def test_a_mistake_of_the_persons_ends_the_run_with_its_line(federation: Federation) -> None:
-    federation.nodes.pop()
+    federation.clients.pop()
     federation.link.run_config = {"users": "ada eve", "timeout": 20, "rounds": 1}
     with pytest.raises(RunError, match=r"^users: ada came; wanted: ada, eve$"):
-        supervise(federation.link, federation.nodes[0].tend)
+        supervise(federation.link, federation.clients[0].tend)
 
 
 @pytest.mark.slow
@@ -142,13 +137,14 @@ def test_all_children_end_when_whoever_has_started_them_is_killed(tmp_path: Path
     code = f"""
 import time
 from pathlib import Path
+from tests.federation.toy import toy_client
+from comingle.federation.client_command import take_part
+from comingle.federation.participant import Participant
 from comingle.federation.flower.server import SuperLink
-from comingle.federation.flower.client import SuperNode, participate
-from comingle.federation.flower.worker import User
 link = SuperLink(folder=Path({str(tmp_path)!r}) / "run", say=print)
 link.tend()
-node = SuperNode(user=User(name="ada", state=Path({str(tmp_path)!r}) / "ada"), server=link.address, say=print)
-node.tend()
+client = toy_client("ada", Path({str(tmp_path)!r}) / "ada", link.address, print)
+client.tend()
 print("started", flush=True)
 time.sleep(600)
 """
@@ -178,43 +174,34 @@ class TestKeys:
         )
         yield federation
         federation.link.service.stop()
-        for node in federation.nodes:
-            node.stop()
+        for client in federation.clients:
+            client.stop()
 
-    def node(self, federation: Federation, name: str, key: Path | None, authority: Path | None = None) -> SuperNode:
-        state = federation.folder / f"state of {name}"
-        assert federation.link.certificates is not None
-        node = SuperNode(
-            user=User(name=name, state=state),
-            server=federation.link.address,
-            say=federation.said.append,
-            app=CLIENT_APP,
-            authority=authority or federation.link.certificates.authority,
-            key=key,
-        )
-        federation.nodes.append(node)
-        return node
+    def client(
+        self, federation: Federation, name: str, key: Path | None, authority: Path | None = None
+    ) -> ClientProcess:
+        state, link = federation.folder / f"state of {name}", federation.link
+        assert link.certificates is not None
+        authority = authority or link.certificates.authority
+        client = toy_client(name, state, link.address, federation.said.append, key=key, authority=authority)
+        federation.clients.append(client)
+        return client
 
     def test_who_has_a_registered_key_takes_part_and_only_under_its_name(self, guarded: Federation) -> None:
         keys = guarded.folder / "certificates" / "users"
-        self.node(guarded, "ada", keys / "ada.key")
-        mallory = self.node(guarded, "mallory", keys / "bob.key")
-        refused: list[str] = []
+        self.client(guarded, "ada", keys / "ada.key")
+        mallory = self.client(guarded, "mallory", keys / "bob.key")
 
         def beside() -> None:
-            guarded.nodes[0].tend()
-            try:
-                if not refused:
-                    mallory.tend()
-            except RunError as error:
-                refused.append(str(error))
+            guarded.clients[0].tend()
+            mallory.tend()
 
         guarded.link.run_config = {"users": "ada", "timeout": 60, "rounds": 3, "request": "sleep 2"}
         supervise(guarded.link, beside)
         assert guarded.replies() == [{"ada": "ada"}] * 3
-        (line,) = refused
-        assert re.match("refused: mallory: .*'bob'", line)
-        assert line in guarded.said
+        _, reason = mallory.refusal.split(": ", 1)
+        assert re.match("refused: mallory: .*'bob'", reason)
+        assert reason in guarded.said
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -227,14 +214,14 @@ class TestKeys:
     def test_who_is_refused_hears_why_in_one_line(self, guarded: Federation, name: str, why: str) -> None:
         other = make_certificates(guarded.folder / "other", ["localhost"], ["eve"])
         eve = guarded.folder / "other" / "users" / "eve.key"
-        node = self.node(
+        client = self.client(
             guarded, name, None if name == "keyless" else eve, other.authority if name == "deceived" else None
         )
         guarded.link.run_config = {"users": "ada", "timeout": 600, "rounds": 1}  # waits for ada
         guarded.link.tend()
-        with pytest.raises(RunError, match=rf"^{name}'s client: .*{why}") as refusal:
-            participate(node)
-        assert "\n" not in str(refusal.value)
+        assert wait_until(lambda: client.tend() or bool(client.refusal), 60)
+        assert re.match(rf"{name}'s client: .*{why}", client.refusal)
+        assert "\n" not in client.refusal
 
 
 def test_flowers_programs_send_nothing_to_anybody_and_look_for_no_updates(tmp_path: Path) -> None:
@@ -285,6 +272,9 @@ class TestOtherMachines:
         with pytest.raises(RecipeError, match=r"^server: .*certificates .*0.0.0.0"):
             SuperLink(folder=tmp_path, say=print, host="0.0.0.0")
 
-    def test_a_supernode_goes_to_them_with_certificates_only(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"^ada: .*example.org:9000.*--certificates"):
-            SuperNode(user=User(name="ada", state=tmp_path), server="example.org:9000", say=print)
+    def test_a_client_connects_to_them_with_certificates_only(self, tmp_path: Path) -> None:
+        participant = Participant(
+            name="ada", data="https://example.org/text.txt", state=str(tmp_path), server="example.org:9000"
+        )
+        with pytest.raises(RecipeError, match=r"'ada': .*example.org:9000.*--certificates"):
+            take_part([participant], say=print)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ pytest.importorskip("flwr")
 from tests.federation.test_federate import recipe_of
 
 from comingle.federation import launch
+from comingle.federation.client_command import take_part
 from comingle.federation.files import split_recipe
 from comingle.federation.flower.app_status import FOLDER
-from comingle.federation.launch import take_part
+from comingle.federation.participant import load_participants, save_participant
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import locked
 
@@ -54,6 +56,44 @@ def test_a_port_where_somebody_listens(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("what", ["data", "key", "certificates"])
 def test_a_participant_whose_file_is_missing(what: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("words")
-    given = {"name": "ann", "data": str(tmp_path / "text.txt"), "server": "127.0.0.1:9"} | {what: str(tmp_path / "no")}
+    given = {"data": str(tmp_path / "text.txt"), "server": "127.0.0.1:9", "state": str(tmp_path / "state")}
+    participants = load_participants((), ["ann"], given | {what: str(tmp_path / "no")})
     with pytest.raises(RecipeError, match=rf"user 'ann': {what}: .*no does not exist"):
-        take_part(None, given, default=tmp_path / "state" / "participant.yaml", say=lambda _: None)
+        take_part(participants, say=lambda _: None)
+
+
+def test_several_users_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ann", "bob"):
+        (tmp_path / f"{name}.yaml").write_text(f"name: {name}\ndata: {name}.txt\nstate: {name}\n")
+    files = [tmp_path / "ann.yaml", tmp_path / "bob.yaml"]
+    found = load_participants(files, (), {"server": "127.0.0.1:9"})
+    assert [(one.name, one.server) for one in found] == [("ann", "127.0.0.1:9"), ("bob", "127.0.0.1:9")]
+    for participant in found:
+        save_participant(Path(participant.state) / "participant.yaml", participant)
+    assert load_participants((), ["ann", "bob"], {}) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "names", "options", "place"),
+    [
+        (0, (), {}, "client: no user"),
+        (0, ("ann",), {}, "user 'ann': no data"),
+        (0, ("ann", "bob"), {"data": "text.txt"}, "client: got --data for 2 users"),
+        (2, (), {"state": "here"}, "client: got --state for 2 users"),
+        (2, ("ann", "bob"), {}, "client: got 2 files and 2 names"),
+        (2, (), {}, "client: .*'ann'"),
+    ],
+)
+def test_users_that_cannot_be_told_apart(
+    files: int,
+    names: Sequence[str],
+    options: dict[str, Any],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ann.yaml").write_text("name: ann\ndata: ann.txt\nstate: ann\n")
+    with pytest.raises(RecipeError, match=place):
+        load_participants([tmp_path / "ann.yaml"] * files, names, options)

@@ -18,7 +18,7 @@ from tests.golden.cases import method, text_recipe
 
 from comingle.federation.client import Client
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
-from comingle.federation.public import Own
+from comingle.federation.participant import Own
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.runs import given

@@ -105,12 +105,14 @@ def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
         console.print(words(f"{folder}/users/{quote_name(user)}.key  for {user} only"))
 
 
-_FILE = "participant.yaml"
-
-
 def client(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The participant's file.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Take part as this user.")] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="The participant's file (repeatable)."),
+    ] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--name", help="Take part as this user (repeatable).", show_default=False)
+    ] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="PATH", help="Read the user's data from PATH.")] = None,
     base: Annotated[
         str | None,
@@ -131,25 +133,27 @@ def client(
         Path | None, typer.Option("--key", metavar="FILE", help="Authenticate with this user's key.")
     ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Wait for the next federation when one has ended.")] = False,
+    supernode: Annotated[
+        bool, typer.Option("--supernode", help="Run Flower's SuperNode, with a process for each message.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
+    """Take part in a federation: data, experts, routers and optimiser state stay on this machine.
+
+    One process can take part for several users, who then share the base model in memory.
+    """
     require_flower()
-    given: dict[str, Any] = {
-        "name": name,
+    options: dict[str, Any] = {
         "data": _as_path(data),
         "base": _as_path(base),
         "server": server,
         **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
     }
-    from comingle.federation.launch import take_part
-    from comingle.utils.names import as_folder
+    from comingle.federation.client_command import take_part
+    from comingle.federation.participant import load_participants
 
-    if file is None and name is None:
-        raise RecipeError("client: no user; give a participant's file, or --name and --data")
-    take_part(
-        file, given, default=Path(as_folder(name or "participant")) / _FILE, say=line_printer(quiet=quiet), stays=stay
-    )
+    participants = load_participants(files or (), names or (), options)
+    take_part(participants, say=line_printer(quiet=quiet), stays=stay, supernode=supernode)
 
 
 def _as_path(source: str | None) -> str | None:

@@ -44,10 +44,9 @@ from comingle.federation.messages import (
     check_verdict,
     unpack_task,
 )
+from comingle.federation.participant import SCORES, Own
 from comingle.federation.public import (
     ENDED,
-    SCORES,
-    Own,
     Public,
     counts_samples,
     plan_of,
@@ -56,7 +55,7 @@ from comingle.federation.public import (
     tokens_of,
 )
 from comingle.methods import own_errors
-from comingle.models.base import digests_of
+from comingle.models.base import Base, digests_of
 from comingle.models.loading import is_public
 from comingle.privacy.secure_client import (
     Session,
@@ -162,13 +161,14 @@ def _terms(store: ClientStore, task: Task) -> Terms:
     return terms_of(clients.plan, task.run, task.round + 1, clients.model.layout.count(clients.method.shared))
 
 
-def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
+def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | None = None) -> ClientStore:
     """Open the user's part of a run, in its state after the last task.
 
     Args:
         folder: Folder of the run.
         own: The user's settings.
         public: Public part of the federation.
+        bases: Base models that this process has loaded.
 
     Raises:
         MessageError: Server and user do not agree on the federation; names both values.
@@ -177,7 +177,7 @@ def open_store(folder: Path, own: Own, public: Public) -> ClientStore:
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
-    read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, ""))))
+    read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, "")), bases=bases))
     _check_base(public, read)
     data = remote_data(public, recipe, read.base)
     number = public.users.index(own.name)
@@ -304,12 +304,24 @@ class Client:
     Args:
         folder: The user's state folder.
         own: The user's settings.
+        bases: Base models that this process has loaded, by their settings; a base that is not among them is added.
         say: Called with each line to show to the user.
         refuse: Called with the reason if this user cannot join before its settings are changed.
+        end: Called when the user's model has been saved, at the end of a federation.
     """
 
-    def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None, refuse: Say = lambda line: None):
-        self.folder, self.own, self.say, self.refuse = folder, own, say, refuse
+    def __init__(
+        self,
+        folder: Path,
+        own: Own,
+        *,
+        bases: dict[Any, Base] | None = None,
+        say: Say = lambda line: None,
+        refuse: Say = lambda line: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.folder, self.own, self.say, self.refuse, self.end = folder, own, say, refuse, end
+        self._bases = bases
         self._store: ClientStore | None = None
         self._run = ""
 
@@ -377,6 +389,8 @@ class Client:
                 answer = TaskRunner(store, self.own, task).run().pack()
             store.commit(task.serial, data, answer)
             self.say(_account(store, task, answer))
+            if "end" in task.todo:
+                self.end()
         except BaseException:
             store.revert()
             raise
@@ -395,7 +409,7 @@ class Client:
 
     def _enter(self, run: str, public: Public) -> ClientStore:
         if self._store is None or self._run != run:
-            self._store, self._run = open_store(self._folder(run), self.own, public), run
+            self._store, self._run = open_store(self._folder(run), self.own, public, self._bases), run
         return self._store
 
 

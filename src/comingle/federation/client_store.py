@@ -28,7 +28,8 @@ from torch import Tensor
 from comingle.config import Recipe
 from comingle.config.settings import Terms
 from comingle.federation.messages import unpack_answer
-from comingle.federation.public import Own, Public, Tells
+from comingle.federation.participant import Own, Tells
+from comingle.federation.public import Public
 from comingle.privacy.noise import digest
 from comingle.privacy.secure_client import Record, Session
 from comingle.privacy.secure_sum import KEY

@@ -1,29 +1,27 @@
-"""Commands that start servers and clients, on several machines or all on one."""
+"""The server of a federation, and a federation whose server and clients are processes on this machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.request import getproxies, proxy_bypass
 
 from comingle.config import Recipe
-from comingle.federation.files import Participant, load_participant, save_participant, save_plan, split_recipe
+from comingle.federation.files import save_plan, split_recipe
 from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.certificates import make_key, read_certificates
-from comingle.federation.flower.client import SuperNode, participate
-from comingle.federation.flower.probe import ProbeResult, certificate_problem, probe_server, tls_problem
-from comingle.federation.flower.processes import LOCAL_HOSTS, join_address, split_address
+from comingle.federation.flower.client import ClientProcess
+from comingle.federation.flower.processes import join_address
 from comingle.federation.flower.server import Certificates, SuperLink, supervise
 from comingle.federation.flower.server_app import encode_names
-from comingle.federation.flower.worker import FOLDER as WORKER
-from comingle.federation.flower.worker import LOG, UNFIT, User
-from comingle.federation.public import ENDED, public_part
+from comingle.federation.participant import FILE, Participant, save_participant
+from comingle.federation.public import public_part
 from comingle.federation.run_folder import Plan, has_ended
 from comingle.federation.server_session import NetworkSection
 from comingle.runs.folders import as_begun, check_folder
@@ -118,178 +116,10 @@ def _bind_error(host: str, port: int) -> OSError | None:
     return None
 
 
-LINGER_SECONDS = 5.0
-
-SAYS = "comingle: "
-"""Prefix of a worker's lines that are shown to the user."""
-
-
-def take_part(
-    file: Path | None, given: Mapping[str, Any], *, default: Path, say: Callable[[str], None], stays: bool = False
-) -> None:
-    """Run a client until its federation ends or the user interrupts it.
-
-    Args:
-        file: The client's file; without one, the options are written to ``default`` for the next start.
-        given: Options of the command, which replace those of the file.
-        default: File that is read if there is no ``file``.
-        say: Called with each line to show to the user.
-        stays: Whether to wait for the next federation when one has ended.
-
-    Raises:
-        ComingleError: A setting is missing or wrong, or the server refuses the client.
-    """
-    participant = _participant(file, given, default)
-    if not participant.server:
-        raise RecipeError(f"user {participant.name!r}: no server; give --server HOST:PORT")
-    if not _is_address(participant.server):
-        raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, such as 192.0.2.1:9092")
-    _require_files(participant)
-    found = probe_server(participant.server)
-    if problem := tls_problem(participant.server, found, secure=bool(participant.certificates)):
-        raise RecipeError(f"user {participant.name!r}: {problem}")
-    authority = participant.certificates
-    if authority and (problem := certificate_problem(participant.server, Path(authority))):
-        raise RecipeError(f"user {participant.name!r}: {problem}")
-    if found is ProbeResult.OTHER:
-        say(f"{participant.name}: {participant.server} is {found.value}; check --server")
-    if proxy := _proxy_of(participant.server, secure=bool(participant.certificates)):
-        host = split_address(participant.server)[0]
-        say(f"{participant.name}: uses the proxy {proxy} for {participant.server}; bypass it with no_proxy={host}")
-    state = Path(participant.state)
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with locked(state):
-        _take_part(participant, participant.server, state, say, stays=stays)
-
-
-def _take_part(participant: Participant, server: str, state: Path, say: Callable[[str], None], *, stays: bool) -> None:
-    known = state / "participant.yaml"
-    save_participant(known, participant)
-    node = SuperNode(
-        user=User(name=participant.name, state=state, config=known),
-        server=server,
-        say=say,
-        authority=Path(participant.certificates) if participant.certificates else None,
-        key=Path(participant.key) if participant.key else None,
-    )
-    say(f"{participant.name}: waiting for {server}; everything private stays in {state}")
-    log_lines = WorkerLog(state / WORKER / LOG)
-    (state / UNFIT).unlink(missing_ok=True)  # from an earlier start
-    try:
-        participate(node, EndCondition(log_lines, say, state, stays=stays))
-    finally:
-        _relay(log_lines, say)
-
-
-class EndCondition:
-    """Condition under which a client's processes end: some seconds after the reason.
-
-    The delay lets the server receive the last reply. With ``stays`` they end neither with a federation nor if this user
-    does not fit one.
-    """
-
-    def __init__(self, log_lines: WorkerLog, say: Callable[[str], None], state: Path, *, stays: bool):
-        self._words, self._say, self._state, self._stays = log_lines, say, state, stays
-        self._ended: float | None = None
-
-    def __call__(self) -> bool:
-        """Show the worker's new lines and return whether the processes may end.
-
-        Raises:
-            RunError: The user's settings do not fit the federation.
-        """
-        ended = _relay(self._words, self._say)
-        reason = read_reason(self._state)
-        if (ended or reason) and not self._stays and self._ended is None:
-            self._ended = time.monotonic()
-        if self._ended is None or time.monotonic() - self._ended <= LINGER_SECONDS:
-            return False
-        if reason:
-            raise RunError(f"cannot take part: {reason}")
-        return True
-
-
-def read_reason(state: Path) -> str:
-    """Return why a user cannot take part, from the file of its worker; an empty string if it can."""
-    try:
-        return (state / UNFIT).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _relay(log_lines: WorkerLog, say: Callable[[str], None]) -> bool:
-    """Show the worker's new lines; return whether one of them is its last."""
-    lines = log_lines.new()
-    for line in lines:
-        say(line)
-    return any(line.startswith(ENDED) for line in lines)
-
-
-class WorkerLog:
-    """New lines of a worker's log that are for the user."""
-
-    def __init__(self, log: Path):
-        self._log = log
-        self._read = log.stat().st_size if log.exists() else 0
-
-    def new(self) -> list[str]:
-        """Return complete lines that have not been read."""
-        if not self._log.exists():
-            return []
-        with self._log.open("rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        lines = whole.decode(errors="replace").splitlines()
-        return [line.removeprefix(SAYS) for line in lines if line.startswith(SAYS)]
-
-
-def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> Participant:
-    if file is None and default.exists():
-        file = default
-    if file is not None:
-        return load_participant(file, **given)
-    content: dict[str, Any] = {"state": str(default.parent.absolute())}
-    content |= {key: value for key, value in given.items() if value is not None}
-    if "data" not in content:
-        raise RecipeError(f"user {content['name']!r}: no data; give --data PATH, or a client's file")
-    return Participant(**content)
-
-
-def _require_files(participant: Participant) -> None:
-    """Check that the files exist that the processes will need.
-
-    Raises:
-        RecipeError: A file does not exist.
-    """
-    data = participant.data
-    paths = {"key": participant.key, "certificates": participant.certificates}
-    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not a URL or glob pattern
-        paths["data"] = data
-    for what, path in paths.items():
-        if path and not Path(path).exists():
-            raise RecipeError(f"user {participant.name!r}: {what}: {path} does not exist")
-
-
-def _proxy_of(server: str, *, secure: bool) -> str:
-    """Return the proxy that the environment sets for a server; an empty string if there is none."""
-    host = split_address(server)[0]
-    if host in LOCAL_HOSTS or proxy_bypass(host):
-        return ""
-    proxies = getproxies()
-    return proxies.get("https" if secure else "http") or proxies.get("all") or ""
-
-
-def _is_address(server: str) -> bool:
-    host, colon, port = server.rpartition(":")
-    return bool(host and colon and port.isdecimal() and int(port) < 1 << 16)
-
-
 _SHOWN = 3
 """Number of users whose reasons are shown if a federation has failed."""
 
-USERS, PLAN, FILE = "users", "federation.yaml", "participant.yaml"
+USERS, PLAN = "users", "federation.yaml"
 
 
 def federate(
@@ -324,12 +154,9 @@ def federate(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_plan(folder / PLAN, plan)
     threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # Clients share this machine's cores.
-    for own in owns:
-        own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
-        state = folder / USERS / as_folder(own.name)
-        save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
+    states = {own.name: (folder / USERS / as_folder(own.name)).absolute() for own in owns}
     # A key for each user, so that no other program on this machine can take part.
-    keys = {own.name: make_key(folder / USERS / as_folder(own.name) / FLOWER, own.name) for own in owns}
+    keys = {name: make_key(state / FLOWER, name) for name, state in states.items()}
     link = SuperLink(
         folder=folder,
         say=say,
@@ -337,45 +164,44 @@ def federate(
         run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
     for own in owns:
-        (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # from an earlier start
-    nodes = [
-        _node(folder / USERS / as_folder(name), name, link.address, private, say) for name, (private, _) in keys.items()
-    ]
-    log_lines = {node.user.name: WorkerLog(node.user.state / WORKER / LOG) for node in nodes}
+        own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
+        private, _ = keys[own.name]
+        content: dict[str, Any] = own.model_dump(exclude_defaults=True) | {
+            "server": link.address,
+            "key": str(private.absolute()),
+        }
+        save_participant(states[own.name] / FILE, Participant(**content, state="."))
+    clients = [_client_process(name, state, say) for name, state in states.items()]
     try:
-        supervise(link, lambda: _tend(nodes, plan.network.min_participants))
+        supervise(link, lambda: _tend(clients, plan.network.min_participants))
     except RunError as error:
-        raise RunError(str(error) + ("" if list_checkpoints(folder) else _last_lines(log_lines))) from None
+        raise RunError(str(error) + ("" if list_checkpoints(folder) else _refusals(clients))) from None
     finally:
-        for node in nodes:
-            node.stop()
+        for client in clients:
+            client.stop()
     return read_metrics(folder)
 
 
-def _node(state: Path, name: str, server: str, key: Path, say: Callable[[str], None]) -> SuperNode:
-    state = state.absolute()
-    user = User(name=name, state=state, config=state / FILE)
-    return SuperNode(user=user, server=server, key=key, say=lambda line: say(f"{name}: {line}"))
+def _client_process(name: str, state: Path, say: Callable[[str], None]) -> ClientProcess:
+    """Return a process that runs ``comingle client`` with the user's file."""
+    command = [sys.executable, "-m", "comingle", "client", str(state / FILE)]
+    return ClientProcess(name=name, state=state, command=command, say=say)
 
 
-def _last_lines(log_lines: Mapping[str, WorkerLog]) -> str:
-    """Return the last line of each of the first few workers."""
-    lines_of = {
-        name: [line for line in of_user.new() if "leave this machine" not in line]
-        for name, of_user in log_lines.items()
-    }
-    lines = [f"{name}: {lines[-1]}" for name, lines in lines_of.items() if lines]
-    return "".join(f"; {line}" for line in lines[:_SHOWN])
+def _refusals(clients: Sequence[ClientProcess]) -> str:
+    """Return why the first few users cannot take part, as the end of an error message."""
+    reasons = [client.refusal for client in clients if client.refusal]
+    return "".join(f"; {reason}" for reason in reasons[:_SHOWN])
 
 
-def _tend(nodes: Sequence[SuperNode], needed: int) -> None:
+def _tend(clients: Sequence[ClientProcess], needed: int) -> None:
     """Restart clients that have died.
 
     Raises:
         RunError: Too few users fit the federation. In a local run, their settings cannot be fixed in the meantime.
     """
-    unfit = [node for node in nodes if read_reason(node.user.state)]
-    if len(nodes) - len(unfit) < needed:
-        raise RunError(f"{len(nodes) - len(unfit)} of {len(nodes)} users have joined; needed: {needed}")
-    for node in nodes:
-        node.tend()
+    for client in clients:
+        client.tend()
+    fit = sum(not client.refusal for client in clients)
+    if fit < needed:
+        raise RunError(f"{fit} of {len(clients)} users have joined; needed: {needed}")

@@ -6,14 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
-
-from pydantic import field_validator
+from typing import Any
 
 from comingle import __version__
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
-from comingle.config.settings import MEMORY, Count, Section
+from comingle.config.settings import MEMORY
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
@@ -29,51 +27,6 @@ from comingle.utils.names import name_problem
 
 ENDED = "the federation has ended"
 """Beginning of the last line that a client shows."""
-
-Tells = Literal["all", "scores", "losses", "nothing"]
-"""How much a client reports; each value includes the following ones."""
-
-SCORES: frozenset[Tells] = frozenset({"all", "scores"})
-"""Values with which a client reports test scores and amounts of data."""
-
-
-class Own(Section):
-    """A user's own settings.
-
-    Args:
-        name: Name of the user.
-        data: A source, as under ``data.users.NAME`` of a recipe, or a mapping with ``dataset``, from which the user
-            reads its own rows.
-        runtime: Keys of a recipe's section ``runtime``.
-        tells: Metrics that the server may see: "all" (with weights of experts or components), "scores" (losses, test
-            scores, amounts of data), "losses" or "nothing". The default is "scores", or "nothing" with privacy.
-        base: Path of the base model on this machine, if it differs from the federation's recipe.
-        expects: Digests of recipe and base; the user joins no federation with others.
-        max_runs: Largest number of runs in the user's folder, so that a server cannot fill the disk.
-    """
-
-    name: str
-    data: Any
-    runtime: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    tells: Tells | None = None
-    base: str | None = None
-    expects: dict[Literal["recipe", "base"], str] = {}  # noqa: RUF012
-    max_runs: Count = 20
-
-    @field_validator("name")
-    @classmethod
-    def _a_name(cls, name: str) -> str:
-        if problem := name_problem([name]):
-            raise ValueError(problem)
-        return name
-
-    def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
-        """Return the section ``data`` of the user's own recipe, with the options of the public one."""
-        options = {key: value for key, value in public.items() if key != "given"}
-        if isinstance(self.data, dict) and "dataset" in self.data:
-            return {**options, "dataset": {**self.data["dataset"], "users": [self.name]}}
-        return {**options, "users": {self.name: self.data}}
-
 
 KINDS = ("text", "conversations", "samples")
 """Kinds of data that can be on other machines."""

@@ -217,3 +217,9 @@ def _peak_resident() -> int:
     except (OSError, ValueError, IndexError):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system, which glibc otherwise keeps for later; does nothing elsewhere."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

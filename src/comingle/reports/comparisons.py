@@ -26,7 +26,6 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from jaxtyping import Float
 from rich.text import Text
-from scipy.special import stdtr, stdtrit
 
 from comingle.reports.formatting import (
     Table,
@@ -58,6 +57,8 @@ class Estimate:
 
     def interval(self, share: float = 1.0) -> tuple[float, float]:
         """Return ``mean -+ t error`` with confidence ``1 - 0.05 share``."""
+        from scipy.special import stdtrit  # slow to import
+
         half_width = self.error * float(stdtrit(self.freedom, 1 - share * ERROR / 2)) if self.error else 0.0
         return self.mean - half_width, self.mean + half_width
 
@@ -66,6 +67,8 @@ class Estimate:
         """Two-sided p-value for a mean of 0, that is the share of ERROR at which an end of the interval is 0."""
         if not self.error:
             return 1.0 if self.mean == 0 else 0.0
+        from scipy.special import stdtr  # slow to import
+
         return float(2 * stdtr(self.freedom, -abs(self.mean) / self.error))
 
 

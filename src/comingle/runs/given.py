@@ -51,6 +51,8 @@ class Given:
     method: Any = None
     date: str = ""
     """The date of the run to resume, for a chat template that writes the date; see :func:`with_date`."""
+    bases: dict[Any, Base] | None = None
+    """Named base models that this process has loaded, by their settings. A base that is not among them is added."""
 
     def check(self, recipe: Recipe) -> None:
         """Check that all objects that the recipe expects from a program are here.
@@ -96,7 +98,12 @@ class Given:
         if loaded is not None and recipe.quantise != "none":
             raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program passed; allowed: none")
         load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
-        base = load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+        settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+        if loaded or self.bases is None:
+            base = load(**settings)
+        else:
+            key = (recipe.base, recipe.quantise, *settings.values())
+            base = self.bases[key] if key in self.bases else self.bases.setdefault(key, load(**settings))
         check_context_length("training.context", recipe.training.context, base.model)
         return replace(with_date(base, self.date), adds_bos=getattr(recipe.data, "add_bos_token", True))
 

@@ -1,10 +1,10 @@
 """Transport over Flower's Fleet API. It moves bytes and does not interpret them.
 
     comingle server                                comingle client
-      fleet_server                                   fleet_client
+      fleet_server                                   FleetClient
         Gate ── Fleet API ◄──── HTTP(S), polled ────── MessageLoop ── ClientApp
-        ServerApp ── GridChannel                         └─ socket ─ worker      torch, the base model
+        ServerApp ── GridChannel                         └─ CallQueue ── main thread: torch, the base model
 
-``fleet_server``, ``fleet_client`` and ``worker`` are processes; the indented parts run inside them. Only this package
-imports ``flwr``.
+Server and client are a process each; a client's message loop runs in a thread of its own. Only this package imports
+``flwr``.
 """

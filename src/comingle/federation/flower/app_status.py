@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comingle.federation.flower.worker import ProcessId
+from comingle.federation.flower.processes import ProcessId
 from comingle.utils.records import write_text
 from comingle.utils.terminal import printable
 

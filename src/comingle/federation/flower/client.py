@@ -1,110 +1,187 @@
-"""The processes of a client: the Flower client, which is restarted when it dies, and its worker."""
+"""The clients of one process, and client processes that another one supervises.
+
+Each client has a thread that exchanges messages with the server. Tasks of all clients are carried out in the main
+thread, one at a time: PyTorch's number of threads applies to the thread that sets it, and Ctrl-C interrupts the main
+thread.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from comingle.federation.flower.app_status import FOLDER
-from comingle.federation.flower.processes import LOCAL_HOSTS, Service, environment, interrupt_on_sigterm, split_address
-from comingle.federation.flower.worker import REFUSAL, User, read_worker
-from comingle.utils.errors import RecipeError, RunError
+from comingle.federation.flower.client_app import User, make_client_app
+from comingle.federation.flower.fleet_client import FleetConnection, MessageLoop, Server
+from comingle.federation.flower.processes import Service, environment, interrupt_on_sigterm
+from comingle.utils.errors import ComingleError, RunError
 
 LOG = "client.log"
-CLIENT_APP = "comingle.federation.flower.client_app:app"
+
+_LOOK_SECONDS = 0.3
+_MAX_FAILURES = 10
+"""Limit on unexpected failures of a message loop."""
+_FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 1.0, 20.0
+
+Handle = Callable[[bytes], bytes]
+"""Answers a request."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-@dataclass(kw_only=True)
-class SuperNode:
-    """A user's client process (:mod:`comingle.federation.flower.fleet_client`).
+class CallQueue:
+    """Function calls that other threads request and one thread makes."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]]] = queue.SimpleQueue()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Return the result of a function that the thread of :meth:`serve` calls; raise what the function raises."""
+        future: Future[Result] = Future()
+        self._calls.put((future, function))  # type: ignore[arg-type]  (each function has a future of its type)
+        return future.result()
+
+    def serve(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for a requested call, and make it."""
+        try:
+            future, function = self._calls.get(timeout=seconds)
+        except queue.Empty:
+            return
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
+
+class FleetClient:
+    """A user's connection to a server, with the thread that exchanges messages.
 
     Args:
         user: The user.
-        server: ``HOST:PORT``.
+        server: Where to connect.
+        load: Returns the function that answers requests; called once by the thread that serves ``calls``, as is that
+            function.
+        calls: Queue of calls of this process.
         say: Called with each line to show to the user.
-        authority: Certificate of the authority that has signed the server's.
-        key: The user's private key.
-        poll_seconds: Interval at which to poll for messages.
-        app: Import path of the ClientApp; tests use others.
-
-    Raises:
-        RecipeError: The server is on another machine and there is no authority.
     """
 
-    user: User
-    server: str
-    say: Callable[[str], None]
-    authority: Path | None = None
-    key: Path | None = None
-    poll_seconds: float = 0.2
-    app: str = CLIENT_APP
-    service: Service = field(init=False)
+    def __init__(
+        self, user: User, server: Server, load: Callable[[], Handle], calls: CallQueue, say: Callable[[str], None]
+    ) -> None:
+        self.user = user
+        self.refusal = ""
+        """Why this client cannot take part, as the server or the connection says; empty while it can."""
+        self._say, self._load = say, load
+        self._handle: Handle | None = None
+        folder = user.state / FOLDER
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._connection = FleetConnection(server, folder / "place", say)
+        app = make_client_app(lambda _, request: calls.call(lambda: self._answer(request)), self._refuse)
+        node_config = {"name": user.name, "state": str(user.state)}
+        self._loop = MessageLoop(self._connection, app, node_config, say)
+        self._thread = threading.Thread(target=self._exchange, name=f"messages of {user.name}", daemon=True)
 
-    def __post_init__(self) -> None:
-        if not self.authority and split_address(self.server)[0] not in LOCAL_HOSTS:
-            raise RecipeError(
-                f"{self.user.name}: no certificates for the server {self.server}; give its ca.pem with "
-                "--certificates FILE"
-            )
-        self.user.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.service = Service(
-            name=f"{self.user.name}'s client",
-            arguments=self._command,
-            log=self.user.state / FOLDER / LOG,
-            environment=environment(self.user.state / FOLDER),
-            say=self.say,
-        )
-        self._refused = self.user.state / REFUSAL
-        self._refused.unlink(missing_ok=True)  # from an earlier start
+    def start(self) -> None:
+        """Start to exchange messages."""
+        self._thread.start()
 
-    def tend(self) -> None:
-        """Start the process, or restart it.
+    def close(self) -> None:
+        """Unregister from the server and end the thread."""
+        self._connection.close()
 
-        Raises:
-            RunError: It dies repeatedly, or the server refuses it.
-        """
-        if self._refused.exists():
-            raise RunError(f"refused: {self._refused.read_text(encoding='utf-8').strip()}")
-        self.service.tend()
+    def _answer(self, request: bytes) -> bytes:
+        """Answer a request, after loading what that needs."""
+        if self._handle is None:
+            try:
+                self._handle = self._load()
+            except ComingleError as error:
+                self.refusal = str(error)
+                raise
+        return self._handle(request)
 
-    def stop(self) -> None:
-        """End the process and the worker."""
-        self.service.stop()
-        try:
-            worker = read_worker(self.user.state)
-            if worker.is_alive():
-                os.kill(worker.pid, signal.SIGTERM)
-        except (OSError, ValueError, KeyError):
-            return  # There is no worker.
+    def _refuse(self, reason: str) -> None:
+        self.refusal = f"refused: {reason}"
 
-    def _command(self) -> list[str]:
-        settings = {"name": self.user.name, "state": str(self.user.state)}
-        settings |= {"config": str(self.user.config)} if self.user.config else {}
-        files = {"--authority": self.authority, "--key": self.key}
-        return [
-            *(sys.executable, "-m", "comingle.federation.flower.fleet_client"),
-            *("--server", self.server, "--app", self.app, "--poll-seconds", f"{self.poll_seconds:g}"),
-            *(word for name, path in files.items() if path for word in (name, str(path.absolute()))),
-            *("--node-config", json.dumps(settings)),
-        ]
+    def _exchange(self) -> None:
+        """Run the message loop; restart it after an unexpected failure, later each time."""
+        line = ""
+        for failures in range(_MAX_FAILURES):
+            try:
+                return self._loop.run()
+            except ComingleError as error:
+                self.refusal = str(error)
+                return None
+            except Exception as error:  # A response that this version of Flower does not expect, for example.
+                line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self._say(f"{line}; reconnecting")
+            self._connection.closed.wait(min(_FIRST_RESTART_SECONDS * 2**failures, _LAST_RESTART_SECONDS))
+        self.refusal = f"failed {_MAX_FAILURES} times, giving up ({line})"
+        return None
 
 
-def participate(node: SuperNode, until: Callable[[], bool] = lambda: False) -> None:
-    """Run a client until ``until`` returns True.
+def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callable[[], bool]) -> None:
+    """Exchange messages and carry out tasks until ``until`` returns True or the process is interrupted.
 
-    Raises:
-        RunError: It dies repeatedly, or the server refuses it.
+    Args:
+        clients: Clients of this process.
+        calls: Their queue.
+        until: Asked between two tasks; may raise.
     """
     try:
         with interrupt_on_sigterm():
+            for client in clients:
+                client.start()
             while not until():
-                node.tend()
-                time.sleep(0.3)
+                calls.serve(_LOOK_SECONDS)
     finally:
-        node.stop()
+        for client in clients:
+            client.close()
+
+
+@dataclass(kw_only=True)
+class ClientProcess:
+    """A supervised child process with a user's client.
+
+    Args:
+        name: The user.
+        state: The user's state folder; its log is in it.
+        command: The command.
+        say: Called with each line to show to the user.
+        refusal: Why the process has ended for good; empty while it has not.
+    """
+
+    name: str
+    state: Path
+    command: Sequence[str]
+    say: Callable[[str], None]
+    refusal: str = ""
+    service: Service = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.service = Service(
+            name=f"{self.name}'s client",
+            arguments=lambda: self.command,
+            log=self.state / FOLDER / LOG,
+            environment=environment(self.state / FOLDER),
+            say=self.say,
+        )
+
+    def tend(self) -> None:
+        """Start the process, or restart it, unless it has ended for good."""
+        if self.refusal:
+            return
+        try:
+            self.service.tend()
+        except RunError as error:
+            self.refusal = str(error)
+
+    def stop(self) -> None:
+        """End the process."""
+        self.service.stop()

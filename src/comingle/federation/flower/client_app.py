@@ -1,4 +1,4 @@
-"""The Flower app of a client: its bundle (FAB), the content of its messages, and the app itself.
+"""The Flower app of a client: its bundle (FAB), the content of its messages, and the functions that answer them.
 
 A SuperLink sends a run's bundle to every node, and Flower's own SuperNode installs and imports it. Clients of comingle
 never do: they compare the digest of the run's bundle with :data:`DIGEST`, which is computed from the installed package,
@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
+import os
+import uuid
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import yaml
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from comingle.federation.flower.worker import REFUSAL, User, WorkerError, call, instance_of, read_user
-from comingle.utils.errors import ComingleError, MessageError
+from comingle.utils.errors import ComingleError, MessageError, RecipeError
 from comingle.utils.names import name_problem
-from comingle.utils.records import write_text
+from comingle.utils.records import expand_home
 from comingle.utils.terminal import printable
+
+INSTANCE = "instance"
+"""File in a state folder: a random text that differs for each state folder."""
 
 APP_ID, APP_VERSION = "comingle/comingle-federation", "1.0.0"
 
@@ -44,7 +49,7 @@ publisher = "comingle"
 
 [tool.flwr.app.components]
 serverapp = "comingle.federation.flower.server_app:app"
-clientapp = "comingle.federation.flower.client_app:app"
+clientapp = "comingle.federation.supernode_app:app"
 
 [tool.flwr.app.config]
 federation = ""
@@ -118,9 +123,9 @@ def wrap(data: bytes) -> RecordDict:
     return RecordDict({_BYTES: ArrayRecord({_KEY: Array("uint8", (len(data),), "comingle", data)})})
 
 
-def wrap_failure(failure: Failure) -> RecordDict:
-    """Return message content that holds the reason why there is no reply."""
-    return RecordDict({_LINE: ConfigRecord({"line": failure.line, "accident": failure.accident})})
+def wrap_failure(line: str) -> RecordDict:
+    """Return message content that holds the reason why there is no reply, which is final."""
+    return RecordDict({_LINE: ConfigRecord({"line": line})})
 
 
 def wrap_hello(hello: Hello) -> RecordDict:
@@ -142,7 +147,7 @@ def unwrap(message: Message) -> bytes | Failure:
         return Failure(line=line, accident=True)
     content = message.content
     if (record := content.config_records.get(_LINE)) is not None:
-        return Failure(line=_one_line(record.get("line")), accident=record.get("accident") is True)
+        return Failure(line=_one_line(record.get("line")), accident=False)
     try:
         return content.array_records[_BYTES][_KEY].data
     except KeyError:
@@ -187,18 +192,82 @@ def request_of(message: Message) -> bytes:
     return data
 
 
-WORKER = (sys.executable, "-m", "comingle.federation.worker")
-"""Command that starts a user's worker; the user's options follow it."""
+@dataclass(frozen=True, kw_only=True)
+class User:
+    """A user on this machine.
+
+    Args:
+        name: The user's name.
+        state: Folder for private state.
+        config: The user's file of settings.
+    """
+
+    name: str
+    state: Path
+    config: Path | None = None
+
+
+def read_user(node_config: Mapping[str, object]) -> User:
+    """Return the user that ``--node-config`` describes: ``name="ada" state="FOLDER"`` or ``config="ada.yaml"``.
+
+    Values of ``name`` and ``state`` take priority over those in the file.
+
+    Raises:
+        RecipeError: The name or the folder is missing, or the file cannot be read.
+    """
+    config = expand_home(str(node_config["config"])) if node_config.get("config") else None
+    from_file = _read_mapping(config) if config else {}
+    name = node_config.get("name") or node_config.get("client-key") or from_file.get("name")
+    if not name:
+        raise RecipeError('node-config: no name; give name="NAME", or config="FILE" that has \'name\'')
+    state = node_config.get("state") or node_config.get("state-dir")
+    if not state and config and from_file.get("state"):
+        state = config.parent / str(from_file["state"])  # Paths in a file are relative to it.
+    if not state:
+        raise RecipeError(f"node-config: no state folder for {name}; give state=\"FOLDER\", or 'state' in its file")
+    return User(name=str(name), state=expand_home(str(state)).absolute(), config=config and config.absolute())
+
+
+def instance_of(state: Path) -> str:
+    """Return the random text of a state folder, and create it at the first call."""
+    state.mkdir(parents=True, exist_ok=True)
+    path = state / INSTANCE
+    if not path.exists():
+        own = state / f".{INSTANCE}-{os.getpid()}"
+        own.write_text(uuid.uuid4().hex, encoding="utf-8")
+        try:
+            os.link(own, path)  # Unlike a rename, it does not replace a file that another process has just created.
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _read_mapping(config: Path) -> dict[str, object]:
+    try:
+        read = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"{config}: cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(read, dict):
+        raise RecipeError(f"{config}: got {type(read).__name__}; allowed: a mapping with 'name' and 'state'")
+    return read
+
 
 _SHOWN_BYTES = 1000
 """Limit on the bytes of a refusal that are shown."""
 
-Ask = Callable[[User, bytes, float], bytes]
-"""Sends a request to a user's worker and returns the reply; gets the timeout in seconds."""
+Ask = Callable[[User, bytes], bytes]
+"""Answers a user's request."""
 
 
-def make_client_app(ask: Ask) -> ClientApp:
-    """Return the client app, which answers requests with ``ask``; a ComingleError is sent back as one line."""
+def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
+    """Return the client app.
+
+    Args:
+        ask: Answers a request; the text of a ComingleError is sent to the server in place of an answer.
+        refuse: Called with the reason if the server refuses this node.
+    """
     made = ClientApp()
 
     @made.query("hello")
@@ -208,49 +277,22 @@ def make_client_app(ask: Ask) -> ClientApp:
             user = read_user(context.node_config)
             content = wrap_hello(Hello(name=user.name, instance=instance_of(user.state)))
         except (ComingleError, OSError) as error:
-            content = wrap_failure(Failure(line=str(error), accident=False))
+            content = wrap_failure(str(error))
         return Message(content, reply_to=message)
 
     @made.query("refused")
     def refused(message: Message, context: Context) -> Message:
-        """Show and store the reason why the server refuses this node."""
-        line = printable(" ".join(request_of(message)[:_SHOWN_BYTES].decode(errors="replace").split()))
-        print(f"comingle: refused: {line}", file=sys.stderr, flush=True)
-        write_text(read_user(context.node_config).state / REFUSAL, line + "\n")
+        """Pass on the reason why the server refuses this node."""
+        refuse(printable(" ".join(request_of(message)[:_SHOWN_BYTES].decode(errors="replace").split())))
         return Message(wrap(b""), reply_to=message)
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
         """Answer a request."""
-        return Message(_answered(ask, message, context), reply_to=message)
+        try:
+            content = wrap(ask(read_user(context.node_config), request_of(message)))
+        except (ComingleError, OSError) as error:
+            content = wrap_failure(str(error))
+        return Message(content, reply_to=message)
 
     return made
-
-
-def _answered(ask: Ask, message: Message, context: Context) -> RecordDict:
-    # Clocks of two machines differ, so the timeout counts from the message's arrival.
-    seconds = message.metadata.ttl
-    try:
-        return wrap(ask(read_user(context.node_config), request_of(message), seconds))
-    except WorkerError as error:
-        return wrap_failure(Failure(line=str(error), accident=True))
-    except (ComingleError, OSError) as error:
-        return wrap_failure(Failure(line=str(error), accident=False))
-
-
-def ask_worker(user: User, request: bytes, timeout: float) -> bytes:
-    """Send a request to a user's worker, and start the worker if none runs.
-
-    Args:
-        user: The user.
-        request: The request.
-        timeout: Timeout in seconds.
-
-    Raises:
-        WorkerError: The worker failed; a retry may succeed.
-        MessageError: The worker refuses the request.
-    """
-    return call(user.state, [*WORKER, *user.options()], request, timeout=timeout)
-
-
-app = make_client_app(ask_worker)

@@ -1,19 +1,15 @@
-"""The client process of a federation: takes messages from the server over Flower's Fleet API and sends replies.
+"""A client's side of Flower's Fleet API: takes messages from the server and sends replies.
 
 It opens connections but does not listen. It reads a run's ID and the digest of its app, but never the app itself:
 messages go to the :class:`~flwr.clientapp.ClientApp` that is installed here, and those of any other app are refused
 (:mod:`comingle.federation.flower.client_app`).
 
-It reconnects after network failures without a time limit, and exits with status 2 on errors that a retry cannot fix.
+It reconnects after network failures without a time limit.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import queue
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -61,20 +57,17 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.client_app import DIGEST, UNKNOWN_KEY
 from comingle.federation.flower.probe import certificate_problem
-from comingle.federation.flower.processes import end_with_parent, load_app
-from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.errors import RunError
 from comingle.utils.records import write_text
 from comingle.utils.terminal import printable
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 5.0
-_HEARTBEAT_SECONDS, _LOOK_SECONDS = 4.0, 0.5
+_HEARTBEAT_SECONDS, _LOOK_SECONDS = 7.0, 0.5
 _TAKEN_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
 """A killed client stays active on the server for 2 heartbeat intervals, which blocks other clients with its key."""
 
@@ -83,6 +76,9 @@ _UNKNOWN, _INACTIVE, _OVER = (401,), (412,), (403, 404)
 
 _FINAL = (*_UNKNOWN, *_INACTIVE, *_OVER)
 """Statuses that are not retried. Others come from a gateway, a server that is starting, or a corrupted request."""
+
+_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_FRACTION = 0.2, 5.0, 0.03
+"""Interval between polls: a fraction of the time since the last message, within these limits."""
 
 _TRIES = 100
 """Retries of a request that the server rejects, up to 5 s apart: outlasts a few minutes of gateway errors."""
@@ -131,8 +127,9 @@ class FleetConnection:
         self._http = self._connect()
         self._node = Node()
         self._apps: dict[int, str] = {}
-        self._ended = threading.Event()
         self._undisturbed_since = time.monotonic()
+        self.closed = threading.Event()
+        """Set once this client has closed the connection."""
         self.lost = threading.Event()
         """Set once the server does not know this client any more."""
 
@@ -170,7 +167,6 @@ class FleetConnection:
                     raise
             time.sleep(1.0)
         write_text(self._place, str(self.node_id))
-        TaskIdentity.node_id = self.node_id
         self.lost.clear()
         self._apps.clear()
         threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
@@ -237,7 +233,7 @@ class FleetConnection:
 
     def close(self) -> None:
         """Unregister from the server, if it can be reached now."""
-        self._ended.set()
+        self.closed.set()
         with suppress(httpx.HTTPError, ValueError):
             self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
             if self._server.key is None:
@@ -299,7 +295,7 @@ class FleetConnection:
             httpx.HTTPStatusError: The server refuses the request.
         """
         wait, said, refused = _FIRST_RETRY_SECONDS, False, 0
-        while not self._ended.is_set():
+        while not self.closed.is_set():
             try:
                 return getattr(self._http, method)(request)
             except httpx.HTTPStatusError as error:
@@ -317,7 +313,7 @@ class FleetConnection:
             if not said and wait >= _LAST_RETRY_SECONDS:
                 self._say(f"{self._server.address} cannot be reached; retrying")
                 said = True
-            self._ended.wait(wait)
+            self.closed.wait(wait)
             wait = min(2 * wait, _LAST_RETRY_SECONDS)
         raise NotActiveError
 
@@ -341,7 +337,7 @@ class FleetConnection:
         """Send heartbeats over a separate connection for as long as this is the client's node."""
         http = self._connect()
         request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
-        while not self._ended.is_set() and node is self._node:
+        while not self.closed.is_set() and node is self._node:
             try:
                 http.SendNodeHeartbeat(request)
             except httpx.HTTPStatusError as error:
@@ -349,7 +345,7 @@ class FleetConnection:
                     self.lost.set()
             except (httpx.TransportError, ValueError):
                 pass  # The next one may arrive.
-            self._ended.wait(_HEARTBEAT_SECONDS)
+            self.closed.wait(_HEARTBEAT_SECONDS)
         http.close()
 
 
@@ -372,7 +368,6 @@ class MessageLoop:
         connection: Connection to poll and to reply on.
         app: The ``ClientApp`` that handles messages.
         node_config: Configuration of the user, passed to the app in its ``Context``.
-        poll_seconds: Seconds between polls while there are no messages.
         say: Called with each line to show the user.
     """
 
@@ -381,25 +376,28 @@ class MessageLoop:
         connection: FleetConnection,
         app: ClientApp,
         node_config: Mapping[str, Any],
-        poll_seconds: float,
         say: Callable[[str], None],
     ) -> None:
-        self._connection, self._app, self._poll_seconds, self._say = connection, app, poll_seconds, say
+        self._connection, self._app, self._say = connection, app, say
         self._node_config = dict(node_config)
         self._refused: set[int] = set()
 
     def run(self) -> None:
-        """Answer messages until the process is terminated.
+        """Answer messages until the connection is closed.
 
         Raises:
             RunError: The server refuses this client.
         """
-        while True:
+        while not self._connection.closed.is_set():
             try:
                 self._connection.activate()
-                while True:
-                    if not self._step():
-                        time.sleep(self._poll_seconds)
+                last_message = time.monotonic()
+                while not self._connection.closed.is_set():
+                    if self._step():
+                        last_message = time.monotonic()
+                        continue
+                    wait = (time.monotonic() - last_message) * _POLL_FRACTION
+                    self._connection.closed.wait(min(max(wait, _POLL_SECONDS), _LAST_POLL_SECONDS))
             except NotActiveError:
                 continue  # Reactivate; the server resends a message that was lost.
 
@@ -423,14 +421,14 @@ class MessageLoop:
         """Run the app in a thread and return its reply; abandon the thread if the server deactivates this node.
 
         The client can then reactivate at once instead of after a long task. The server resends the task, and the
-        user's worker does not execute it a second time.
+        client does not carry it out a second time.
 
         Raises:
             NotActiveError: The node was deactivated while the app was running.
         """
         replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=lambda: replies.put(self._answer(message)), daemon=True).start()
-        while not self._connection.lost.is_set():
+        while not (self._connection.lost.is_set() or self._connection.closed.is_set()):
             with suppress(queue.Empty):
                 return replies.get(timeout=_LOOK_SECONDS)
         raise NotActiveError
@@ -450,7 +448,6 @@ class MessageLoop:
 
     def _answer(self, message: Message) -> Message:
         run_id = message.metadata.run_id
-        TaskIdentity.run_id = run_id
         context = Context(
             run_id=run_id,
             node_id=self._connection.node_id,
@@ -464,43 +461,3 @@ class MessageLoop:
             reason = f"{type(error).__name__}: {error}"
             self._say(f"run {run_id}: {reason}")
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-
-
-def _say(line: str) -> None:
-    print(f"comingle: {line}", file=sys.stderr, flush=True)
-
-
-def _exit(*_: object) -> None:
-    raise SystemExit(0)
-
-
-def main() -> None:
-    """Run the client of one user until terminated; exit with status 2 on an error that the user has to fix."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--server", required=True, metavar="HOST:PORT")
-    parser.add_argument("--authority", type=Path)
-    parser.add_argument("--key", type=Path)
-    parser.add_argument("--node-config", type=json.loads, required=True)
-    parser.add_argument("--app", required=True, help="Import path of the ClientApp.")
-    parser.add_argument("--poll-seconds", type=float, required=True)
-    options = parser.parse_args()
-    end_with_parent()
-    signal.signal(signal.SIGTERM, _exit)
-    connection = None
-    try:
-        server = Server(address=options.server, authority=options.authority, key=options.key)
-        place = Path(options.node_config["state"]) / FOLDER / "place"
-        connection = FleetConnection(server, place, _say)
-        TaskIdentity.task_id = 1  # Flower's messages require one.
-        app = load_app(options.app)
-        MessageLoop(connection, app, options.node_config, options.poll_seconds, _say).run()
-    except ComingleError as error:
-        _say(str(error))
-        raise SystemExit(2) from None
-    finally:
-        if connection is not None:
-            connection.close()
-
-
-if __name__ == "__main__":
-    main()

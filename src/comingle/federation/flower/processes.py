@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from comingle.utils.errors import RunError
 
 PARENT = "COMINGLE_PARENT"
@@ -40,6 +42,32 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessId:
+    """Identity of a process.
+
+    Args:
+        pid: Its PID.
+        began: When it started, in seconds since 1970, since PIDs are reused.
+    """
+
+    pid: int
+    began: float
+
+    def is_alive(self) -> bool:
+        """Return whether this process still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Return the identity of a running process."""
+        return cls(pid=pid, began=psutil.Process(pid).create_time())
 
 
 def load_app(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""The real worker of a user, but for its answers in some rounds: ``faults.json`` in its folder says in which, from 1.
+"""A real client, except for its answers in some rounds: ``faults.json`` in its folder names them, from 1.
 
 A fault is one of the answer to the task that has a round's training, or "FAULT in STEP" to the one that has that step.
 
@@ -16,9 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from comingle.federation.flower.worker import User, main
+from comingle.federation.client import Client
 from comingle.federation.messages import Answer, unpack_answer, unpack_task
-from comingle.federation.worker import load as load_honest
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import pack, unpack
 
@@ -32,23 +31,22 @@ HUGE = 10**10
 _MESSAGE = struct.Struct("<4sHIQI")
 
 
-def load(user: User) -> Callable[[bytes], bytes]:
-    handle, path = load_honest(user), user.state / "faults.json"
-    faults = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+class FaultyClient(Client):
+    """A client whose answers are changed, or held back, before they leave."""
 
-    def answer(request: bytes) -> bytes:
-        task, honest = unpack_task(request), handle(request)
+    def handle(self, data: bytes) -> bytes:
+        task, honest = unpack_task(data), super().handle(data)
+        path = self.folder / "faults.json"
+        faults = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         fault, _, step = faults.get(str(task.round + 1), "").partition(" in ")
         if (step or "train") not in task.todo:
             return honest
         if fault == "waits":
-            (user.state / WAITING).touch()
+            (self.folder / WAITING).touch()
             until = time.monotonic() + WAITS_SECONDS
-            while not (user.state / GO).exists() and time.monotonic() < until:
+            while not (self.folder / GO).exists() and time.monotonic() < until:
                 time.sleep(0.2)
         return FAULTS[fault](honest) if fault in FAULTS else honest
-
-    return answer
 
 
 def of_message(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
@@ -113,6 +111,3 @@ FAULTS: dict[str, Callable[[bytes], bytes]] = {
     "answer of 10 GB": huge_answer,
     "answer cut off": lambda data: data[: len(data) // 2],
 }
-
-if __name__ == "__main__":
-    main(load)

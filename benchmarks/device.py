@@ -1,0 +1,221 @@
+"""Processes, memory and idle load of one participant of a federation, on this machine; one JSON line.
+
+    python benchmarks/device.py --base BASE
+    python benchmarks/device.py --base BASE --dtype bfloat16 --rounds 3
+    python benchmarks/device.py --base BASE --other main~5      (the same of another commit, in turns)
+
+A server and two users run as typed commands. The first user joins and waits for the second, which is the idle time;
+then both train. Memory is that of all processes of the first user together, as PSS: shared pages are divided among the
+processes that share them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from compare_commits import checkout, environment
+
+HERE = Path(__file__).parents[1]
+CHARACTERS = 80_000
+_SAMPLE_SECONDS = 0.2
+_LIMIT_SECONDS = 1800.0
+
+
+def main() -> None:
+    """Measure this checkout, and another commit if one is named."""
+    asked = _arguments()
+    with tempfile.TemporaryDirectory() as metadata, tempfile.TemporaryDirectory() as other_metadata:
+        own = environment(HERE, Path(metadata))
+        print(json.dumps({"benchmark": "device", "commit": "here", **measure(asked, own)}), flush=True)
+        if asked.other:
+            with checkout(asked.other) as tree:
+                other = environment(tree, Path(other_metadata))
+                print(json.dumps({"benchmark": "device", "commit": asked.other, **measure(asked, other)}), flush=True)
+
+
+def measure(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Run a federation and return what its first participant needs.
+
+    Args:
+        asked: Options of the command line.
+        variables: Environment of the commands, which decides the commit.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, port = Path(scratch), _free_port()
+        users = _write_files(asked, folder)
+        server = ("server", folder / "federation.yaml", "--out", folder / "run", "--port", port)
+        common = ("--base", asked.base, "--server", f"127.0.0.1:{port}")
+        first, second = (
+            ("client", "--name", name, "--data", path, "--state", folder / name, *common)
+            for name, path in users.items()
+        )
+        with _command(folder, "server", server, variables) as serving:
+            began = time.monotonic()
+            with _command(folder, "first", first, variables) as process, Monitor(process.pid) as monitor:
+                _wait(lambda: "waiting for" in _text(folder, "first"), process)
+                waiting = time.monotonic() - began
+                _wait(lambda: "has joined" in _text(folder, "server"), process)
+                joined = time.monotonic() - began
+                time.sleep(asked.settle)
+                join_peak, server_before = monitor.reset_peak(), _cpu_seconds(serving.pid)
+                found = monitor.idle(asked.idle)
+                server_idle = (_cpu_seconds(serving.pid) - server_before) / asked.idle
+                with _command(folder, "second", second, variables):
+                    _wait(lambda: serving.poll() is not None, process, ends=True)
+                    peak = monitor.reset_peak()
+        return {
+            "base": Path(asked.base).name,
+            "dtype": asked.dtype,
+            "waiting_after_seconds": round(waiting, 1),
+            "joined_after_seconds": round(joined, 1),
+            **found,
+            "server_idle_cpu_percent": round(100 * server_idle, 2),
+            "join_peak_mib": join_peak,
+            "rounds_peak_mib": peak,
+        }
+
+
+class Monitor:
+    """Memory of a process with its children, sampled in a thread; peaks since the last reset."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._peak, self._ended = pid, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Monitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def reset_peak(self) -> int:
+        """Return the peak in MiB, and start anew."""
+        peak, self._peak = self._peak, 0
+        return round(peak / 2**20)
+
+    def idle(self, seconds: float) -> dict[str, Any]:
+        """Return processes, threads, memory and processor time over some idle seconds."""
+        processes = _tree(self._pid)
+        before = _cpu_seconds(self._pid)
+        time.sleep(seconds)
+        return {
+            "processes": len(processes),
+            "threads": sum(process.num_threads() for process in processes),
+            "idle_mib": round(sum(map(_pss, processes)) / 2**20),
+            "idle_cpu_percent": round(100 * (_cpu_seconds(self._pid) - before) / seconds, 2),
+        }
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self._peak = max(self._peak, sum(map(_pss, _tree(self._pid))))
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def _pss(process: psutil.Process) -> int:
+    with suppress(psutil.Error, OSError):
+        return process.memory_full_info().pss
+    return 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    total = 0.0
+    for process in _tree(pid):
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+@contextmanager
+def _command(
+    folder: Path, name: str, arguments: Sequence[object], variables: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``comingle`` with some arguments; what it prints goes to ``NAME.log``."""
+    line = [sys.executable, "-m", "comingle", *map(str, arguments)]
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(variables))
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _text(folder: Path, name: str) -> str:
+    return (folder / f"{name}.log").read_text(errors="replace")
+
+
+def _wait(happened: Callable[[], bool], process: subprocess.Popen[bytes], *, ends: bool = False) -> None:
+    """Wait until something has happened, while a process runs."""
+    until = time.monotonic() + _LIMIT_SECONDS
+    while not happened():
+        if time.monotonic() > until or (process.poll() is not None and not ends):
+            raise SystemExit("device: the client has ended, or took too long")
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as looking:
+        looking.bind(("127.0.0.1", 0))
+        return looking.getsockname()[1]
+
+
+def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Write the server's file and the users' texts (files of Python's library); return the texts by user."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    users = {name: folder / f"{name}.txt" for name in ("ada", "ben")}
+    for number, path in enumerate(users.values()):
+        path.write_text(text[number * CHARACTERS : (number + 1) * CHARACTERS], encoding="utf-8")
+    plan = {
+        "participants": list(users),
+        "network": {"min_participants": 2, "join_timeout": 600},
+        "base": asked.base,
+        "method": asked.method,
+        "training": {"rounds": asked.rounds, "local_steps": asked.steps, "batch_size": 4, "context": 128},
+        "evaluation": {"every": asked.rounds, "first": False},
+        "runtime": {"dtype": asked.dtype},
+    }
+    (folder / "federation.yaml").write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
+    return users
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--method", default="comigs-1g1s")
+    parser.add_argument("--settle", type=float, default=10.0, help="Seconds between joining and the idle measurement.")
+    parser.add_argument("--idle", type=float, default=20.0, help="Seconds of the idle measurement.")
+    parser.add_argument("--other", help="Another commit to measure as well.")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

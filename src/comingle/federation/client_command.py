@@ -1,0 +1,261 @@
+"""The clients of ``comingle client``: one process for one or more users.
+
+A client is connected before torch is imported, which its first task needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.request import getproxies, proxy_bypass
+
+from comingle.federation.flower.app_status import FOLDER as FLOWER
+from comingle.federation.flower.client import CallQueue, FleetClient, Handle, participate
+from comingle.federation.flower.client_app import User
+from comingle.federation.flower.fleet_client import Server
+from comingle.federation.flower.probe import ProbeResult, certificate_problem, probe_server, tls_problem
+from comingle.federation.flower.processes import (
+    LOCAL_HOSTS,
+    PARENT,
+    end_with_parent,
+    environment,
+    free_port,
+    interrupt_on_sigterm,
+    split_address,
+)
+from comingle.federation.participant import FILE, Participant, save_participant
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.files import locked
+
+LINGER_SECONDS = 5.0
+"""Time between the end of a client's federation and its exit, in which the server receives the last reply."""
+
+
+def take_part(
+    participants: Sequence[Participant], *, say: Callable[[str], None], stays: bool = False, supernode: bool = False
+) -> None:
+    """Run the clients of one or more users until their federations end or the process is interrupted.
+
+    The users share the base model in memory. Their tasks are carried out one after another.
+
+    Args:
+        participants: The users.
+        say: Called with each line to show.
+        stays: Whether to wait for the next federation when one has ended.
+        supernode: Whether to run Flower's SuperNode, which starts a process for each message, instead of a client in
+            this process; for one user.
+
+    Raises:
+        ComingleError: A setting is missing or wrong, or a user cannot take part.
+    """
+    if supernode and len(participants) > 1:
+        raise RecipeError(f"client: got --supernode for {len(participants)} users; allowed: for one")
+    for participant in participants:
+        _check_server(participant, say)
+    if PARENT in os.environ:  # started by `comingle federate`
+        end_with_parent()
+    with ExitStack() as locks:
+        for participant in participants:
+            state = Path(participant.state)
+            state.mkdir(parents=True, exist_ok=True, mode=0o700)
+            locks.enter_context(locked(state))
+            save_participant(state / FILE, participant)
+        if supernode:
+            _run_supernode(participants[0])
+        else:
+            _run_clients(participants, say, stays=stays)
+
+
+def _run_supernode(participant: Participant) -> None:
+    """Run ``flower-supernode`` until the user interrupts it.
+
+    Raises:
+        RunError: It has ended.
+    """
+    state, address, programs = Path(participant.state), participant.server, Path(sys.executable).parent
+    assert address is not None
+    variables = environment(state / FLOWER)
+    variables["PATH"] = os.pathsep.join([str(programs), variables.get("PATH", "")])  # It starts other programs.
+    command = [str(programs / "flower-supernode"), "--superlink", address]
+    command += ["--port", str(free_port()), "--node-config", f"config={json.dumps(str(state / FILE))}"]
+    secure = ["--root-certificates", participant.certificates] if participant.certificates else ["--insecure"]
+    command += [*secure, *(["--auth-supernode-private-key", participant.key] if participant.key else [])]
+    with interrupt_on_sigterm(), subprocess.Popen(command, env=variables) as process:
+        try:
+            status = process.wait()
+        finally:
+            process.terminate()
+    raise RunError(f"flower-supernode: exited with code {status}")
+
+
+def _run_clients(participants: Sequence[Participant], say: Callable[[str], None], *, stays: bool) -> None:
+    calls, bases = CallQueue(), dict[Any, Any]()
+    endings = [EndCondition(stays=stays) for _ in participants]
+    clients = [
+        _fleet_client(participant, calls, ending, bases, say if len(participants) == 1 else _prefixed(say, participant))
+        for participant, ending in zip(participants, endings, strict=True)
+    ]
+    for participant in participants:
+        say(f"{participant.name}: waiting for {participant.server}; everything private stays in {participant.state}")
+
+    def have_ended() -> bool:
+        return all(ending.has_ended(client.refusal) for client, ending in zip(clients, endings, strict=True))
+
+    participate(clients, calls, have_ended)
+    if reasons := [ending.reason for ending in endings if ending.reason]:
+        raise RunError("; ".join(reasons))
+
+
+def _prefixed(say: Callable[[str], None], participant: Participant) -> Callable[[str], None]:
+    return lambda line: say(f"{participant.name}: {line}")
+
+
+def _fleet_client(
+    participant: Participant,
+    calls: CallQueue,
+    ending: EndCondition,
+    bases: dict[Any, Any],
+    say: Callable[[str], None],
+) -> FleetClient:
+    """Return a user's client, which loads torch before its first task.
+
+    Args:
+        participant: The user.
+        calls: Queue of calls of this process.
+        ending: Told when the federation has ended for this user.
+        bases: Base models of this process by their settings.
+        say: Called with each line to show to the user.
+    """
+
+    def load() -> Handle:
+        _import_transformers_without_scipy()
+        from comingle.federation.client import Client
+        from comingle.methods.user_files import load_files_of_command
+        from comingle.models.hardware import return_freed_memory
+
+        load_files_of_command()
+        state = Path(participant.state)
+        client = Client(state, participant.own, bases=bases, say=say, refuse=ending.refuse, end=ending.end)
+
+        def handle(request: bytes) -> bytes:
+            try:
+                return client.handle(request)
+            finally:
+                return_freed_memory()
+
+        return handle
+
+    address = participant.server
+    assert address is not None
+    authority, key = (Path(path) if path else None for path in (participant.certificates, participant.key))
+    server = Server(address=address, authority=authority, key=key)
+    return FleetClient(User(name=participant.name, state=Path(participant.state)), server, load, calls, say)
+
+
+def _import_transformers_without_scipy() -> None:
+    """Import the language models of transformers without scipy, which only its object detection needs (30 MB)."""
+    utils: Any = importlib.import_module("transformers.utils")
+    is_available = utils.is_scipy_available
+    utils.is_scipy_available = lambda: False
+    try:
+        importlib.import_module("transformers.modeling_utils")
+    finally:
+        utils.is_scipy_available = is_available
+
+
+class EndCondition:
+    """Condition under which a user's client ends: some seconds after the reason.
+
+    With ``stays`` it ends neither with a federation nor if this user does not fit one.
+    """
+
+    def __init__(self, *, stays: bool) -> None:
+        self._stays = stays
+        self._since: float | None = None
+        self.reason = ""
+        """Why the user cannot take part; empty if it can."""
+
+    def end(self) -> None:
+        """Record that the federation has ended."""
+        self._since = self._since or time.monotonic()
+
+    def refuse(self, reason: str) -> None:
+        """Record why the user's settings do not fit the federation."""
+        self.reason = f"cannot take part: {reason}"
+        self.end()
+
+    def has_ended(self, refusal: str) -> bool:
+        """Return whether the client may end.
+
+        Args:
+            refusal: Why the server or the connection refuses the client; empty if they do not.
+        """
+        if refusal:
+            self.reason = refusal
+            return True
+        return not self._stays and self._since is not None and time.monotonic() - self._since > LINGER_SECONDS
+
+
+def _check_server(participant: Participant, say: Callable[[str], None]) -> None:
+    """Check the server's address, certificates and the user's files, before anything is written.
+
+    Raises:
+        RecipeError: The address is missing or wrong, a file does not exist, or only one side uses TLS.
+    """
+    name, server, authority = participant.name, participant.server, participant.certificates
+    if not server:
+        raise RecipeError(f"user {name!r}: no server; give --server HOST:PORT")
+    if not _is_address(server):
+        raise RecipeError(f"--server: got {server!r}; allowed: HOST:PORT, such as 192.0.2.1:9092")
+    _require_files(participant)
+    if not authority and split_address(server)[0] not in LOCAL_HOSTS:
+        raise RecipeError(
+            f"user {name!r}: no certificates for the server {server}; give its ca.pem with --certificates FILE"
+        )
+    found = probe_server(server)
+    if problem := tls_problem(server, found, secure=bool(authority)):
+        raise RecipeError(f"user {name!r}: {problem}")
+    if authority and (problem := certificate_problem(server, Path(authority))):
+        raise RecipeError(f"user {name!r}: {problem}")
+    if found is ProbeResult.OTHER:
+        say(f"{name}: {server} is {found.value}; check --server")
+    if proxy := _proxy_of(server, secure=bool(authority)):
+        host = split_address(server)[0]
+        say(f"{name}: uses the proxy {proxy} for {server}; bypass it with no_proxy={host}")
+
+
+def _require_files(participant: Participant) -> None:
+    """Check that the files exist that the processes will need.
+
+    Raises:
+        RecipeError: A file does not exist.
+    """
+    data = participant.data
+    paths = {"key": participant.key, "certificates": participant.certificates}
+    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not a URL or glob pattern
+        paths["data"] = data
+    for what, path in paths.items():
+        if path and not Path(path).exists():
+            raise RecipeError(f"user {participant.name!r}: {what}: {path} does not exist")
+
+
+def _proxy_of(server: str, *, secure: bool) -> str:
+    """Return the proxy that the environment sets for a server; an empty string if there is none."""
+    host = split_address(server)[0]
+    if host in LOCAL_HOSTS or proxy_bypass(host):
+        return ""
+    proxies = getproxies()
+    return proxies.get("https" if secure else "http") or proxies.get("all") or ""
+
+
+def _is_address(server: str) -> bool:
+    host, colon, port = server.rpartition(":")
+    return bool(host and colon and port.isdecimal() and int(port) < 1 << 16)

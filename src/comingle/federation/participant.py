@@ -1,0 +1,198 @@
+"""A participant's settings and its file. The module does not import torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from comingle.config.files import read_yaml
+from comingle.config.hints import first_problem
+from comingle.config.settings import PATHS, Count, Section
+from comingle.utils.errors import RecipeError
+from comingle.utils.names import as_folder, name_problem
+from comingle.utils.records import write_text
+
+Model = TypeVar("Model", bound=BaseModel)
+
+Tells = Literal["all", "scores", "losses", "nothing"]
+"""How much a client reports; each value includes the following ones."""
+
+SCORES: frozenset[Tells] = frozenset({"all", "scores"})
+"""Values with which a client reports test scores and amounts of data."""
+
+
+class Own(Section):
+    """A user's own settings.
+
+    Args:
+        name: Name of the user.
+        data: A source, as under ``data.users.NAME`` of a recipe, or a mapping with ``dataset``, from which the user
+            reads its own rows.
+        runtime: Keys of a recipe's section ``runtime``.
+        tells: Metrics that the server may see: "all" (with weights of experts or components), "scores" (losses, test
+            scores, amounts of data), "losses" or "nothing". The default is "scores", or "nothing" with privacy.
+        base: Path of the base model on this machine, if it differs from the federation's recipe.
+        expects: Digests of recipe and base; the user joins no federation with others.
+        max_runs: Largest number of runs in the user's folder, so that a server cannot fill the disk.
+    """
+
+    name: str
+    data: Any
+    runtime: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    tells: Tells | None = None
+    base: str | None = None
+    expects: dict[Literal["recipe", "base"], str] = {}  # noqa: RUF012
+    max_runs: Count = 20
+
+    @field_validator("name")
+    @classmethod
+    def _a_name(cls, name: str) -> str:
+        if problem := name_problem([name]):
+            raise ValueError(problem)
+        return name
+
+    def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
+        """Return the section ``data`` of the user's own recipe, with the options of the public one."""
+        options = {key: value for key, value in public.items() if key != "given"}
+        if isinstance(self.data, dict) and "dataset" in self.data:
+            return {**options, "dataset": {**self.data["dataset"], "users": [self.name]}}
+        return {**options, "users": {self.name: self.data}}
+
+
+class Participant(Own):
+    """A client's file: the user's own settings, the folder for private state, and how to reach the server."""
+
+    state: Annotated[str, Field(min_length=1)]
+    server: str | None = None
+    certificates: str | None = None
+    key: str | None = None
+
+    @property
+    def own(self) -> Own:
+        """The user's own settings."""
+        return Own(**{name: getattr(self, name) for name in Own.model_fields})
+
+
+def load_participant(path: Path, **changes: Any) -> Participant:
+    """Read a client's file; values of ``changes`` that are not None replace those of the file.
+
+    Raises:
+        RecipeError: The file does not exist, or a value is wrong.
+    """
+    content = read_mapping(path) | {key: value for key, value in changes.items() if value is not None}
+    folder = path.parent
+    read = parse_section(Participant, content, str(path))
+    near = {key: _beside(folder, value) for key in ("state", "certificates", "key") if (value := getattr(read, key))}
+    base = str((folder / read.base).resolve()) if read.base and (folder / read.base).exists() else read.base
+    return read.model_copy(update={**near, "base": base, "data": _anchored(folder, read.data)})
+
+
+def save_participant(path: Path, participant: Participant) -> None:
+    """Write a client's file that only the user can read."""
+    text = yaml.safe_dump(participant.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_text(path, text, private=True)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file whose content is a mapping.
+
+    Raises:
+        RecipeError: The file does not exist, or its content is something else.
+    """
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such file")
+    content = read_yaml(path)
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{path}: got {type(content).__name__}; allowed: a mapping of keys to values")
+    return dict(content)
+
+
+def parse_section(kind: type[Model], content: Any, where: str) -> Model:
+    """Return an object of a pydantic class.
+
+    Args:
+        kind: The class.
+        content: Its fields.
+        where: Name of the place in messages.
+
+    Raises:
+        RecipeError: A value is wrong or missing, or a key unknown.
+    """
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{where}: got {type(content).__name__}; allowed: a mapping of keys to values")
+    try:
+        return kind(**content)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {first_problem(error, kind, None)}") from None
+
+
+def _anchored(folder: Path, data: Any) -> Any:
+    """Make paths relative to the file absolute; leave URLs and names on a hub unchanged."""
+    if isinstance(data, str):
+        return _existing(folder, data)
+    if isinstance(data, Mapping):
+        inner = data.get("dataset")
+        found = {key: _existing(folder, data[key]) for key in PATHS if isinstance(data.get(key), str)}
+        return {**data, **found, **({"dataset": _anchored(folder, inner)} if isinstance(inner, Mapping) else {})}
+    return data
+
+
+def _existing(folder: Path, source: str) -> str:
+    source = os.path.expandvars(os.path.expanduser(source))
+    return str((folder / source).resolve()) if os.path.exists(folder / source) else source
+
+
+def _beside(folder: Path, value: str) -> str:
+    return str((folder / os.path.expanduser(value)).absolute())
+
+
+FILE = "participant.yaml"
+"""File of a participant in its state folder, read when the same command is typed again with the name alone."""
+
+_OF_ONE_USER = ("data", "state", "key")
+
+
+def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapping[str, Any]) -> list[Participant]:
+    """Return the participants of a command line.
+
+    Args:
+        files: Their files.
+        names: Their names, without files; each one's file is then ``NAME/participant.yaml``. With one file, the name
+            replaces that of the file.
+        options: Values that replace those of the files; None where there is none.
+
+    Raises:
+        RecipeError: There is no participant, a setting is missing or wrong, or several would share a setting of one.
+    """
+    count = max(len(files), len(names))
+    if not count:
+        raise RecipeError("client: no user; give a participant's file, or --name and --data")
+    if files and len(names) > 1:
+        raise RecipeError(f"client: got {len(files)} files and {len(names)} names; give files or --name")
+    if count > 1 and (single := next((key for key in _OF_ONE_USER if options.get(key) is not None), None)):
+        raise RecipeError(f"client: got --{single} for {count} users; set `{single}` in each user's file")
+    if files:
+        participants = [load_participant(file, **{**options, "name": next(iter(names), None)}) for file in files]
+    else:
+        participants = [_named_participant(name, options) for name in names]
+    if problem := name_problem([one.name for one in participants]):
+        raise RecipeError(f"client: {problem}")
+    return participants
+
+
+def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
+    """Return the participant of an earlier command with this name, or a new one from the options."""
+    file = Path(as_folder(name)) / FILE
+    if file.exists():
+        return load_participant(file, **{**options, "name": name})
+    content: dict[str, Any] = {"name": name, "state": str(file.parent.absolute())}
+    content |= {key: value for key, value in options.items() if value is not None}
+    if "data" not in content:
+        raise RecipeError(f"user {name!r}: no data; give --data PATH, or a client's file")
+    return Participant(**content)
