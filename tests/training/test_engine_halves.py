@@ -198,9 +198,9 @@ def test_versions_are_rounds_also_where_not_every_round_ends_with_an_exchange(fe
 def test_peers_answer_those_alone_who_have_sent_something(federate: Any) -> None:
     federation = federate(METHODS["pcl"])
     clients, server, names = federation.clients, federation.server, ["ann", "bob", "cem"]
-    assert server.answers(names) == []
+    assert server.with_download(names) == []
     server.aggregate(clients.upload([2, 0], 1, {LOSS: torch.zeros(2)}))
-    assert server.answers(names) == ["ann", "cem"]
+    assert server.with_download(names) == ["ann", "cem"]
 
 
 @pytest.mark.parametrize("method", [METHODS["pcl"], "fedavg", METHODS["fedmerge"]], ids=["pcl", "fedavg", "fedmerge"])

@@ -52,13 +52,13 @@ def test_a_round_is_that_of_wide_gradients(
 ) -> None:
     changes = {"training.experts": OPTIMIZERS[optimizer], "training.router": OPTIMIZERS[optimizer]}
     found = rows_after_a_round(federate, method, **changes)
-    as_it_is = Steps._pass
+    as_it_is = Steps._forward_backward
 
     def wide(self: Steps, *args: Any, **kwargs: Any) -> tuple[Tensor, Tree]:
         losses, gradients = as_it_is(self, *args, **kwargs)
         return losses, Tree({name: gradient.float() for name, gradient in gradients.items()})
 
-    monkeypatch.setattr(Steps, "_pass", wide)
+    monkeypatch.setattr(Steps, "_forward_backward", wide)
     assert torch.equal(found, rows_after_a_round(federate, method, **changes))
     assert found.isfinite().all()
 

@@ -53,14 +53,14 @@ def test_what_is_too_small_for_float16_is_not_lost(federate: Federate, monkeypat
 
     def share_of_zeros(start: float) -> float:
         monkeypatch.setattr(steps, "starting_scales", lambda targets: torch.full((len(targets),), start))
-        weigh = Steps._pass
+        weigh = Steps._forward_backward
 
         def faint(self: Steps, *args: Any, scales: Any = None) -> tuple[torch.Tensor, Tree]:
             losses, gradients = weigh(self, *args, scales=scales * 2**-16)
             return losses, Tree({n: g * 2**16 for n, g in gradients.items()})
 
         with monkeypatch.context() as patch:
-            patch.setattr(Steps, "_pass", faint)
+            patch.setattr(Steps, "_forward_backward", faint)
             found = first_gradients(federate, "fedavg")[1]
         entries = torch.cat([g.flatten() for g in found.values()])
         return float((entries == 0).double().mean())
@@ -74,13 +74,13 @@ def test_who_overflows_takes_the_pass_again_and_nobody_else_notices(
 ) -> None:
     plain = first_gradients(federate, "comigs-1g1s")
     passes: list[list[float]] = []
-    weigh = Steps._pass
+    weigh = Steps._forward_backward
 
     def counted(self: Steps, *args: Any, scales: Any = None) -> tuple[torch.Tensor, Tree]:
         passes.append(scales.tolist())
         return weigh(self, *args, scales=scales)
 
-    monkeypatch.setattr(Steps, "_pass", counted)
+    monkeypatch.setattr(Steps, "_forward_backward", counted)
     monkeypatch.setattr(
         steps, "starting_scales", lambda targets: starting_scales(targets) * torch.tensor([1, 2.0**20, 1])
     )

@@ -507,7 +507,7 @@ def untrained() -> Iterator[None]:
 def describe_sizes(federation: InProcess) -> dict[str, object]:
     """Return the sizes of messages and users, and whether the server needs sums alone."""
     clients, server = federation.clients, federation.server
-    sizes: dict[str, object] = {"adds": bool(server.adds and not getattr(federation, "ordered", False))}
+    sizes: dict[str, object] = {"adds": bool(server.needs_only_sums and not getattr(federation, "ordered", False))}
     user = user_bytes(clients.state, clients.plan.runtime.store)
     return sizes | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
 
@@ -533,7 +533,7 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
     times = {"receive_s": receive_s, "send_s": send_s, "sum_s": 0.0, "aggregate_s": 0.0}
     if server.sums is None:
         times["aggregate_s"] = timed(lambda: server.aggregate(replace(upload, round=server.version)), 3)
-    if server.adds:
+    if server.needs_only_sums:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
         def sum_uploads() -> None:

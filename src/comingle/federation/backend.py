@@ -395,7 +395,7 @@ class NetworkBackend(Backend[ClientReports]):
             self._senders, why = aggregate_uploads(self.session, self._training_answers, self._plan.done)
         if self.server.method.server.peer_to_peer:
             self.session.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
-            self.server.forget()
+            self.server.clear_uploads()
         return why
 
     def evaluate(

@@ -214,7 +214,7 @@ class ServerSession:
         shares = bool(self.model.layout.mask(self.context.method.shared).any())
         if not shares or self.clients[name].version >= self.server.version:
             return False
-        return bool(self.server.answers([name]))
+        return bool(self.server.with_download([name]))
 
     def join_task(self, name: str) -> Task:
         """Return the task that sends a client the public part of the federation."""

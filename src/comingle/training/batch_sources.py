@@ -41,6 +41,7 @@ Generate = Callable[[Sequence[int], Tensor, int], Tensor]
 """Maps rows, prompts and a limit to at most that many tokens that continue them; see ``models.greedy``."""
 
 SCORED_PER_SLOT = 16
+"""Largest number of windows or conversations of a user in one scoring pass."""
 
 
 class BatchShapes:
@@ -221,12 +222,12 @@ class PassBatchSource(BatchSource):
 
     def __init__(self, trainers: Sequence[AnyUser], plan: RunPlan, batch_size: int, *, least: int = 1):
         self.trainers, self.plan, self.batch_size, self.least = as_users(trainers), plan, batch_size, least
-        self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
+        self._epoch_batches: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 
     @abstractmethod
     def count(self, trainer: int, stream: Stream) -> int:
-        """Return the number of samples of a trainer."""
+        """Return the number of samples of a trainer in a split."""
 
     def examples(self, trainer: int) -> int:
         """Return the number of training samples or conversations of a trainer."""
@@ -278,18 +279,27 @@ class PassBatchSource(BatchSource):
     def enter(self, round_number: int) -> None:
         """Set the current round, and drop the cached orders of earlier rounds."""
         if round_number != self._round:
-            self._order, self._round = {}, round_number
+            self._epoch_batches, self._round = {}, round_number
 
     def _batch(
         self, trainer: int, stream: Stream, purpose: str, round_number: int, place: int
     ) -> Int64[Tensor, " batch"]:
+        """Return the sample numbers of one batch of a trainer, padded with ``PAD``; shuffle a new epoch when needed.
+
+        Args:
+            trainer: Number of the trainer.
+            stream: Split to draw from.
+            purpose: Name of the random stream.
+            round_number: The round, counted from 0.
+            place: Number of the batch within the round, counted from 0 over all epochs.
+        """
         count = self.count(trainer, stream)
-        number, at = divmod(place, max(1, self._batches(count)))
-        key = (trainer, purpose, number)
-        if key not in self._order:
-            random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, number)
-            self._order[key] = epoch(count, self.batch_size, random)
-        return self._order[key][at]
+        epoch_number, at = divmod(place, max(1, self._batches(count)))
+        key = (trainer, purpose, epoch_number)
+        if key not in self._epoch_batches:
+            random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
+            self._epoch_batches[key] = epoch(count, self.batch_size, random)
+        return self._epoch_batches[key][at]
 
     def every(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all samples of each trainer, in order, padded with ``PAD``."""
@@ -310,7 +320,7 @@ class Batch:
 
     place: Place
     drawn: Drawn
-    there: Drawn | None = None
+    on_device: Drawn | None = None
 
 
 class Prefetcher(Batches):
@@ -324,42 +334,49 @@ class Prefetcher(Batches):
     def __init__(self, batch_source: BatchSource, device: torch.device):
         self.batch_source, self.device = batch_source, device
         self.stream = torch.cuda.Stream(device)
-        self.now: Batch | None = None
+        self.current: Batch | None = None
         self.ready: dict[Phase, Batch] = {}
 
     def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
         """Return the batch that the source draws, prefetched if possible."""
         place = (tuple(trainers), phase, round_number, step, repeat)
-        early = self.ready.pop(phase, None)
-        if early is None or early.place != place:
-            early = Batch(place=place, drawn=self.batch_source.draw(trainers, phase, round_number, step, repeat))
-        self.now = early
-        return early.drawn
+        batch = self.ready.pop(phase, None)
+        if batch is None or batch.place != place:  # not prefetched, or the cohort has changed
+            batch = Batch(place=place, drawn=self.batch_source.draw(trainers, phase, round_number, step, repeat))
+        self.current = batch
+        return batch.drawn
 
     def move(self, drawn: Drawn, device: torch.device) -> Drawn:
         """Return the batch on the device; copy it now unless it was prefetched."""
-        if self.now is None or drawn is not self.now.drawn or self.now.there is None:
+        if self.current is None or drawn is not self.current.drawn or self.current.on_device is None:
             return drawn.to(device)
         computing = torch.cuda.current_stream(device)
         computing.wait_stream(self.stream)
-        self.now.there.record_stream(computing)  # so that its memory is not reused while it is read
-        return self.now.there
+        self.current.on_device.record_stream(computing)  # so that its memory is not reused while it is read
+        return self.current.on_device
 
     def prefetch(self) -> None:
         """Draw the next batch of the current phase and start to copy it."""
-        place = None if self.now is None else self._following(self.now.place)
-        if place is None or (place[1] in self.ready and self.ready[place[1]].place == place):
+        place = None if self.current is None else self._next_place(self.current.place)
+        if place is None:
+            return
+        phase = place[1]
+        if phase in self.ready and self.ready[phase].place == place:
             return
         drawn = self.batch_source.draw(*place)
         with torch.cuda.stream(self.stream):
-            there = drawn.pin_memory().to(self.device, non_blocking=True)
-        self.ready[place[1]] = Batch(place=place, drawn=drawn, there=there)
+            on_device = drawn.pin_memory().to(self.device, non_blocking=True)
+        self.ready[phase] = Batch(place=place, drawn=drawn, on_device=on_device)
 
-    def _following(self, place: Place) -> Place | None:
+    def _next_place(self, place: Place) -> Place | None:
+        """Return the place of the batch that the same phase needs next; None if there is none in this round.
+
+        Trainers without further local steps are left out.
+        """
         trainers, phase, number, step, repeat = place
         if step < 0:  # before the first step, each batch is for a different phase
             return None
         if repeat + 1 < phase.steps:
             return trainers, phase, number, step, repeat + 1
-        left = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > step + 1)
-        return (left, phase, number, step + 1, 0) if left else None
+        active = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > step + 1)
+        return (active, phase, number, step + 1, 0) if active else None

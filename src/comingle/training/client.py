@@ -165,7 +165,7 @@ class Roster:
         return ({"skipped_users": shown, **more} if shown else {}) | rows
 
     def owners(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the trainer that owns each row."""
+        """Return the number of the trainer that owns each row; a trainer owns one row per copy."""
         return [row % len(self.trainers) for row in rows]
 
     def name(self, row: int) -> str:
@@ -256,7 +256,8 @@ class Users(Roster):
     # ---------------------------------------------------------------- state
 
     @cached_property
-    def _first(self) -> Tensor:
+    def _common_initial_values(self) -> Tensor:
+        """Initial values ``(columns,)`` that all users share, drawn from the random stream of the server."""
         return draw(self.model.layout, self.plan.seed, "server")
 
     def begin(self, rows: Sequence[int]) -> State:
@@ -273,15 +274,15 @@ class Users(Roster):
             local=layout.mask(method.client.trained) & ~layout.mask(method.shared),
             ranks=model.ranks,
             seed=self.plan.seed,
-            first=self._first,
+            first=self._common_initial_values,
             moments=self.plan.training.experts.moments | self.plan.training.router.moments,
             accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
         shared = restrict(layout.views(state.rows), layout, method.shared)
-        for part in method.client.parts:
-            state.kept |= part.start(names, self.plan.seed) | part.start_like(shared)
+        for hook in method.client.parts:
+            state.kept |= hook.start(names, self.plan.seed) | hook.start_like(shared)
         if self.plan.training.uploads == "int8":
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
         if change_updates(self.mechanisms) and self.plan.privacy is not None:
@@ -293,13 +294,16 @@ class Users(Roster):
             layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
 
-    def require_validation(self, there: bool) -> None:
-        """Check that at least one user has validation data.
+    def require_validation(self, any_has_data: bool) -> None:
+        """Check that at least one user has validation data, which ``evaluation.select: best`` needs.
+
+        Args:
+            any_has_data: Whether a user has any.
 
         Raises:
             DataError: No user has any.
         """
-        if not there:
+        if not any_has_data:
             raise DataError(
                 "evaluation.select: best needs validation data, but no user has any; add some (data.task.valid, "
                 "data.questions.valid or a valid split), or use select: last"
@@ -308,9 +312,10 @@ class Users(Roster):
     def update_masks(self) -> None:
         """Recompute the masks of padding after ranks were restored or changed; in memory, zero the padding."""
         if not self.state.in_memory:
+            # One row stands for all if all users have the same numbers of experts and ranks.
             self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
-            alike = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
-            self.padded = self._resizes or not (alike and bool(self.mask.all()))
+            same_shapes = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
+            self.padded = self._resizes or not (same_shapes and bool(self.mask.all()))
             return
         masks = [self.model.mask(r) for r in self.state.ranks.cpu().view(-1, len(self.trainers))]
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
@@ -320,7 +325,8 @@ class Users(Roster):
 
     @property
     def _resizes(self) -> bool:
-        return any(part.resizes for part in self.method.client.parts)
+        """True if a client hook of the method changes LoRA ranks during the run."""
+        return any(hook.resizes for hook in self.method.client.parts)
 
     def apply_masks(self, cohort: Cohort) -> None:
         """Zero the padding of a cohort whose ranks may have changed; in memory, :meth:`update_masks` does so."""
@@ -372,10 +378,12 @@ class Users(Roster):
         )
 
     def _initial_rows(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
+        """Return the parameters of some rows before any training: kept in memory, or drawn again from the seed."""
         return self.initial[list(rows)] if self.state.in_memory else self.begin(rows).rows
 
 
 def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
+    """Set parameters and moments to zero, in place, where ``mask`` is False; without moments, only parameters."""
     for rows in (state.rows, state.first, state.second):
         rows.mul_(mask[:, : rows.shape[1]])
 
@@ -400,17 +408,19 @@ class Clients(Users):
         layout, state = self.model.layout, self.state.without_moments()
         cohort = self.cohort(members, download.version, state=state)
         bounds, tensors = without_bound(download.tensors)
-        models, made = self._completed(cohort, replace(download, tensors=fill_ranks(tensors, layout))), None
-        for part in self.method.client.parts:
-            made = part.receive(cohort, models, download.senders) if made is None else made
-        taken = {name: t[:, 0] for name, t in models.items()} if made is None else made
-        assign(cohort.tensors, layout, self.method.received, taken)
+        models = self._insert_own_models(cohort, replace(download, tensors=fill_ranks(tensors, layout)))
+        combined: Tree | None = None
+        for hook in self.method.client.parts:
+            combined = hook.receive(cohort, models, download.senders) if combined is None else combined
+        # Without a hook that combines models, a download has a single model per user.
+        new_model = {name: t[:, 0] for name, t in models.items()} if combined is None else combined
+        assign(cohort.tensors, layout, self.method.received, new_model)
         if cohort.mask is not None:  # a server may send one model to users of different ranks
             cohort.part.rows.mul_(cohort.mask)
         if change_updates(self.mechanisms):
             keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
-        for part in self.method.client.parts:
-            part.received(cohort)
+        for hook in self.method.client.parts:
+            hook.received(cohort)
         cohort.part.versions.fill_(download.version)
         state.put(members, cohort.part)
 
@@ -419,8 +429,14 @@ class Clients(Users):
         if bool(verdict.tensors[LOWEST].all()):
             self.state.remember(verdict.version)
 
-    def _completed(self, cohort: Cohort, download: Download) -> Tree:
-        """Return the models of peers, with the own model of each receiver, which the wire format leaves out."""
+    def _insert_own_models(self, cohort: Cohort, download: Download) -> Tree:
+        """Return the models of peers, with the own model of each receiver, which the wire format leaves out.
+
+        Args:
+            cohort: The receivers.
+            download: Models ``(users, models, *shape)`` by tensor name; returned unchanged unless it has a sender more
+                than models.
+        """
         models = download.tensors
         if len(download.senders) <= next(iter(models.values())).shape[1]:
             return models
@@ -449,9 +465,9 @@ class Clients(Users):
         if change_updates(self.mechanisms):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
-        form, places = self.plan.training.uploads, list(range(len(cohort.rows)))
-        sent = compress_kept(copies, form, cohort.kept, places, store_residuals=not counts)
-        if form == "int8" and not counts:
+        number_format, places = self.plan.training.uploads, list(range(len(cohort.rows)))
+        sent = compress_kept(copies, number_format, cohort.kept, places, store_residuals=not counts)
+        if number_format == "int8" and not counts:
             state.put(cohort.rows, cohort.part)
         return Upload(
             round=round_number,
@@ -462,14 +478,21 @@ class Clients(Users):
         )
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
-        """Return what users upload besides tensors: amounts of data as weights, and the reports of client hooks.
+        """Return the values that users upload besides tensors: amounts of data as weights, and reports of client hooks.
 
         With differential privacy amounts are not reported, as they would reveal data.
+
+        Args:
+            cohort: The users.
+            members: Their numbers.
+
+        Returns:
+            Values by name, with users on the leading dimension.
         """
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
         reports = counts if self.plan.training.weighting != "uniform" and self.plan.privacy is None else {}
-        for part in self.method.client.parts:
-            reports = reports | part.report(cohort)
+        for hook in self.method.client.parts:
+            reports = reports | hook.report(cohort)
         return reports
 
     # ---------------------------------------------------------------- scores
@@ -489,11 +512,11 @@ class Clients(Users):
     def validate(self) -> dict[str, float]:
         """Return the mean validation loss in nats of each evaluated user that has validation data, by name."""
         pairs = zip(self.scored_rows, self.scored_users, strict=True)
-        with_text = [(row, user) for row, user in pairs if len(user.valid)]
-        if not with_text:
+        with_data = [(row, user) for row, user in pairs if len(user.valid)]
+        if not with_data:
             return {}
-        scores = self.scorer.score(self.models, [user.valid for _, user in with_text], [row for row, _ in with_text])
-        return {user.name: score.mean_loss for (_, user), score in zip(with_text, scores, strict=True)}
+        scores = self.scorer.score(self.models, [user.valid for _, user in with_data], [row for row, _ in with_data])
+        return {user.name: score.mean_loss for (_, user), score in zip(with_data, scores, strict=True)}
 
     @property
     def chosen_round(self) -> int:
@@ -517,10 +540,11 @@ class Clients(Users):
         """Return the number of parameters that each evaluated user trains, without padding."""
         trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
         copies, counts = range(self.method.placement.copies), dict[int, int]()
-        for some in cohorts(self.scored_trainers, self.users_per_message):
-            rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in some]
+        for group in cohorts(self.scored_trainers, self.users_per_message):
+            rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in group]
             masks = self.masks(rows, self.state.without_moments().take(rows))
-            counts |= dict(zip(some, (masks & trained).sum(1).view(len(copies), -1).sum(0).tolist(), strict=True))
+            counts_by_copy = (masks & trained).sum(1).view(len(copies), -1)
+            counts |= dict(zip(group, counts_by_copy.sum(0).tolist(), strict=True))
         return [counts[owner] for owner in self.owners(self.scored_rows)]
 
     def upload_bytes(self) -> list[int]:
@@ -531,9 +555,9 @@ class Clients(Users):
             size = self.model.layout.count(self.method.shared)
             return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
         sent: dict[int, int] = {}
-        for some in cohorts(self.scored_trainers, self.users_per_message):
-            message = self.upload(some, 1, {LOSS: torch.zeros(len(some))}, counts=True)
-            sent |= dict(zip(some, packed_bytes(message), strict=True))
+        for group in cohorts(self.scored_trainers, self.users_per_message):
+            message = self.upload(group, 1, {LOSS: torch.zeros(len(group))}, counts=True)
+            sent |= dict(zip(group, packed_bytes(message), strict=True))
         return [sent[owner] for owner in self.owners(self.scored_rows)]
 
 
@@ -579,44 +603,61 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
         RecipeError: A pass does not fit into memory; names the setting to lower.
     """
     with within_memory(clients.pass_size, len(members), clients.model.device):
-        return _train(clients, members, round_number, tick)
+        return _train_cohorts(clients, members, round_number, tick)
 
 
-def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
+def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
+    """Take the local steps of all participants, as :func:`train` does, without converting out-of-memory errors.
+
+    All copies of a participant are trained. The result has the mean loss of the last one.
+    """
     started, method = time.perf_counter(), clients.method
     clients.steps.known_suspects.clear()
     losses: dict[int, float] = {}
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)
-    working = [copy * len(clients.trainers) + member for copy in copies for member in members]
+    all_rows = [copy * len(clients.trainers) + member for copy in copies for member in members]
     place = {member: i for i, member in enumerate(members)}
-    firsts = clients.state.rows_of(members) if method.client.looks_across else None
-    groups = cohorts(working, clients.pass_size.users)
-    for rows, following in zip(groups, [*groups[1:], []], strict=True):
+
+    first_copies = clients.state.rows_of(members) if method.client.looks_across else None
+    groups = cohorts(all_rows, clients.pass_size.users)
+    for rows, next_rows in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
-        clients.state.prefetch(following)
-        cohort.across = None if firsts is None else firsts[[place[owner] for owner in cohort.owners]]
+        clients.state.prefetch(next_rows)
+        cohort.across = None if first_copies is None else first_copies[[place[owner] for owner in cohort.owners]]
         steps = torch.tensor([clients.batch_source.steps(owner) for owner in cohort.owners])
-        losses_of_steps = _work(clients, cohort, steps, tick)
+        losses_of_steps = _take_local_steps(clients, cohort, steps, tick)
         broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
         _drop_diverged(clients, cohort, broken)
-        for part in method.client.parts:
-            part.end(cohort)
+        for hook in method.client.parts:
+            hook.end(cohort)
         clients.apply_masks(cohort)
         clients.state.put(rows, cohort.part)
         losses |= dict(zip(cohort.owners, (losses_of_steps.sum(0) / steps).tolist(), strict=True))
-        rejected |= {cohort.owners[user]: what for user, what in broken.items()}
-    if any(part.resizes for part in method.client.parts):
+        rejected |= {cohort.owners[user]: reason for user, reason in broken.items()}
+    if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
     seen = len(copies) * sum(clients.batch_source.seen(member) for member in members)
     losses = {user: loss for user, loss in losses.items() if user not in rejected}
     return LocalRound(losses=losses, rejected=rejected, tokens=seen, seconds=time.perf_counter() - started)
 
 
-def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: Tick) -> Float[Tensor, "steps users"]:
-    """Take the local steps of a cohort, ``steps`` of each user, and return all training losses."""
-    for part in clients.method.client.parts:
-        part.begin(cohort)
+def _take_local_steps(
+    clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: Tick
+) -> Float[Tensor, "steps users"]:
+    """Take the local steps of a cohort.
+
+    Args:
+        clients: All clients.
+        cohort: The cohort, updated in place.
+        steps: Number of local steps of each user.
+        tick: Called after each local step.
+
+    Returns:
+        Training losses in nats; 0 where a user has no more steps.
+    """
+    for hook in clients.method.client.parts:
+        hook.begin(cohort)
     if clients.method.client.tuning and clients.phases[0].label == TUNING:
         cohort.reset_moments(clients.method.client.trained)  # tuning starts with new moments
     history = []
@@ -629,12 +670,18 @@ def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: 
 def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
     """Undo the round of users whose values are not finite if the method drops them; otherwise raise.
 
+    Args:
+        clients: All clients.
+        cohort: The cohort; dropped users get their parameters of the start of the round and empty moments.
+        broken: Reasons, by place in the cohort.
+
     Raises:
         DivergenceError: The method does not drop such users.
     """
-    for user, what in broken.items():
+    for user, reason in broken.items():
         if cohort.before is None or not clients.method.client.drops_nonfinite:
-            raise diverged(cohort.names[user], what, clients.steps.suspects(cohort.rows[user], cohort.part.rows[user]))
+            suspects = clients.steps.suspects(cohort.rows[user], cohort.part.rows[user])
+            raise diverged(cohort.names[user], reason, suspects)
         cohort.part.rows[user] = cohort.before[user]
         for t in (cohort.part.first, cohort.part.second, cohort.part.iterations, cohort.part.router_steps):
             t[user] = 0
@@ -661,8 +708,9 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
     clients.phases = [replace(phase, label=TUNING) for phase in clients.method.client.tuning or phases]
     try:
         done = clients.chosen_round if done is None else done
-        some = clients.scored_trainers if members is None else members
-        train(clients, some, min(done, last)) if some else None
+        chosen = clients.scored_trainers if members is None else members
+        if chosen:
+            train(clients, chosen, min(done, last))
         yield
     finally:
         clients.state.release()
@@ -677,24 +725,24 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
         clients: All clients.
         ends: Whether the run ends; before that, only users who are evaluated are updated.
     """
-    parts = [part for part in clients.method.client.parts if type(part).settle is not ClientHook.settle]
+    hooks = [hook for hook in clients.method.client.parts if type(hook).settle is not ClientHook.settle]
     trainers, copies = len(clients.trainers), clients.method.placement.copies
-    some = range(trainers) if ends else clients.scored_trainers
-    everything = [copy * trainers + trainer for copy in range(copies) for trainer in some] if parts else []
-    for rows in cohorts(everything, clients.pass_size.users):
+    chosen = range(trainers) if ends else clients.scored_trainers
+    all_rows = [copy * trainers + trainer for copy in range(copies) for trainer in chosen] if hooks else []
+    for rows in cohorts(all_rows, clients.pass_size.users):
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
-        for part in parts:
-            part.settle(cohort)
+        for hook in hooks:
+            hook.settle(cohort)
         clients.state.put(rows, cohort.part)
 
 
 def finish(clients: Clients) -> None:
     """Run the ``finish`` hooks of the method once after the last exchange; they write the final models."""
     trainers, copies = len(clients.trainers), clients.method.placement.copies
-    parts = clients.method.client.finishing
-    for some in cohorts(range(trainers), clients.users_per_message) if parts else ():
-        everything = [copy * trainers + trainer for copy in range(copies) for trainer in some]
-        for part in parts:
-            cohort = clients.cohort(everything, clients.plan.training.rounds)
-            cohort.part.rows[-len(some) :] = part.finish(cohort)
-            clients.state.put(everything, cohort.part)
+    hooks = clients.method.client.finishing
+    for group in cohorts(range(trainers), clients.users_per_message) if hooks else ():
+        rows = [copy * trainers + trainer for copy in range(copies) for trainer in group]
+        for hook in hooks:
+            cohort = clients.cohort(rows, clients.plan.training.rounds)
+            cohort.part.rows[-len(group) :] = hook.finish(cohort)  # users are evaluated with their last copy
+            clients.state.put(rows, cohort.part)

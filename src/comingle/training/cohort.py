@@ -131,6 +131,7 @@ class TrainSweep:
 
     @cached_property
     def _batches(self) -> list[Int[Tensor, "users batch ..."]]:
+        """Batches of all training data, split to the size of one pass; drawn on first use."""
         drawn = self.batch_source.sweep(self.users, self.round_number)
         return [part for batch in drawn for part in batch.split(self.pass_size.sequences, dim=1)]
 
@@ -144,7 +145,7 @@ class TrainSweep:
         """Return ``q_m(s) ~ prior_m exp(-loss_m(s))``, normalised over models, for each training sample s in order."""
         shares = (prior.log().unsqueeze(2) - torch.cat(self.losses_by_batch(losses), 2)).softmax(1)
         counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
-        return [of_user[:, :count] for of_user, count in zip(shares, counts, strict=True)]
+        return [user_shares[:, :count] for user_shares, count in zip(shares, counts, strict=True)]  # without padding
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
         """Return the mean loss of each user under each model."""
@@ -195,8 +196,10 @@ class Cohort(CohortTensors):
         for moments in (self.part.first, self.part.second):
             moments[:, columns[: moments.shape[1]]] = 0
         for name, count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
-            whole = {role for of, trained in self.steps.plan.method.client.optimizers if of == name for role in trained}
-            count.mul_(0 if bool(columns[self.layout.mask(whole)].all()) else 1)
+            optimizers = self.steps.plan.method.client.optimizers
+            trained_roles = {role for optimizer, trained in optimizers if optimizer == name for role in trained}
+            resets_all = bool(columns[self.layout.mask(trained_roles)].all())
+            count.mul_(0 if resets_all else 1)
 
     def take_steps(self, phase: Phase) -> None:
         """Take the optimizer steps of a phase before the local steps of the round."""
@@ -210,8 +213,9 @@ class Cohort(CohortTensors):
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
         for some, owners in self._with_data():
             tensors = self.steps.tensors(self.part.rows[some])
-            lost = self._sweep(owners).means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
-            losses[some] = lost.to(losses)
+            sweep = self._train_sweep(owners)
+            means = sweep.means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
+            losses[some] = means.to(losses)
         return losses
 
     @torch.no_grad()
@@ -221,7 +225,7 @@ class Cohort(CohortTensors):
         Source: FedEM, eq. 7 and 8.
         """
         tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
-        sweep = self._sweep(owners)
+        sweep = self._train_sweep(owners)
         prior = model.shares(tensors)
         shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
         self.sample_shares = shares
@@ -233,6 +237,9 @@ class Cohort(CohortTensors):
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Return the mean loss in nats of each model on the training batches that each user draws for the round.
 
+        Args:
+            models: Shared tensors ``(users, models, *shape)``.
+
         Returns:
             Mean losses; 0 for users without data.
         """
@@ -240,21 +247,25 @@ class Cohort(CohortTensors):
         count = next(iter(models.values())).shape[1]
         losses = torch.zeros(len(self.rows), count, dtype=self.part.rows.dtype)
         for some, owners in self._with_data():
-            sweep = self._sweep(owners)
+            sweep = self._train_sweep(owners)
             for number in range(count):
                 with_model = self.part.rows[some]
                 assign(layout.views(with_model), layout, shared, {n: t[some, number] for n, t in models.items()})
-                losses[some, number] = sweep.means(self._losses(with_model, owners))[:, 0].to(losses)
+                losses[some, number] = sweep.means(self._loss_function(with_model, owners))[:, 0].to(losses)
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Return the mean validation loss in nats of each model on the data of each user."""
+        """Return the mean validation loss in nats of each model on the data of each user.
+
+        Args:
+            models: Shared tensors ``(users, models, *shape)``.
+        """
         layout, shared = self.layout, self.steps.plan.method.shared
         count = next(iter(models.values())).shape[1]
         pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
 
         def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
-            users, chosen = ([pairs[n][k] for n in numbers] for k in (0, 1))
+            users, chosen = [pairs[n][0] for n in numbers], [pairs[n][1] for n in numbers]
             with_model = self.part.rows[users]
             assign(layout.views(with_model), layout, shared, {n: t[users, chosen] for n, t in models.items()})
             return with_model if self.mask is None else with_model.mul_(self.mask[users])
@@ -265,42 +276,52 @@ class Cohort(CohortTensors):
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Return every loss in nats on the validation data of each user under each component, padded with zeros."""
+        """Return every loss in nats on the validation data of each user under each component, padded with zeros.
+
+        Args:
+            powers: Exponents of the probabilities of each component, in which the losses are differentiable.
+        """
         model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
-        device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
+        device, losses = self.part.rows.device, []
+        options = {} if powers is None else dict[str, Any](powers=powers)
         for drawn in batch_source.held_out(self.owners):
             for part in drawn.to(device).split(self.steps.pass_size.sequences, dim=1):
                 batch: Any = batch_source.read("valid", self.owners, part)
-                found.append(model.component_losses(tensors, self.owners, batch, **taken).flatten(2).double())
-        return torch.cat(found, 2)
+                losses.append(model.component_losses(tensors, self.owners, batch, **options).flatten(2).double())
+        return torch.cat(losses, 2)
 
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
         """Return the mean direction of the inputs of each router; zeros for users without training data.
 
+        Args:
+            instances: Number of training instances of each user.
+            whole: Use the mean input over each window instead of the input at the end of its prompt.
+
         Returns:
             Means of unit vectors ``(users, width)``, by the name of the router's tensor.
         """
-        found = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
+        directions = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
         for some, owners in self._with_data():
             tensors, seen = self.steps.tensors(self.part.rows[some]), self.part.rows.new_zeros(len(some), 1)
             for drawn in self._instances(owners, instances):
                 for part in drawn.split(self.steps.pass_size.sequences, dim=1):
                     for name, x in self.steps.model.router_inputs(tensors, owners, part, whole=whole).items():
-                        found[name][some] += F.normalize(x.to(found[name]), dim=-1).sum(1)
+                        directions[name][some] += F.normalize(x.to(directions[name]), dim=-1).sum(1)
                 seen += (drawn != PAD).any(-1).sum(1, keepdim=True)
-            for t in found.values():
+            for t in directions.values():
                 t[some] /= seen.clamp(min=1)
-        return found
+        return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
         """Yield batches with ``count`` random training instances of each user, padded with ``PAD``."""
+        # The label gives these batches a random stream that no phase of training uses.
         batch_source, phase, seen = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
-        for repeat in range(-(-count // batch_source.batch_size)):
+        for repeat in range(-(-count // batch_source.batch_size)):  # rounded up
             drawn = batch_source.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
-            number = seen + (drawn != PAD).any(-1).cumsum(1)
-            seen = number[:, -1:]
-            yield drawn.masked_fill((number > count).unsqueeze(-1), PAD)
+            instance_number = seen + (drawn != PAD).any(-1).cumsum(1)
+            seen = instance_number[:, -1:]
+            yield drawn.masked_fill((instance_number > count).unsqueeze(-1), PAD)
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Return the tensors of all copies; the cohort holds the copies one after another."""
@@ -317,16 +338,17 @@ class Cohort(CohortTensors):
     def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield the places and the trainers of users with training data, as many as fit one pass at a time."""
         trainers, owners = self.trainers, self.owners
-        some = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
-        for group in cohorts(some, self.steps.pass_size.users):
+        places = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
+        for group in cohorts(places, self.steps.pass_size.users):
             yield group, [owners[i] for i in group]
 
-    def _sweep(self, owners: Sequence[int]) -> TrainSweep:
+    def _train_sweep(self, owners: Sequence[int]) -> TrainSweep:
+        """Return batches that represent the training data of some trainers in this round."""
         return TrainSweep(
             self.steps.batch_source, owners, self.round_number, self.steps.pass_size, self.part.rows.device
         )
 
-    def _losses(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
+    def _loss_function(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
         """Return a function from batches to the losses of the models of these rows."""
         tensors, model = self.steps.tensors(rows), self.steps.model
         return lambda batch: model.losses(tensors, owners, batch)[0].unsqueeze(1)

@@ -58,13 +58,13 @@ class CohortTensors(base.Cohort):
 
     @property
     def began(self) -> Tree:
-        """Tensors at the start of the round, by name."""
+        """Tensors at the start of the round, by name; needs a method with ``looks_back``."""
         assert self.before is not None
         return self.layout.views(self.before)
 
     @property
     def exchanged(self) -> Tree:
-        """Tensors of the first copy of each user at the start of the round, by name."""
+        """Tensors of the first copy of each user at the start of the round, by name; needs a method with ``looks_across``."""
         assert self.across is not None
         return self.layout.views(self.across)
 
@@ -80,25 +80,28 @@ class CohortTensors(base.Cohort):
 
     @contextmanager
     def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
-        """Yield some of these users; on exit, write their changes back."""
+        """Yield a cohort of the users at some places; on exit, write their changes back."""
         if list(at) == list(range(len(self.rows))):
             yield self
             return
-        sub = self._of(at, self.part.take(at))
-        yield sub
-        self.part.put(at, sub.part)
+        subset = self._subset(at, self.part.take(at))
+        yield subset
+        self.part.put(at, subset.part)
 
     def only(self, at: Sequence[int]) -> CohortTensors:
-        """Return a read-only copy of some of these users, without moments."""
-        nothing = self.part.rows.new_empty(len(at), 0)
-        small = {
+        """Return a read-only copy of the users at some places, without moments."""
+        no_moments = self.part.rows.new_empty(len(at), 0)
+        counters = {
             name: getattr(self.part, name)[list(at)] for name in ("iterations", "router_steps", "versions", "ranks")
         }
         rows = self.part.rows[list(at)]
         kept = {name: t[list(at)] for name, t in self.part.kept.items()}
-        return self._of(at, replace(self.part, rows=rows, first=nothing, second=nothing, kept=kept, **small))
+        return self._subset(
+            at, replace(self.part, rows=rows, first=no_moments, second=no_moments, kept=kept, **counters)
+        )
 
-    def _of(self, at: Sequence[int], part: State) -> CohortTensors:
+    def _subset(self, at: Sequence[int], part: State) -> CohortTensors:
+        """Return the users at some places, with ``part`` as their state."""
         return replace(
             self,
             rows=[self.rows[i] for i in at],
@@ -143,7 +146,8 @@ def freeze_columns(
     Yields:
         True on frozen entries; None if nothing is frozen.
     """
-    newcomer = None if newcomer is None or cohort.round_number >= newcomer.rounds else newcomer
+    if newcomer is not None and cohort.round_number >= newcomer.rounds:
+        newcomer = None
     if newcomer is None and beside is None:
         yield None
         return
@@ -198,8 +202,8 @@ def descend(settings: OptimizerSection, rate: float, values: Tensor, gradient: T
     if settings.weight_decay:
         values.mul_(1 - rate * settings.weight_decay)
     users = len(values) if gradient.dtype == values.dtype else max(1, PIECE // max(1, values[:1].numel()))
-    for some, by in zip(values.split(users), gradient.split(users), strict=True):
-        some.sub_(by.to(values.dtype), alpha=rate)
+    for value_piece, gradient_piece in zip(values.split(users), gradient.split(users), strict=True):
+        value_piece.sub_(gradient_piece.to(values.dtype), alpha=rate)
 
 
 @torch.no_grad()
@@ -252,17 +256,17 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
     """
     if GRADIENTS not in cohort.kept:
         return
-    layout, left = cohort.layout, cohort.kept[GRADIENTS]
+    layout, stored = cohort.layout, cohort.kept[GRADIENTS]
     trained = layout.touching(phase.roles)
-    span, found = layout.span(trained), torch.zeros_like(left)
-    for name, view in layout.views(found).items():
+    span, new = layout.span(trained), torch.zeros_like(stored)
+    for name, view in layout.views(new).items():
         if name in gradients:
             view.copy_(gradients.pop(name))
     if cohort.mask is not None:
-        found *= cohort.mask & cohort.mask[:, span].any(1, keepdim=True)
-    left += found
-    gradients |= trained.views(left[:, span].clone())
-    left[:, span] = 0
+        new *= cohort.mask & cohort.mask[:, span].any(1, keepdim=True)
+    stored += new
+    gradients |= trained.views(stored[:, span].clone())
+    stored[:, span] = 0
 
 
 def take_step(
@@ -298,12 +302,14 @@ def take_step(
         gradient *= cohort.mask[:, span]
     if frozen_columns is not None:
         gradient.masked_fill_(frozen_columns[:, span], 0.0)
-    whole = (part.rows, part.first, part.second)
-    found = [t[:, span] if t.shape[1] else t for t in whole]
-    update(settings, rate, found[0], gradient, found[1], found[2], count)
-    for t, new in zip(whole, found, strict=True) if not isinstance(span, slice) else ():
+    all_columns = (part.rows, part.first, part.second)
+    values, first, second = [t[:, span] if t.shape[1] else t for t in all_columns]  # moments may have no columns
+    update(settings, rate, values, gradient, first, second, count)
+    if isinstance(span, slice):  # updated in place through views
+        return
+    for t, updated in zip(all_columns, (values, first, second), strict=True):
         if t.shape[1]:  # indexing with a list made a copy
-            t[:, span] = new
+            t[:, span] = updated
 
 
 def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:

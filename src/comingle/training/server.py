@@ -76,11 +76,16 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return admitted
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return the uploads as the method aggregates them; None to aggregate nothing."""
-        left: Received | None = received
+        """Return the uploads as the method aggregates them; None to aggregate nothing.
+
+        Args:
+            received: Uploads of the round.
+            about: The round and the method's server state.
+        """
+        protected: Received | None = received
         for mechanism in self:
-            left = None if left is None else mechanism.server_sum(left, about)
-        return left
+            protected = None if protected is None else mechanism.server_sum(protected, about)
+        return protected
 
     def charge(self, numbers: Sequence[int]) -> None:
         """Charge a release to the privacy budgets of users, whether or not it was aggregated."""
@@ -159,14 +164,16 @@ class ServerState:
     def state(self) -> Tree:
         """All state to resume from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
-        own = {VERSION: torch.tensor(self.version), RANKS: self._saved_ranks, LOWEST: lowest}
-        return {**self.kept, **own, **self.mechanisms.state}
+        progress = {VERSION: torch.tensor(self.version), RANKS: self._saved_ranks, LOWEST: lowest}
+        return {**self.kept, **progress, **self.mechanisms.state}
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """Ranks to save; a single one for very many users with one constant rank."""
-        alike = len(self.users) > MAX_HASHED_NAMES and not any(part.resizes for part in self.method.client.parts)
-        return self.ranks[:1].clone() if alike and bool((self.ranks == self.ranks[0]).all()) else self.ranks.clone()
+        """Ranks to save ``(users,)``, or a single one ``(1,)`` if all of very many users have the same fixed rank."""
+        ranks_fixed = not any(hook.resizes for hook in self.method.client.parts)
+        may_shorten = len(self.users) > MAX_HASHED_NAMES and ranks_fixed
+        is_constant = may_shorten and bool((self.ranks == self.ranks[0]).all())
+        return self.ranks[:1].clone() if is_constant else self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
         """Restore the state from a checkpoint."""
@@ -175,7 +182,7 @@ class ServerState:
         self.kept = {name: t for name, t in state.items() if name not in others}
         self.version, self.ranks, self.lowest_loss = (
             int(state[VERSION]),
-            _of_all(state[RANKS], self.users),
+            _one_per_user(state[RANKS], len(self.users)),
             float(state[LOWEST]),
         )
 
@@ -199,7 +206,7 @@ class ServerState:
         """True if users share any tensors."""
         return bool(self.layout.mask(self.method.shared).any())
 
-    def forget(self) -> None:
+    def clear_uploads(self) -> None:
         """Delete the uploads of peers after all participants have downloaded."""
         self.kept.clear()
 
@@ -207,8 +214,11 @@ class ServerState:
 class ServerHalf(ServerState):
     """A method's server: sends downloads and aggregates uploads."""
 
-    def answers(self, users: Sequence[str]) -> list[str]:
-        """Return the users that have a download; with peer-to-peer methods, only those that have uploaded."""
+    def with_download(self, users: Sequence[str]) -> list[str]:
+        """Return those of some users for which the server has a download.
+
+        With peer-to-peer methods these are the users that have uploaded in this round.
+        """
         if not self.method.server.peer_to_peer:
             return list(users)
         senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
@@ -233,9 +243,9 @@ class ServerHalf(ServerState):
             RecipeError: They are too small, or ranks differ between users and must not.
         """
         if self.shares and self.mechanisms:
-            sizes, same = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
+            sizes, same_ranks = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
             for mechanism in self.mechanisms:
-                mechanism.check_rounds(sizes, same_ranks=same)
+                mechanism.check_rounds(sizes, same_ranks=same_ranks)
 
     def warn_of_noise(self, plan: RunPlan) -> None:
         """Log a warning if the noise of a private run is larger than the updates of its users."""
@@ -260,29 +270,40 @@ class ServerHalf(ServerState):
 
     @torch.no_grad()
     def aggregate(self, upload: Upload) -> None:
-        """Aggregate the uploads of a round."""
+        """Aggregate the uploads of a round, joined in one message.
+
+        Also charges the privacy budgets of the users, and stores their LoRA ranks.
+        """
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
         self._charge(numbers)
-        about = ServerRound(number=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept)
-        received = self.mechanisms.server_sum(self._received(numbers, tensors, upload), about)
+        context = ServerRound(number=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept)
+        received = self.mechanisms.server_sum(self._make_received(numbers, tensors, upload), context)
         if received is not None:
             self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
     @property
-    def adds(self) -> bool:
-        """True if the server only computes the weighted sums of :class:`Mean`, followed by a step."""
+    def needs_only_sums(self) -> bool:
+        """True if the server only needs the weighted sums of :class:`Mean`, which it follows by a step."""
         server = self.method.server
-        plain = self.sums is None and not any(overrides(one, "server_sum") for one in self.mechanisms)
-        return plain and isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
+        if self.sums is not None or any(overrides(mechanism, "server_sum") for mechanism in self.mechanisms):
+            return False  # secure sums are integers; such mechanisms need each upload
+        return isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
-        """Return the weights of uploads in the sums, by tensor name, if the server :attr:`adds`; reads no tensor."""
+        """Return the weights of uploads in the sums, by tensor name; reads no tensor.
+
+        Only for servers with :attr:`needs_only_sums`.
+
+        Args:
+            names: Names of the shared tensors.
+            upload: The joined uploads; their tensors may be empty.
+        """
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
-        return server.coefficients(self._received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
+        return server.coefficients(self._make_received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
 
     @torch.no_grad()
     def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
@@ -290,7 +311,7 @@ class ServerHalf(ServerState):
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
         self._charge(numbers)
-        server.step(self.kept, sums, self._received(numbers, {}, upload))
+        server.step(self.kept, sums, self._make_received(numbers, {}, upload))
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
@@ -316,7 +337,14 @@ class ServerHalf(ServerState):
         for mechanism in self.mechanisms:
             mechanism.skip_round(received)
 
-    def _received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
+    def _make_received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
+        """Return uploads in the form that strategies and mechanisms take, with weights, ranks and scales of the users.
+
+        Args:
+            numbers: Numbers of the users that have uploaded.
+            tensors: Uploaded tensors ``(users, *shape)``, decompressed.
+            upload: The joined uploads, for reports and ranks.
+        """
         return Received(
             users=numbers,
             tensors=tensors,
@@ -331,6 +359,7 @@ class ServerHalf(ServerState):
 
     @cached_property
     def _roles(self) -> dict[str, frozenset[str]]:
+        """Roles of the shared entries of each tensor, by tensor name."""
         return self.layout.named_roles(self.method.shared)
 
     def _charge(self, numbers: Sequence[int]) -> None:
@@ -352,10 +381,6 @@ class ServerHalf(ServerState):
         """Return the weight of each upload in means: equal, or by the amount of training data."""
         counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
         return averaging_weights(counts)
-
-
-def _of_all(ranks: Int[Tensor, " _"], users: Sequence[str]) -> Int[Tensor, " users"]:
-    return ranks.cpu().expand(len(users)).clone()
 
 
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
@@ -398,12 +423,12 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         raise RecipeError(
             f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
         )
-    half = ServerHalf(
+    server = ServerHalf(
         method=method,
         layout=model.layout,
         users=users,
-        scales=_of_each(model.scales, len(users)),
-        ranks=_of_each(model.ranks, len(users)),
+        scales=_one_per_user(model.scales, len(users)),
+        ranks=_one_per_user(model.ranks, len(users)),
         weighted=plan.training.weighting != "uniform" and plan.privacy is None,
         uploads=uploads,
         clustered=clustered(model, method),
@@ -412,21 +437,21 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         sums=plan.sums,
     )
     if method.shared:
-        first = model.layout.views(_first_models(model, method, plan.seed))
-        models = restrict(first, model.layout, method.received)
+        all_roles = model.layout.views(_initial_models(model, method, plan.seed))
+        models = restrict(all_roles, model.layout, method.received)
         roles = model.layout.named_roles(method.received)
-        setup = ServerSetup(models=models, users=half.users, scales=half.scales, seed=plan.seed, roles=roles)
+        setup = ServerSetup(models=models, users=server.users, scales=server.scales, seed=plan.seed, roles=roles)
         kept = method.server.start(setup)
-        half.kept = {name: t.to(model.device) for name, t in kept.items()}
-    return half
+        server.kept = {name: t.to(model.device) for name, t in kept.items()}
+    return server
 
 
-def _of_each(values: Tensor, users: int) -> Tensor:
+def _one_per_user(values: Tensor, users: int) -> Tensor:
     """Return one value per user; a single value is repeated."""
     return values.cpu().expand(users).clone()
 
 
-def _first_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
+def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
     """Return the initial models of the server, each with its own weights; users start from the first."""
     count, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)

@@ -60,19 +60,27 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors with users on the leading dimension, by name."""
-        return {name: getattr(self, name) for name in _USERS} | {_KEPT + name: t for name, t in self.kept.items()}
+        return {name: getattr(self, name) for name in _USER_TENSORS} | {
+            _KEPT_PREFIX + name: t for name, t in self.kept.items()
+        }
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
-        """Return a state with other tensors, under the names of :meth:`tensors`."""
-        return replace(self._with(tensors), best=best)
+        """Return a state with other tensors, under the names of :meth:`tensors`.
 
-    def _with(self, tensors: dict[str, Tensor]) -> State:
-        by_part = {name.removeprefix(_KEPT): t for name, t in tensors.items() if name.startswith(_KEPT)}
-        return replace(self, **{name: tensors[name] for name in _USERS}, kept=by_part)
+        Args:
+            tensors: The new tensors.
+            best: Tensors of the best round, as in :attr:`best`.
+        """
+        return replace(self._with_tensors(tensors), best=best)
+
+    def _with_tensors(self, tensors: dict[str, Tensor]) -> State:
+        """Return a state with other tensors, under the names of :meth:`tensors`; ``best`` is unchanged."""
+        kept = {name.removeprefix(_KEPT_PREFIX): t for name, t in tensors.items() if name.startswith(_KEPT_PREFIX)}
+        return replace(self, **{name: tensors[name] for name in _USER_TENSORS}, kept=kept)
 
     def copy(self) -> State:
         """Return a deep copy."""
-        return self._with({name: t.clone() for name, t in self.tensors().items()})
+        return self._with_tensors({name: t.clone() for name, t in self.tensors().items()})
 
     def without_moments(self) -> State:
         """Return a state that shares all tensors except the moments, which are empty; for work without steps."""
@@ -95,15 +103,15 @@ class State:
 
     def restored_best(self) -> State:
         """Return the state as it was after the best round."""
-        return self._with({name: self.best[name].clone() for name in self.tensors()})
+        return self._with_tensors({name: self.best[name].clone() for name in self.tensors()})
 
     def take(self, users: Sequence[int]) -> State:
         """Return the rows of some users: a view if they are consecutive, otherwise a copy."""
-        return self._with({name: t[_index(users)] for name, t in self.tensors().items()})
+        return self._with_tensors({name: t[_slice_or_list(users)] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write back the result of :meth:`take`; does nothing if it was a view."""
-        index = _index(users)
+        index = _slice_or_list(users)
         if isinstance(index, slice):
             return
         for name, t in self.tensors().items():
@@ -151,11 +159,15 @@ class State:
         return read()
 
 
-_USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
-_KEPT = "kept/"
+_USER_TENSORS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
+"""Attributes of :class:`State` that are tensors with users on the leading dimension."""
+
+_KEPT_PREFIX = "kept/"
+"""Prefix of the names of tensors of client hooks in :meth:`State.tensors`."""
 
 
-def _index(users: Sequence[int]) -> slice | list[int]:
+def _slice_or_list(users: Sequence[int]) -> slice | list[int]:
+    """Return an index for the rows of users: a slice, which makes views, if they are consecutive, otherwise a list."""
     first, last = users[0], users[-1] + 1
     return slice(first, last) if list(users) == list(range(first, last)) else list(users)
 
@@ -258,11 +270,11 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
     """
     if list(was) == list(now):
         return state
-    at = UserNumbers(was)(now)
+    old_places = UserNumbers(was)(now)
     copies = len(state.rows) // len(was)
-    rows = [copy * len(was) + i for copy in range(copies) for i in at]
-    by_user = state.tensors()
-    return state.filled(_taken(by_user, by_user, rows), _taken(state.best, by_user, rows))
+    rows = [copy * len(was) + i for copy in range(copies) for i in old_places]
+    tensors = state.tensors()
+    return state.filled(_reorder_users(tensors, tensors, rows), _reorder_users(state.best, tensors, rows))
 
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
@@ -274,10 +286,17 @@ def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Co
         now: The same names in the new order.
         by_user: Names of the tensors that have users on the leading dimension.
     """
-    return kept if was is now else _taken(kept, by_user, UserNumbers(was)(now))
+    return kept if was is now else _reorder_users(kept, by_user, UserNumbers(was)(now))
 
 
-def _taken(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
+def _reorder_users(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
+    """Return tensors whose rows are selected by ``at``, except those that hold no value per user.
+
+    Args:
+        tensors: Tensors by name.
+        names: Names of the tensors with users on the leading dimension; a single row stands for all users.
+        at: Place in ``tensors`` of each row of the result.
+    """
     return {name: t[list(at)] if name in names and len(t) > 1 else t for name, t in tensors.items()}
 
 

@@ -134,12 +134,22 @@ def find_broken(
 Pass = Callable[[Float[Tensor, " users"]], tuple[Float[Tensor, " users"], Tree]]
 """A pass: maps loss scales to unscaled losses and scaled gradients."""
 
-_HEADROOM, _LOWER, _LOWEST = 2.0**4, 2.0**-4, 2.0**-24
+_TARGET_SCALE = 2.0**4
+"""Magnitude to which gradients at the head are scaled, for every batch size."""
+
+_SCALE_DECAY = 2.0**-4
+"""Factor of a loss scale after its gradients overflow."""
+
+_SMALLEST_SCALE = 2.0**-24
+"""Loss scale below which gradients are returned even if they overflow; the smallest positive float16 number."""
 
 
 def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """Return ``2^4`` times the largest power of two that is at most the number of targets of a user."""
-    return _HEADROOM * torch.exp2(torch.log2(targets.clamp(min=1).float()).floor())
+    """Return the first loss scale to try for each user.
+
+    It is ``2^4`` times the largest power of two that is at most the number of targets.
+    """
+    return _TARGET_SCALE * torch.exp2(torch.log2(targets.clamp(min=1).float()).floor())
 
 
 def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " users"], Tree]:
@@ -155,14 +165,14 @@ def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " u
     scales = starting_scales(targets)
     while True:
         losses, gradients = run(scales)
-        found = Tree({n: g / scales.to(g.device).view(-1, *[1] * (g.dim() - 1)) for n, g in gradients.items()})
-        if any(isinstance(g, FakeTensor) for g in found.values()):  # shapes only, to count costs
-            return losses, found
-        fits = ~losses.isfinite()  # the scale does not change the loss
-        fits |= torch.stack([g.flatten(1).isfinite().all(1).cpu() for g in found.values()]).all(0)
-        if bool((fits | (scales <= _LOWEST)).all()):
-            return losses, found
-        scales = torch.where(fits, scales, scales * _LOWER)
+        unscaled = Tree({n: g / scales.to(g.device).view(-1, *[1] * (g.dim() - 1)) for n, g in gradients.items()})
+        if any(isinstance(g, FakeTensor) for g in unscaled.values()):  # shapes only, to count costs
+            return losses, unscaled
+        done = ~losses.isfinite()  # no scale would help, as the loss itself is not scaled
+        done |= torch.stack([g.flatten(1).isfinite().all(1).cpu() for g in unscaled.values()]).all(0)
+        if bool((done | (scales <= _SMALLEST_SCALE)).all()):
+            return losses, unscaled
+        scales = torch.where(done, scales, scales * _SCALE_DECAY)
 
 
 TUNING = "tuning"
@@ -193,8 +203,8 @@ class PrivateSteps:
     def leaves(self, phase: Phase, layout: Layout) -> list[str]:
         """Return the names of the tensors with entries that a phase trains and users share."""
         shared, roles = self.plan.method.shared, phase.roles
-        both = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
-        return [name for name, entries in both if any(sent and moves for sent, moves in entries)]
+        flags = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
+        return [name for name, entries in flags if any(sent and trained for sent, trained in entries)]
 
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
         """Return the names of the tensors whose gradients need no noise.
@@ -205,8 +215,8 @@ class PrivateSteps:
             everything: Return all tensors that the phase trains, not only those with local entries.
         """
         slots, shared, reached = layout.touching(phase.reached).slots, self.plan.method.shared, phase.reached
-        both = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
-        return [name for name, entries in both if everything or any(moves and not sent for sent, moves in entries)]
+        flags = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
+        return [name for name, entries in flags if everything or any(used and not sent for sent, used in entries)]
 
     def local_roles(self, layout: Layout) -> frozenset[str]:
         """Return the roles that are trained without noise."""
@@ -249,21 +259,21 @@ class PrivateSteps:
             cohort: The cohort.
             phase: Phase of the step.
             place: Step of the round and repeat within the phase.
-            at: Places in the cohort of the users whose shared gradients are noised.
+            at: Places in the cohort of the users whose shared gradients are noised; those of other users are plain.
             plain: Losses and gradients without noise, for all other entries; None if the phase trains only shared
                 entries.
 
         Returns:
             Mean losses, and gradients ``(users, *shape)`` of all tensors that the phase trains.
         """
-        losses, own = plain or (torch.zeros(len(cohort.rows)), Tree())
+        losses, plain_gradients = plain or (torch.zeros(len(cohort.rows)), Tree())
         if not at:
-            return losses, own
-        some = cohort if len(at) == len(cohort.rows) else cohort.only(at)
-        found, shared = self.gradients(model, batch_source, pass_size, some, phase, place)
+            return losses, plain_gradients
+        noised_users = cohort if len(at) == len(cohort.rows) else cohort.only(at)
+        noised_losses, noised = self.gradients(model, batch_source, pass_size, noised_users, phase, place)
         if plain is None:
-            losses[list(at)] = found
-        return losses, self.merge(model.layout, phase, own, shared, at, len(cohort.rows))
+            losses[list(at)] = noised_losses
+        return losses, self.merge(model.layout, phase, plain_gradients, noised, at, len(cohort.rows))
 
     def gradients(
         self,
@@ -288,19 +298,21 @@ class PrivateSteps:
             Losses, and gradients ``(users, ...)`` cut to the shared entries of each tensor.
         """
         layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
-        kept = layout.roles - self.local_roles(layout)
+        kept_roles = layout.roles - self.local_roles(layout)
         works = [self.work(batch_source, owner) for owner in cohort.owners]
-        stamps = [digest({n: t[i] for n, t in self._shared(layout, rows).items()}) for i in range(len(rows))]
-        streams = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
-        tensors, leaves = restrict(model.tensors(rows), layout, kept), self.leaves(phase, layout)
+        # A digest of the shared tensors: a repeated step from other tensors must not reuse noise.
+        shared = self._shared_tensors(layout, rows)
+        digests = [digest({n: t[i] for n, t in shared.items()}) for i in range(len(rows))]
+        streams = [(name, number, phase.purpose, *place, d) for name, d in zip(cohort.names, digests, strict=True)]
+        tensors, leaves = restrict(model.tensors(rows), layout, kept_roles), self.leaves(phase, layout)
 
-        def sums(part: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
-            return self.clipped_sums(model, batch_source, tensors, leaves, cohort, part, bound)
+        def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
+            return self.clipped_sums(model, batch_source, tensors, leaves, cohort, examples, bound)
 
         step = PrivateStep(works=works, streams=streams, batch=pass_size.sequences, clipped_sums=sums)
         with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # no public seed
-            means, found = self.mechanism.client_gradients(step)
-        return means.float(), {name: t.to(rows.dtype) for name, t in found.items()}
+            means, gradients = self.mechanism.client_gradients(step)
+        return means.float(), {name: t.to(rows.dtype) for name, t in gradients.items()}
 
     def clipped_sums(
         self,
@@ -309,10 +321,10 @@ class PrivateSteps:
         tensors: Tree,
         leaves: Sequence[str],
         cohort: CohortTensors,
-        part: Int[Tensor, "u n"],
+        numbers: Int[Tensor, "u n"],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """Return sums over numbered examples of clipped gradients and of losses, both float64.
+        """Return sums over examples, given by number, of clipped gradients and of losses, both float64.
 
         Args:
             model: The model.
@@ -320,10 +332,10 @@ class PrivateSteps:
             tensors: Tensors of the users.
             leaves: Names of the tensors to differentiate.
             cohort: Users of the step.
-            part: Numbers of the examples of each user.
+            numbers: Numbers of the examples of each user, padded with ``PAD``.
             bound: Clip norm of the gradient of one example.
         """
-        drawn = batch_source.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
+        drawn = batch_source.numbered(cohort.owners, numbers, cohort.round_number).to(cohort.part.rows.device)
         return self.sums_over(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
 
     def sums_over(
@@ -350,20 +362,21 @@ class PrivateSteps:
             bound: Clip norm of the gradient of one example.
         """
         users, count = drawn.shape[:2]
-        who = [owner for owner in owners for _ in range(count)]
-        wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
+        owner_of_example = [owner for owner in owners for _ in range(count)]
+        repeated = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
         for name in leaves:
-            wide[name].requires_grad_()
-        rows = drawn.flatten(0, 1).unsqueeze(1)
-        batch: Any = batch_source.read("train", who, rows)
-        losses = model.without(self.local_roles(model.layout)).losses_of_each(wide, who, batch)
-        means = losses.flatten(1).sum(1) / batch_source.counted(rows).clamp(min=1)
-        found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
-        changes = clipped(dict(zip(leaves, found, strict=True)), bound)
-        sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in changes.items()}
+            repeated[name].requires_grad_()
+        examples = drawn.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
+        batch: Any = batch_source.read("train", owner_of_example, examples)
+        losses = model.without(self.local_roles(model.layout)).losses_of_each(repeated, owner_of_example, batch)
+        means = losses.flatten(1).sum(1) / batch_source.counted(examples).clamp(min=1)
+        gradients = torch.autograd.grad(means.sum(), [repeated[n] for n in leaves], materialize_grads=True)
+        bounded = clipped(dict(zip(leaves, gradients, strict=True)), bound)
+        sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in bounded.items()}
         return sums, means.detach().double().view(users, count).sum(1).cpu()
 
-    def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
+    def _shared_tensors(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
+        """Return views of the shared entries of the tensors, by name."""
         return restrict(layout.views(rows), layout, self.plan.method.shared)
 
     def merge(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
@@ -377,21 +390,21 @@ class PrivateSteps:
             at: Places of the users with noised gradients.
             users: Number of users in the cohort.
         """
-        whole = Tree()
+        merged = Tree()
         for slot in layout.touching(phase.reached).slots:
             if slot.name not in noised:
-                whole[slot.name] = plain[slot.name]
+                merged[slot.name] = plain[slot.name]
                 continue
-            made = noised[slot.name]
-            full = plain.get(slot.name)
-            full = made.new_zeros(users, *slot.shape) if full is None else full.clone()
-            keep = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
-            if len(keep) == len(slot.roles):
-                full[list(at)] = made
+            noised_entries = noised[slot.name]
+            gradient = plain.get(slot.name)
+            gradient = noised_entries.new_zeros(users, *slot.shape) if gradient is None else gradient.clone()
+            shared_entries = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
+            if len(shared_entries) == len(slot.roles):
+                gradient[list(at)] = noised_entries
             else:
-                full[torch.tensor(at).unsqueeze(1), torch.tensor(keep)] = made
-            whole[slot.name] = full
-        return whole
+                gradient[torch.tensor(at).unsqueeze(1), torch.tensor(shared_entries)] = noised_entries
+            merged[slot.name] = gradient
+        return merged
 
 
 def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
@@ -462,10 +475,11 @@ class Steps:
     @property
     def local_steps(self) -> int:
         """Largest number of local steps per round over all trainers."""
-        return self._steps_here if self.most_steps is None else self.most_steps
+        return self._local_steps_here if self.most_steps is None else self.most_steps
 
     @cached_property
-    def _steps_here(self) -> int:
+    def _local_steps_here(self) -> int:
+        """Largest number of local steps per round over the trainers of this process."""
         return max(self.batch_source.steps(i) for i in self.batch_source.trainers.largest_users)
 
     @property
@@ -496,15 +510,15 @@ class Steps:
         losses = torch.zeros(len(cohort.rows))
         numbered = list(enumerate(zip(cohort.part.iterations.tolist(), active.tolist(), strict=True)))
         for phase in phases:
-            if cohort.round_number % phase.turns != phase.turn:
+            if cohort.round_number % phase.turns != phase.turn:  # another phase has this round
                 continue
-            due = [i for i, (n, works) in numbered if works and (n + 1) % phase.every == 0]
+            due = [i for i, (steps_done, is_active) in numbered if is_active and (steps_done + 1) % phase.every == 0]
             if not due:
                 continue
             step_losses = torch.zeros(len(due))
-            with cohort.some(due) as sub:
-                step_losses = self.take(sub, phase, step)
-            if phase.optimizer != "router":
+            with cohort.some(due) as due_users:
+                step_losses = self.take(due_users, phase, step)
+            if phase.optimizer != "router":  # a router may train on validation data; report training losses only
                 losses[due] = step_losses
         cohort.part.iterations += active.to(cohort.part.iterations)
         return losses
@@ -521,44 +535,65 @@ class Steps:
             Mean loss of each user over these steps.
         """
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
-        for i in range(phase.steps):
+        for repeat in range(phase.steps):
             with freeze_columns(
                 self.frozen_columns, cohort, self.trainers, self.model.layout.beside(phase.roles)
             ) as frozen_columns:
                 if self.private is not None and self.private.applies(phase, self.model.layout):
-                    losses, gradients = self._private(self.private, cohort, phase, step, i)
+                    losses, gradients = self._private_gradients(self.private, cohort, phase, step, repeat)
                 else:
-                    losses, gradients = self._plain(cohort, phase, step, i)
+                    losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spreads NaN
                     self.suspects(cohort.rows[place], cohort.part.rows[place])
-                for part in self.plan.method.client.parts:
-                    part.correct(cohort, gradients)
+                for hook in self.plan.method.client.parts:
+                    hook.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
                 self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), frozen_columns)
             total += losses
         return total / phase.steps
 
-    def _plain(
+    def _batch_gradients(
         self, cohort: CohortTensors, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients of a new batch of each user."""
+        """Draw a batch for each user, and return mean losses and gradients on it.
+
+        Args:
+            cohort: The cohort.
+            phase: The phase.
+            step: Local step within the round; -1 before the first one.
+            repeat: Repeat of the phase within the step.
+            names: Names of the tensors to differentiate; all that the phase trains if None.
+        """
         number = cohort.round_number
         drawn = self.batches.draw(cohort.owners, phase, number, step, repeat)
-        noise = self._noise(cohort.names, number, phase.purpose, step, repeat)
+        noise = self._router_noise(cohort.names, number, phase.purpose, step, repeat)
         with self.model.randomness(self.plan.seed, cohort.names[0], number, step, repeat):
             return self.gradient(cohort, drawn, phase, noise, names)
 
-    def _private(
+    def _private_gradients(
         self, private: PrivateSteps, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients; those of shared and uploaded entries come from a privacy mechanism."""
-        at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
+        """Return losses and gradients; those of shared entries that are uploaded come from a privacy mechanism.
+
+        Args:
+            private: The private steps.
+            cohort: The cohort.
+            phase: The phase.
+            step: Local step within the round.
+            repeat: Repeat of the phase within the step.
+        """
+        at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]  # only first copies are uploaded
         names = private.local_leaves(phase, self.model.layout, everything=len(at) < len(cohort.rows))
-        plain = self._plain(cohort, phase, step, repeat, names) if names else None
+        plain = self._batch_gradients(cohort, phase, step, repeat, names) if names else None
         return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
-        """Return the optimizers that may have made a row non-finite; the first result of a round is cached."""
+        """Return the optimizers that may have made a row non-finite; the first result of a round is cached.
+
+        Args:
+            row: Number of the row.
+            values: Its parameters.
+        """
         if row not in self.known_suspects:
             trained: dict[str, frozenset[str]] = {}
             for name, roles in self.plan.method.client.optimizers:
@@ -566,8 +601,13 @@ class Steps:
             self.known_suspects[row] = find_suspects(self.model.layout, values, trained)
         return self.known_suspects[row]
 
-    def _noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
-        """Return noise for the router logits, from one random stream per user; None if the mixture has no noise."""
+    def _router_noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
+        """Return noise for the router logits, from one random stream per user; None if the mixture has no noise.
+
+        Args:
+            names: Names of the users.
+            place: Round, purpose of the phase, step and repeat, which complete the key of a stream.
+        """
         mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.noise:
             return None
@@ -602,8 +642,8 @@ class Steps:
             count = part.router_steps if name == "router" else part.iterations + 1
             trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
             take_step(trained, cohort, gradients, settings, rate, count, frozen_columns)
-            for client_part in self.plan.method.client.parts:
-                client_part.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
+            for hook in self.plan.method.client.parts:
+                hook.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
 
     # ---------------------------------------------------------------- gradients
 
@@ -628,11 +668,11 @@ class Steps:
             names: Names of the tensors to differentiate; all if None.
         """
         if self.model.dtype == torch.float16:
-            run = partial(self._pass, cohort, drawn, phase, noise, names)
+            run = partial(self._forward_backward, cohort, drawn, phase, noise, names)
             return scaled(lambda scales: run(scales=scales), self.batch_source.counted(drawn))
-        return self._pass(cohort, drawn, phase, noise, names)
+        return self._forward_backward(cohort, drawn, phase, noise, names)
 
-    def _pass(
+    def _forward_backward(
         self,
         cohort: CohortTensors,
         drawn: Int[Tensor, "users batch ..."],
@@ -641,13 +681,24 @@ class Steps:
         names: Collection[str] | None,
         scales: Float[Tensor, " users"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Run one pass of :meth:`gradient` with given loss scales.
+        """Run forward and backward passes, in micro-batches, with given loss scales; see :meth:`gradient`.
 
-        Only the tensors in question require a gradient, so that nothing is computed or kept for the rest.
+        Only the tensors to differentiate require a gradient, so that nothing is computed or kept for the rest.
+
+        Args:
+            cohort: The cohort; running statistics of its nets are updated.
+            drawn: A batch of each user, as drawn.
+            phase: The phase.
+            noise: Noise that is added to router logits.
+            names: Names of the tensors to differentiate; all if None.
+            scales: Factor of the loss of each user in the backward pass; none if None.
+
+        Returns:
+            Mean losses, and gradients that are multiplied by the scales.
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
-        whole, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
-        if self.model.batchwise and len(whole.unique()) > 1:
+        num_targets, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
+        if self.model.batchwise and len(num_targets.unique()) > 1:
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
         if noise is not None:  # noise is added, so gradients at the noisy logits are those of the logits
@@ -661,32 +712,34 @@ class Steps:
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         # Gradients that go straight into a step keep the dtype that they were computed in.
-        wide = drawn.shape[1] > self.pass_size.sequences or bool(self.plan.method.client.parts) or names is not None
-        for part in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
-            counted = self.batch_source.counted(part)
-            share = counted.to(rows.dtype) / whole.to(rows)
-            batch: Any = self.batch_source.read(phase.stream, owners, part)
-            sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
+        is_micro_batched = drawn.shape[1] > self.pass_size.sequences
+        in_dtype_of_rows = is_micro_batched or bool(self.plan.method.client.parts) or names is not None
+        for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
+            counted = self.batch_source.counted(micro_batch)
+            share = counted.to(rows.dtype) / num_targets.to(rows)  # of the targets of the whole batch
+            batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
+            sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(micro_batch)}
             # Restricted again for each pass: its backward pass frees the buffers of the previous one.
-            taken = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
-            losses, penalty = model.losses(taken, owners, batch, train=True, **sample_shares)
+            used = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
+            losses, penalty = model.losses(used, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.plan.training.balance_weight * penalty
-            for extra in self.plan.method.client.parts:
-                objective = objective + extra.penalty(tensors, cohort.ranks)
+            for hook in self.plan.method.client.parts:
+                objective = objective + hook.penalty(tensors, cohort.ranks)
             leaves = [tensors[name] for name in trained]
             weight = share if scales is None else share * scales.to(share)
-            gradients_found = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
-            grads = self._preconditioned(tensors, dict(zip(trained, gradients_found, strict=True)))
-            for name, gradient in grads.items():
-                found = gradient.to(rows.dtype) if wide else gradient
-                gradients[name] = gradients[name] + found if name in gradients else found
+            new_gradients = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
+            preconditioned = self._preconditioned(tensors, dict(zip(trained, new_gradients, strict=True)))
+            for name, gradient in preconditioned.items():
+                added = gradient.to(rows.dtype) if in_dtype_of_rows else gradient
+                gradients[name] = gradients[name] + added if name in gradients else added
             total += (share * means.detach()).float()
         keep_statistics(layout, rows, tensors)
         self.batches.prefetch()
         return total.cpu(), gradients
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:
+        """Return the gradients as the mixture preconditions them; unchanged for methods that do not."""
         mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.precondition:
             return gradients
@@ -699,16 +752,23 @@ class Steps:
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Run :meth:`gradient` on users with equal batch sizes at a time: batch norm would see padding."""
+        """Run :meth:`gradient` on users with equal batch sizes at a time: batch norm would see padding.
+
+        Args:
+            cohort: The cohort.
+            drawn: A batch of each user, padded to the largest size.
+            phase: The phase.
+            noise: Noise that is added to router logits.
+        """
         sizes, rows = self.batch_source.counted(drawn), cohort.part.rows
         total, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
             noise_of_some = None if noise is None else noise[at]
-            some = cohort.only(at.tolist())
-            total[at], gradients_found = self.gradient(some, drawn[at, :size], phase, noise_of_some)
-            rows[at] = some.part.rows  # with updated running statistics
-            for name, gradient in gradients_found.items():
+            same_size = cohort.only(at.tolist())
+            total[at], new_gradients = self.gradient(same_size, drawn[at, :size], phase, noise_of_some)
+            rows[at] = same_size.part.rows  # with updated running statistics
+            for name, gradient in new_gradients.items():
                 gradients[name][at] = gradient
         return total, gradients

@@ -343,7 +343,7 @@ class Sharded(InProcess):
 
     def _answers(self, asked: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
         """Return the part of the download of each process; tensors that all have in common go to ``common``."""
-        names = [self.server.answers(some) for some in asked]
+        names = [self.server.with_download(some) for some in asked]
         flat = [name for some in names for name in some]
         if not flat:
             return [({"answered": False}, {})] * len(asked)
@@ -382,7 +382,7 @@ class Sharded(InProcess):
         """Aggregate the uploads of the round; return why there is no sum, or an empty string."""
         assert self._sent is not None
         sent, self._sent = self._sent, None
-        adds = self.server.adds and not self.ordered
+        adds = self.server.needs_only_sums and not self.ordered
         whole = self._gather_uploads(replace(sent, tensors={}) if adds else sent)
         if adds and (users := self.ranks.share(lambda: [] if whole is None else list(whole.users))):
             sums = self._sums(sent, whole, users)
@@ -392,7 +392,7 @@ class Sharded(InProcess):
         self._share_version()
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(sent.users))
-            self.server.forget()
+            self.server.clear_uploads()
         return why
 
     def _take(self, whole: Upload | None) -> str:

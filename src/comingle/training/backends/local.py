@@ -302,7 +302,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def download(self, members: Sequence[int]) -> None:
         """Send the current server version to stale users."""
         stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
-        names = self.server.answers([self.clients.names[member] for member in stale])
+        names = self.server.with_download([self.clients.names[member] for member in stale])
         for some in cohorts(names, self.clients.users_per_message):
             self._answer(some)
 
@@ -344,7 +344,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         users, self._sent = self._sent.users, self.server.aggregate(self._sent)
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(users))
-            self.server.forget()
+            self.server.clear_uploads()
         return ""
 
     def _sum(self, sums: Sums, sent: Upload) -> str:
