@@ -40,8 +40,10 @@ OF_SERVER = "server/"
 """Prefix of the names of the server's tensors."""
 
 _ROWS = "user/"
-_SERVER = OF_SERVER
+"""Prefix of the names of the users' parameters."""
+
 _BEST = "best/"
+"""Prefix of the names of tensors as of the best round."""
 
 
 @dataclass(kw_only=True)
@@ -113,6 +115,7 @@ class Progress:
 
 
 _COUNTED = {one.name for one in fields(Clock)} & {one.name for one in fields(Progress)}
+"""Attributes that :class:`Clock` and :class:`Progress` have in common."""
 
 
 def progress_of(
@@ -180,12 +183,12 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
     Raises:
         RunError: The disk cannot be written to; older checkpoints stay.
     """
-    folder, draft = places(run, progress.round)
-    with written(folder, draft):
+    folder, draft = folder_and_draft(run, progress.round)
+    with write_errors(folder, draft):
         draft.mkdir(parents=True)
 
         def write_all() -> list[str]:
-            write_tensors(draft / STATE, named(layout, state, kept))
+            write_tensors(draft / STATE, named_tensors(layout, state, kept))
             return [STATE]
 
         if STATE not in state.save(draft, list_checkpoints(run), write_all):
@@ -194,7 +197,7 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
     return folder
 
 
-def places(run: Path, done: int) -> tuple[Path, Path]:
+def folder_and_draft(run: Path, done: int) -> tuple[Path, Path]:
     """Return the folder of a checkpoint and that of its draft; delete an existing draft."""
     folder = run / "checkpoints" / f"round-{done:04d}"
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -203,10 +206,12 @@ def places(run: Path, done: int) -> tuple[Path, Path]:
 
 
 @contextmanager
-def written(folder: Path, draft: Path | None) -> Iterator[None]:
+def write_errors(folder: Path, draft: Path | None) -> Iterator[None]:
     """Convert errors of writing a checkpoint in the block to a run error.
 
-    The draft is deleted, unless it is None because other processes still write to it.
+    Args:
+        folder: Final folder of the checkpoint, for the error.
+        draft: Folder to delete after an error; None if other processes still write to it.
 
     Raises:
         RunError: The disk cannot be written to.
@@ -271,7 +276,7 @@ def read_progress(folder: Path) -> Progress:
         for name, kind in get_type_hints(Progress).items():
             if name not in content:
                 continue  # the constructor raises
-            if not _is_of(got := content[name], kind):
+            if not _has_type(got := content[name], kind):
                 raise TypeError(f"{name} is {got!r}")
             if kind in (int, float) and not 0 <= got < math.inf:
                 raise ValueError(f"{name} is {got!r}")
@@ -280,7 +285,8 @@ def read_progress(folder: Path) -> Progress:
         raise RunError(f"{folder}: not a comingle checkpoint ({error}); {advise(folder)}") from None
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
+    """Return whether a JSON value has the type of an attribute of :class:`Progress`; integers count as floats."""
     if kind in (list[str], list[int]):
         return isinstance(value, list) and all(isinstance(one, get_args(kind)) for one in value)
     return isinstance(value, (int, float) if kind is float else kind)
@@ -300,12 +306,10 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
             names the first such tensor.
     """
     verify(folder)
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in named(layout, like, kept).items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(layout, like, kept).items()}
     tensors = read_tensors(folder / STATE, expected, like.rows.device)
-    rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
-    server = {name: tensors.pop(_SERVER + name) for name in kept}
-    best = {name: tensors.pop(_BEST + name) for name in like.best}
-    return like.filled({"rows": rows, **tensors}, best), server
+    server = {name: tensors.pop(OF_SERVER + name) for name in kept}
+    return _fill_state(layout, like, tensors), server
 
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -336,14 +340,14 @@ def read_tensors(
     for name in sorted(expected.keys() | tensors.keys()):
         got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
-        if not _fits(got, wanted):
+        if not _same_shape_and_dtype(got, wanted):
             raise RunError(f"{path}: tensor {name!r}: got {got or 'nothing'}; this recipe has {wanted or 'nothing'}")
         if wrong := _find_impossible(name, tensors[name]):
             raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
     return {name: tensors[name].to(device, dtype) for name, (_, dtype) in expected.items()}
 
 
-def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
+def _same_shape_and_dtype(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
     """Return whether shape and dtype are equal; all floating dtypes match, as ``runtime.dtype`` may change."""
     if got is None or wanted is None or got == wanted:
         return got == wanted
@@ -353,13 +357,13 @@ def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] |
 def _find_impossible(name: str, tensor: Tensor) -> str:
     """Return why a tensor is invalid, or an empty string. The lowest loss is infinite until there is one."""
     if tensor.is_floating_point():
-        broken = tensor.isnan() if name == _SERVER + LOWEST else ~tensor.isfinite()
+        broken = tensor.isnan() if name == OF_SERVER + LOWEST else ~tensor.isfinite()
         return "is not finite" if bool(broken.any()) else ""
     least = -1 if name.removeprefix(_BEST) == "versions" else 0  # -1: has not downloaded the initial model
     return "has a negative count" if bool((tensor < least).any()) else ""
 
 
-def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
+def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
     """Return all tensors of a state by their names in a file.
 
     Args:
@@ -369,7 +373,7 @@ def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
     """
     tensors = state.tensors()
     rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
-    kept = {_SERVER + name: t for name, t in server.items()}
+    kept = {OF_SERVER + name: t for name, t in server.items()}
     return rows | tensors | kept | {_BEST + name: t for name, t in state.best.items()}
 
 
@@ -385,6 +389,7 @@ def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor
 
 
 _BEST_ROUND = "best/round"
+"""Name of the number of the best round, the only tensor of users without a leading dimension of users."""
 
 
 def shard_file(number: int, count: int) -> str:
@@ -406,21 +411,22 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
         RunError: See :func:`load_checkpoint`.
     """
     copies = len(like.rows) // len(names)
-    whole = {name: t.clone() for name, t in named(layout, like, {}).items()}
-    for file, there in _files(progress):
-        if not (wanted := [name for name in there if name in set(names)]):
+    tensors = {name: t.clone() for name, t in named_tensors(layout, like, {}).items()}
+    for file, trainers in _trainers_by_file(progress):
+        if not (wanted := [name for name in trainers if name in set(names)]):
             continue
         verify(folder, file)
-        expected = {name: (_shape(name, t, copies * len(there)), t.dtype) for name, t in whole.items()}
-        found = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
-        taken = _rows(there, wanted, copies)
-        into = _rows(names, wanted, copies)
-        for name, t in whole.items():
+        num_rows = copies * len(trainers)
+        expected = {name: (_shape_in_file(name, t, num_rows), t.dtype) for name, t in tensors.items()}
+        stored = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
+        rows_in_file = _rows_of_names(trainers, wanted, copies)
+        rows_here = _rows_of_names(names, wanted, copies)
+        for name, t in tensors.items():
             if name == _BEST_ROUND:
-                t.copy_(found[name])
+                t.copy_(stored[name])
             else:
-                t[into] = found[name][taken]
-    return _filled(layout, like, whole)
+                t[rows_here] = stored[name][rows_in_file]
+    return _fill_state(layout, like, tensors)
 
 
 def load_server(folder: Path, progress: Progress, like: Tree, device: torch.device) -> Tree:
@@ -435,15 +441,15 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     Raises:
         RunError: See :func:`load_checkpoint`.
     """
-    apart = bool(progress.shards or progress.population)
-    file = SERVER if apart else STATE
+    has_own_file = bool(progress.shards or progress.population)
+    file = SERVER if has_own_file else STATE
     verify(folder, file)
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
-    found = read_tensors(folder / file, expected, device, besides=None if apart else "")
-    return {name.removeprefix(OF_SERVER): t for name, t in found.items()}
+    tensors = read_tensors(folder / file, expected, device, besides=None if has_own_file else "")
+    return {name.removeprefix(OF_SERVER): t for name, t in tensors.items()}
 
 
-def _files(progress: Progress) -> list[tuple[str, list[str]]]:
+def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:
     """Return each file with the names of the trainers whose rows it has."""
     if not progress.shards:
         return [(STATE, progress.trainers)]
@@ -454,16 +460,31 @@ def _files(progress: Progress) -> list[tuple[str, list[str]]]:
     return files
 
 
-def _rows(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
-    at = {name: i for i, name in enumerate(names)}
-    return [copy * len(names) + at[name] for copy in range(copies) for name in wanted]
+def _rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
+    """Return the rows of all copies of some users, copy after copy.
+
+    Args:
+        names: Names of the users in the order of the rows.
+        wanted: Names of the users to find.
+        copies: Number of copies of each user.
+    """
+    numbers = {name: i for i, name in enumerate(names)}
+    return [copy * len(names) + numbers[name] for copy in range(copies) for name in wanted]
 
 
-def _shape(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
+def _shape_in_file(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
+    """Return the shape of a tensor in a file with ``rows`` rows; ``t`` is the same tensor with other rows."""
     return tuple(t.shape) if name == _BEST_ROUND else (rows, *t.shape[1:])
 
 
-def _filled(layout: Layout, like: State, tensors: dict[str, Tensor]) -> State:
+def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> State:
+    """Return a state with tensors of a checkpoint.
+
+    Args:
+        layout: Layout of the columns.
+        like: State of the same recipe.
+        tensors: Tensors under the names of :func:`named_tensors`.
+    """
     rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
     best = {name: tensors.pop(_BEST + name) for name in like.best}
     return like.filled({"rows": rows, **tensors}, best)

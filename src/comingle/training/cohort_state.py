@@ -58,13 +58,13 @@ class CohortTensors(base.Cohort):
 
     @property
     def began(self) -> Tree:
-        """Tensors at the start of the round, by name; needs a method with ``looks_back``."""
+        """Tensors at the start of the round, by name; needs ``looks_back`` of a hook."""
         assert self.before is not None
         return self.layout.views(self.before)
 
     @property
     def exchanged(self) -> Tree:
-        """Tensors of the first copy of each user at the start of the round, by name; needs a method with ``looks_across``."""
+        """Tensors of the first copies of users at the start of the round, by name; needs ``looks_across`` of a hook."""
         assert self.across is not None
         return self.layout.views(self.across)
 

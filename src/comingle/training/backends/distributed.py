@@ -44,12 +44,12 @@ from comingle.training.checkpoints import (
     SERVER,
     Progress,
     finish_checkpoint,
-    named,
-    places,
+    folder_and_draft,
+    named_tensors,
     prune_checkpoints,
     shard_file,
+    write_errors,
     write_tensors,
-    written,
 )
 from comingle.training.client import LocalRound
 from comingle.training.evaluation import amounts_of, merged, period
@@ -268,8 +268,8 @@ class Sharded(InProcess):
         progress = replace(progress, shards=self.shards)
 
         def begin() -> tuple[str, str]:
-            final, draft = places(folder, progress.round)
-            with written(final, draft):
+            final, draft = folder_and_draft(folder, progress.round)
+            with write_errors(final, draft):
                 draft.mkdir(parents=True)
             return str(final), str(draft)
 
@@ -278,10 +278,10 @@ class Sharded(InProcess):
         def write() -> str:
             def write_rows() -> list[str]:
                 file = shard_file(ranks.rank, len(progress.shards))
-                write_tensors(draft / file, named(clients.model.layout, clients.state, {}))
+                write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, {}))
                 return [file]
 
-            with written(final, None):
+            with write_errors(final, None):
                 files = clients.state.save(draft, list_checkpoints(folder), write_rows)
                 return "".join(line_of(draft / name).decode() for name in files)
 
@@ -293,7 +293,7 @@ class Sharded(InProcess):
             raise
 
         def end() -> None:
-            with written(final, draft):
+            with write_errors(final, draft):
                 kept = {OF_SERVER + name: t for name, t in server.state.items()}
                 write_tensors(draft / SERVER, kept)
                 finish_checkpoint(draft, final, progress, lines)

@@ -57,11 +57,14 @@ from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import list_checkpoints, verify
 from comingle.utils.records import to_disk, write_json
 
-_AT_ONCE = 256
+_COPIED_AT_ONCE = 256
 """Number of records that are copied at a time."""
 
-FILE = 2**40
-"""Number of places per file: file 0 is the run's own, others are read-only or end with this process."""
+PLACES_PER_FILE = 2**40
+"""Number of places per file: place p of file k has number ``k * PLACES_PER_FILE + p``.
+
+File 0 is the run's own; others are read-only or end with this process.
+"""
 
 MAX_PENDING_WRITES = 2
 """Largest number of cohorts with pending writes."""
@@ -89,15 +92,15 @@ class OnDisk(State):
         sample = begin([0])
         self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, {})
         copy_fields(self, self._empty)
-        self._begin, self.count, self._names = begin, count, names
+        self._initial_state, self.count, self._names = begin, count, names
         self._device = sample.rows.device
         self._forms = forms_of(sample, moments)
         self._groups = [name for name, form in self._forms.items() if form.bytes]
-        self._now = Table.without_records(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
+        self._table = Table.without_records(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
-        self._into: dict[str, int] = {}
+        self._write_numbers: dict[str, int] = {}
         self._worker = StoreThread()
-        self._next: tuple[list[int], Mapping[str, Future[np.ndarray]]] | None = None
+        self._prefetched: tuple[list[int], Mapping[str, Future[np.ndarray]]] | None = None
         self._run: Path | None = None
         self._best: Table | None = None
         self._shard = Shard(part=Part(), ids=np.arange(count, dtype=np.int32), total_rows=count)
@@ -106,36 +109,39 @@ class OnDisk(State):
 
     def take(self, users: Sequence[int]) -> State:
         """Return a copy of the rows of some users."""
-        return align(self._taken(list(users), self._groups), users)
+        return align(self._read_rows(list(users), self._groups), users)
 
     def put(self, users: Sequence[int], part: State) -> None:
-        """Write the rows of some users back, asynchronously."""
+        """Write the rows of some users back, asynchronously.
+
+        A row gets a record of moments only once one of its moments is not zero.
+        """
         rows, tensors = list(users), part.tensors()
-        if self._next is not None and not set(self._next[0]).isdisjoint(rows):
-            self._next = None
-        self._now.versions[rows] = part.versions.cpu().numpy()
+        if self._prefetched is not None and not set(self._prefetched[0]).isdisjoint(rows):
+            self._prefetched = None  # it has the old records
+        self._table.versions[rows] = part.versions.cpu().numpy()
         self._write("params", rows, tensors)
         if "moments" in self._groups and part.first.shape[1] + part.second.shape[1]:
-            known = torch.from_numpy(self._now.places["moments"][rows] >= 0)
-            stepped = known | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
-            at = stepped.nonzero().flatten().tolist()
-            some = {name: tensors[name][at] for name in ("first", "second")}
+            has_record = torch.from_numpy(self._table.places["moments"][rows] >= 0)
+            is_needed = has_record | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
+            at = is_needed.nonzero().flatten().tolist()
+            moments = {name: tensors[name][at] for name in ("first", "second")}
             if at:  # samples of a single class may have no gradient
-                self._write("moments", [rows[i] for i in at], some)
+                self._write("moments", [rows[i] for i in at], moments)
 
     @property
     def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of the table)
         """Server version that each user last downloaded, as the number of rounds done."""
-        return torch.from_numpy(self._now.versions)
+        return torch.from_numpy(self._table.versions)
 
     def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
         """Return the parameters of some users, without moments."""
-        return self._taken(list(users), ["params"]).rows
+        return self._read_rows(list(users), ["params"]).rows
 
     def prefetch(self, users: Sequence[int]) -> None:
         """Start to read the rows of some users."""
         rows = list(users)
-        self._next = (rows, {name: self._reading(name, rows) for name in self._groups}) if rows else None
+        self._prefetched = (rows, {name: self._start_read(name, rows) for name in self._groups}) if rows else None
 
     def without_moments(self) -> State:
         """Return a view of this store that neither reads nor writes moments."""
@@ -145,99 +151,130 @@ class OnDisk(State):
         """Return a copy-on-write copy: its changes go to a temporary file."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._now, other._into, other._next = self._now.copy(), {}, None
+        other._table, other._write_numbers, other._prefetched = self._table.copy(), {}, None
         other._files = {name: list(files) for name, files in self._files.items()}
         return other
 
     def release(self) -> None:
         """Close the temporary files of a copy."""
-        self._written(0)
-        for name, number in self._into.items():
+        self._wait_for_writes(0)
+        for name, number in self._write_numbers.items():
             if (file := self._files[name][number]) is not None:
                 file.close()
 
     # ---------------------------------------------------------------- rows
 
-    def _taken(self, rows: list[int], groups: Sequence[str]) -> State:
-        ahead = self._next[1] if self._next is not None and self._next[0] == rows else {}
-        reading = {name: ahead.get(name) or self._reading(name, rows) for name in groups}
-        self._next = None if ahead else self._next
-        known = self._now.places["params"][rows] >= 0
-        found = self._forms["params"].unpack(self._got(reading["params"]))
-        new = [row for row, there in zip(rows, known.tolist(), strict=True) if not there]
-        if new:
-            started = self._begin(new).tensors()
-            whole = {name: t.new_empty(len(rows), *t.shape[1:]) for name, t in found.items()}
-            there, missing = (torch.from_numpy(np.flatnonzero(at)) for at in (known, ~known))
-            for name, t in whole.items():
-                t[there], t[missing] = found[name], started[name].to(t.device)
-            found = whole
-        found |= self._moments(rows, reading.get("moments"))
-        return self._empty.filled({name: t.to(self._device) for name, t in found.items()}, {})
+    def _read_rows(self, rows: list[int], groups: Sequence[str]) -> State:
+        """Return the state of some rows: from their records, or for rows without a record their initial state.
 
-    def _moments(self, rows: list[int], reading: Future[np.ndarray] | None) -> dict[str, Tensor]:
-        like = {"first": self.first, "second": self.second}
-        if reading is None:
-            return {name: t.new_zeros(len(rows), 0) for name, t in like.items()}
-        whole = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in like.items()}
-        found = self._forms["moments"].unpack(self._got(reading))
-        there = torch.from_numpy(np.flatnonzero(self._now.places["moments"][rows] >= 0))
-        for name, t in found.items():
-            whole[name][there] = t.to(whole[name])
-        return whole
+        Args:
+            rows: Numbers of the rows.
+            groups: Groups of records to read, always with ``params``; without ``moments``, moments have no columns.
+        """
+        prefetched = self._prefetched[1] if self._prefetched is not None and self._prefetched[0] == rows else {}
+        reads = {name: prefetched.get(name) or self._start_read(name, rows) for name in groups}
+        self._prefetched = None if prefetched else self._prefetched
+        has_record = self._table.places["params"][rows] >= 0
+        tensors = self._forms["params"].unpack(self._result(reads["params"]))
+        new_rows = [row for row, known in zip(rows, has_record.tolist(), strict=True) if not known]
+        if new_rows:
+            initial = self._initial_state(new_rows).tensors()
+            stored, tensors = tensors, {name: t.new_empty(len(rows), *t.shape[1:]) for name, t in tensors.items()}
+            known_at, new_at = (torch.from_numpy(np.flatnonzero(at)) for at in (has_record, ~has_record))
+            for name, t in tensors.items():
+                t[known_at], t[new_at] = stored[name], initial[name].to(t.device)
+        tensors |= self._unpack_moments(rows, reads.get("moments"))
+        return self._empty.filled({name: t.to(self._device) for name, t in tensors.items()}, {})
 
-    def _got(self, reading: Future[np.ndarray]) -> np.ndarray:
+    def _unpack_moments(self, rows: list[int], read: Future[np.ndarray] | None) -> dict[str, Tensor]:
+        """Return the moments of some rows, ``first`` and ``second``; zero for rows without a record.
+
+        Args:
+            rows: Numbers of the rows.
+            read: Pending read of their records of moments; None to return moments without columns.
+        """
+        empty = {"first": self.first, "second": self.second}
+        if read is None:
+            return {name: t.new_zeros(len(rows), 0) for name, t in empty.items()}
+        moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in empty.items()}
+        stored = self._forms["moments"].unpack(self._result(read))
+        at = torch.from_numpy(np.flatnonzero(self._table.places["moments"][rows] >= 0))
+        for name, t in stored.items():
+            moments[name][at] = t.to(moments[name])
+        return moments
+
+    def _result(self, read: Future[np.ndarray]) -> np.ndarray:
+        """Wait for records to be read and return them, ``(records, bytes)``.
+
+        Raises:
+            RunError: The disk fails, or a record is damaged.
+        """
         try:
             with disk_errors(self._run):
-                return reading.result()
+                return read.result()
         except RunError:
-            self._written(0)  # raise the error of a failed write first
+            self._wait_for_writes(0)  # raise the error of a failed write first
             raise
 
-    def _reading(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
-        """Start to read the records of those rows that have one, after all pending writes."""
-        where = self._now.places[group][rows].tolist() if places is None else places
+    def _start_read(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
+        """Start to read the records of those rows that have one, after all pending writes.
+
+        Args:
+            group: Group of the records.
+            rows: Numbers of the rows.
+            places: Places of the records; those in the current table if None.
+        """
+        all_places = self._table.places[group][rows].tolist() if places is None else places
         ids = self._shard.ids[rows].tolist()
-        at = [(place, row) for place, row in zip(where, ids, strict=True) if place >= 0]
+        located = [(place, row) for place, row in zip(all_places, ids, strict=True) if place >= 0]
         files, size = self._files[group], self._forms[group].bytes
 
         def read() -> np.ndarray:
-            records = np.empty((len(at), size), dtype=np.uint8)
-            for number in {place // FILE for place, _ in at}:
-                chosen = [i for i, (place, _) in enumerate(at) if place // FILE == number]
+            records = np.empty((len(located), size), dtype=np.uint8)
+            for number in {place // PLACES_PER_FILE for place, _ in located}:
+                chosen = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == number]
+                places_in_file = [located[i][0] % PLACES_PER_FILE for i in chosen]
                 file = files[number]
                 assert file is not None
-                file.read([at[i][0] % FILE for i in chosen], [at[i][1] for i in chosen], [records[i] for i in chosen])
+                file.read(places_in_file, [located[i][1] for i in chosen], [records[i] for i in chosen])
             return records
 
         return self._worker.submit(read)
 
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
-        number, file = self._writable(group)
-        table, places = self._now.places[group], []
+        """Write the records of rows asynchronously, and update the table; wait if too many writes are pending.
+
+        Args:
+            group: Group of the records.
+            rows: Numbers of the rows.
+            tensors: Tensors of these rows; must have those of the group.
+        """
+        number, file = self._file_to_write(group)
+        table, places = self._table.places[group], []
         for row in rows:
             before = int(table[row])
-            places.append(file.place(before % FILE if before >= 0 and before // FILE == number else -1))
-        table[rows] = number * FILE + np.array(places, dtype=np.int64)
+            is_in_file = before >= 0 and before // PLACES_PER_FILE == number
+            places.append(file.place(before % PLACES_PER_FILE if is_in_file else -1))
+        table[rows] = number * PLACES_PER_FILE + np.array(places, dtype=np.int64)
         records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
         self._worker.write(file, places, records)
-        self._written(MAX_PENDING_WRITES)
+        self._wait_for_writes(MAX_PENDING_WRITES)
 
-    def _written(self, most: int) -> None:
+    def _wait_for_writes(self, most: int) -> None:
         """Wait until at most ``most`` cohorts have pending writes."""
         with disk_errors(self._run):
             self._worker.wait(most)
 
-    def _writable(self, group: str) -> tuple[int, RecordFile]:
-        """Return the number and the file to write to: the run's own, or one that ends with this process."""
+    def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
+        """Return the number and the file to write to: the run's own, or a temporary one that is made at first."""
         files = self._files[group]
-        if group not in self._into:
+        if group not in self._write_numbers:
             with disk_errors(self._run):
                 handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
             with open(handle, "rb"):
                 files.append(RecordFile(Path(name), self._forms[group].bytes, writes=True, lives=False))
-            self._into[group] = len(files) - 1
-        number = self._into[group]
+            self._write_numbers[group] = len(files) - 1
+        number = self._write_numbers[group]
         file = files[number]
         assert file is not None
         return number, file
@@ -246,13 +283,13 @@ class OnDisk(State):
 
     def remember(self, done: int) -> None:
         """Store the current rows as those of the best round; their records are protected from being overwritten."""
-        self._written(0)
-        self._best = self._now.copy()
+        self._wait_for_writes(0)
+        self._best = self._table.copy()
         self.best = {"round": torch.tensor(done)}
         for name in self._groups:
             for number, file in enumerate(self._files[name]):
-                if file is not None and self._run is None and self._into.get(name) == number:
-                    file.keep([within(table, number, FILE) for table in self._tables(name)])
+                if file is not None and self._run is None and self._write_numbers.get(name) == number:
+                    file.keep([within(table, number, PLACES_PER_FILE) for table in self._places_in_use(name)])
                 elif file is not None:
                     file.snapshot()
 
@@ -260,12 +297,12 @@ class OnDisk(State):
         """Return the state as it was after the best round."""
         other = self.copy()
         assert self._best is not None
-        other._now = self._best.copy()
+        other._table = self._best.copy()
         return other
 
-    def _tables(self, group: str) -> list[np.ndarray]:
-        """Return the places that are in use, for the best round too."""
-        return [self._now.places[group], *([] if self._best is None else [self._best.places[group]])]
+    def _places_in_use(self, group: str) -> list[np.ndarray]:
+        """Return the places of all rows, now and at the best round."""
+        return [self._table.places[group], *([] if self._best is None else [self._best.places[group]])]
 
     # ---------------------------------------------------------------- the run folder
 
@@ -292,10 +329,11 @@ class OnDisk(State):
                 path = self._shard.part.records(run, name)
                 self._files[name][0] = RecordFile(path, self._forms[name].bytes, writes=True)
             to_disk(folder)
-        self._into = dict.fromkeys(self._groups, 0)
+        self._write_numbers = dict.fromkeys(self._groups, 0)
 
     @property
     def _about(self) -> dict[str, Any]:
+        """Description of the records of all processes, to compare with that of a checkpoint."""
         return {
             "rows": self._shard.total_rows,
             **{name: [f.description for f in self._forms[name].fields] for name in self._groups},
@@ -303,20 +341,23 @@ class OnDisk(State):
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
         """Write the records to disk, then a table of their places; return the names of the files."""
-        self._written(0)
+        self._wait_for_writes(0)
         assert self._run is not None
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
         for file in files.values():
             self._worker.submit(file.to_disk).result()
         table = self._shard.part.table(draft)
-        best_round, sums = int(self.best["round"]) if self.best else None, {n: file.sums for n, file in files.items()}
-        write_table(table, self._shard.ids, self._now, self._best, best_round, sums)
+        best_round = int(self.best["round"]) if self.best else None
+        sums = {name: file.sums for name, file in files.items()}
+        write_table(table, self._shard.ids, self._table, self._best, best_round, sums)
         if self._shard.part.number == 0:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
             remove_files(self._run, [*checkpoints, draft])
-        older = [read_table(self._shard.part.table(path)) for path in checkpoints if self._shard.part in parts_of(path)]
+        own_part = self._shard.part
+        older = [read_table(own_part.table(path)) for path in checkpoints if own_part in parts_of(path)]
         for name, file in files.items():
-            file.keep([within(places, 0, FILE) for places in (*self._tables(name), *places_of(older, name))])
+            used = (*self._places_in_use(name), *places_of(older, name))
+            file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
         return [table.name, *([ABOUT] if self._shard.part.number == 0 else [])]
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
@@ -329,28 +370,34 @@ class OnDisk(State):
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
-        best, rounds = Table.without_records(self._groups, self._now.versions), set[int]()
+        best, rounds = Table.without_records(self._groups, self._table.versions), set[int]()
         for part in parts_of(checkpoint):
             verify(checkpoint, part.table(checkpoint).name)
             found = read_table(part.table(checkpoint))
             rounds |= set(found[BEST_ROUND].tolist() if BEST_ROUND in found else ())
-            numbers = self._attached(run, part)
-            self._place(found, "", self._now, numbers)
+            numbers = self._open_files(run, part)
+            self._load_places(found, "", self._table, numbers)
             if self.best:
-                self._place(found, BEST, best, numbers)
+                self._load_places(found, BEST, best, numbers)
         if self.best:
             self._best, self.best = best, {"round": torch.tensor(rounds.pop())}
         others = [path for path in checkpoint.parent.glob("round-*") if self._shard.part in parts_of(path)]
         for name in self._groups:
             if (file := self._files[name][0]) is not None:
                 tables = [read_table(self._shard.part.table(path)) for path in others]
-                file.keep([within(places, 0, FILE) for places in (*self._tables(name), *places_of(tables, name))])
+                used = (*self._places_in_use(name), *places_of(tables, name))
+                file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
         if self._run is not None:
-            self._adopt()
+            self._copy_other_records()
         return self
 
-    def _attached(self, run: Path, part: Part) -> dict[str, int]:
-        """Open the files of a process of the checkpoint and return their numbers, by group."""
+    def _open_files(self, run: Path, part: Part) -> dict[str, int]:
+        """Open the files of a process of the checkpoint and return their numbers, by group.
+
+        Args:
+            run: Run folder.
+            part: Process that wrote the files; its files are this process's own if it is the same.
+        """
         numbers: dict[str, int] = {}
         for name in self._groups:
             files = self._files[name]
@@ -365,35 +412,44 @@ class OnDisk(State):
                 files.append(file)
         return numbers
 
-    def _place(self, found: dict[str, np.ndarray], prefix: str, into: Table, numbers: dict[str, int]) -> None:
-        """Copy the places of the rows of this process from a table of a checkpoint."""
-        rows = found.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
-        here = np.isin(rows, self._shard.ids)
-        order = np.argsort(self._shard.ids)
-        own = order[np.searchsorted(self._shard.ids, rows[here], sorter=order)]
-        into.versions[own] = found[prefix + VERSIONS][here] if len(own) else 0
-        for name in self._groups if len(own) else ():
-            places = found[prefix + name][here].astype(np.int64)
-            into.places[name][own] = np.where(places >= 0, places + numbers[name] * FILE, -1)
-            if (sums := found.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
-                there, file = places >= 0, self._files[name][numbers[name]]
-                assert file is not None
-                file.expect(places[there], rows[here][there].astype(np.int64), sums[here][there].view(np.uint32))
+    def _load_places(self, columns: dict[str, np.ndarray], prefix: str, into: Table, numbers: dict[str, int]) -> None:
+        """Copy the places of the rows of this process from the table of a checkpoint.
 
-    def _adopt(self) -> None:
-        """Copy records from the files of other processes to this process's own."""
+        Args:
+            columns: Columns of the table, with rows numbered over all processes.
+            prefix: Prefix of the columns: empty, or ``BEST`` for the best round.
+            into: Table to update.
+            numbers: Number of the file with the records, by group.
+        """
+        rows = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
+        is_here = np.isin(rows, self._shard.ids)
+        order = np.argsort(self._shard.ids)
+        own = order[np.searchsorted(self._shard.ids, rows[is_here], sorter=order)]  # their rows in this process
+        into.versions[own] = columns[prefix + VERSIONS][is_here] if len(own) else 0
+        for name in self._groups if len(own) else ():
+            places = columns[prefix + name][is_here].astype(np.int64)
+            into.places[name][own] = np.where(places >= 0, places + numbers[name] * PLACES_PER_FILE, -1)
+            if (sums := columns.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
+                stored, file = places >= 0, self._files[name][numbers[name]]
+                assert file is not None
+                stored_rows = rows[is_here][stored].astype(np.int64)
+                file.expect(places[stored], stored_rows, sums[is_here][stored].view(np.uint32))
+
+    def _copy_other_records(self) -> None:
+        """Copy records from the files of other processes to this process's own, and update all tables."""
         for name in self._groups:
-            tables, file = self._tables(name), self._files[name][0]
+            tables, file = self._places_in_use(name), self._files[name][0]
             assert file is not None
             moved: dict[int, int] = {}
-            rows = {int(t[row]): row for t in tables for row in np.flatnonzero(t >= FILE).tolist()}
-            for some in batched(rows.items(), _AT_ONCE):
-                records = self._reading(name, [row for _, row in some], [place for place, _ in some]).result()
-                places = [file.place(-1) for _ in some]
+            rows = {int(t[row]): row for t in tables for row in np.flatnonzero(t >= PLACES_PER_FILE).tolist()}
+            for batch in batched(rows.items(), _COPIED_AT_ONCE):
+                old_places, batch_rows = [place for place, _ in batch], [row for _, row in batch]
+                records = self._start_read(name, batch_rows, old_places).result()
+                places = [file.place(-1) for _ in batch]
                 self._worker.submit(file.write, places, records).result()
-                moved |= {place: at for (place, _), at in zip(some, places, strict=True)}
+                moved |= dict(zip(old_places, places, strict=True))
             for table in tables:
-                for row in np.flatnonzero(table >= FILE).tolist():
+                for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist():
                     table[row] = moved[int(table[row])]
             del self._files[name][1:]
 
@@ -409,7 +465,7 @@ class _WithoutMoments(State):
 
     def take(self, users: Sequence[int]) -> State:
         """Return a copy of the rows of some users."""
-        return align(self._store._taken(list(users), ["params"]), users)
+        return align(self._store._read_rows(list(users), ["params"]), users)
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write the rows of some users back, asynchronously."""
@@ -426,8 +482,8 @@ class DiskStore(Store):
             RecipeError: The recipe needs all users at once, or there are no moments to round.
         """
         check_storable(clients)
-        remembered = clients.plan.training.experts.moments | clients.plan.training.router.moments
-        if self.moments is not None and not MOMENTS & remembered:
+        used_moments = clients.plan.training.experts.moments | clients.plan.training.router.moments
+        if self.moments is not None and not MOMENTS & used_moments:
             raise RecipeError("runtime.store: disk-bf16 rounds moments, but no optimizer here has any; allowed: disk")
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 

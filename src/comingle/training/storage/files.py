@@ -86,26 +86,26 @@ class Form:
     def pack(self, rows: Sequence[int], tensors: Mapping[str, Tensor]) -> np.ndarray:
         """Return records ``(rows, bytes)`` with row numbers and without CRC-32."""
         records = np.zeros((len(rows), self.bytes), dtype=np.uint8)
-        at = HEAD
+        start = HEAD
         for one in self.fields:
-            whole = tensors[one.name].detach().to("cpu", one.kept).contiguous().view(len(rows), -1)
-            records[:, at : at + one.bytes] = whole.view(torch.uint8).numpy()
-            at += one.bytes
+            values = tensors[one.name].detach().to("cpu", one.kept).contiguous().view(len(rows), -1)
+            records[:, start : start + one.bytes] = values.view(torch.uint8).numpy()
+            start += one.bytes
         records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)
         return records
 
     def unpack(self, records: np.ndarray) -> dict[str, Tensor]:
         """Return the tensors of records by name, ``(rows, *shape)``."""
-        found, at = {}, HEAD
+        tensors, start = {}, HEAD
         for one in self.fields:
             # Allocated by torch for a fixed alignment, on which rounding may depend.
-            whole = torch.empty(len(records), *one.shape, dtype=one.kept)
+            values = torch.empty(len(records), *one.shape, dtype=one.kept)
             if len(records):
-                part = torch.from_numpy(records[:, at : at + one.bytes])
-                whole.view(len(records), -1).view(torch.uint8).copy_(part)
-            found[one.name] = whole.to(one.dtype)
-            at += one.bytes
-        return found
+                stored = torch.from_numpy(records[:, start : start + one.bytes])
+                values.view(len(records), -1).view(torch.uint8).copy_(stored)
+            tensors[one.name] = values.to(one.dtype)
+            start += one.bytes
+        return tensors
 
 
 UNKNOWN = 0
@@ -114,9 +114,9 @@ UNKNOWN = 0
 
 def seal(record: np.ndarray) -> int:
     """Write the CRC-32 of a record into its head and return it."""
-    found = zlib.crc32(record[8:].data)
-    record[:8] = np.array([found], dtype=np.int64).view(np.uint8)
-    return found
+    crc = zlib.crc32(record[8:].data)
+    record[:8] = np.array([crc], dtype=np.int64).view(np.uint8)
+    return crc
 
 
 def check(record: np.ndarray, row: int, known: int, path: object) -> None:
@@ -154,7 +154,7 @@ def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
     return {name: Form(fields=tuple(fields)) for name, fields in groups.items()}
 
 
-_LINE = 64
+_CACHE_LINE = 64
 """Size in bytes of a cache line, to which torch aligns new tensors."""
 
 
@@ -168,22 +168,28 @@ def align(part: State, users: Sequence[int]) -> State:
 
     In memory the rows of consecutive users are a view of all rows, and the last bit of a product may depend on whether
     its factors start at a multiple of 64 bytes.
+
+    Args:
+        part: State of some rows.
+        users: Numbers of these rows; unless they are consecutive, ``part`` is returned.
     """
     first = users[0]
     if list(users) != list(range(first, first + len(users))):
         return part
-    return part.filled({name: _shifted(t, first) for name, t in part.tensors().items()}, {})
+    return part.filled({name: _at_offset_of_row(t, first) for name, t in part.tensors().items()}, {})
 
 
-def _shifted(t: Tensor, row: int) -> Tensor:
-    shift = row * t[0].numel() * t.element_size() % _LINE // t.element_size()
+def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
+    """Return a copy of a tensor that starts as far from a cache line as row number ``row`` of a matrix of such rows."""
+    row_bytes = t[0].numel() * t.element_size()
+    shift = row * row_bytes % _CACHE_LINE // t.element_size()
     if not shift or t.device.type != "cpu":
         return t
     return t.new_empty(shift + t.numel())[shift:].view(t.shape).copy_(t)
 
 
 FOLDER, ABOUT = "store", "store.json"
-
+"""Folder of the records in a run folder, and the file that describes their layout."""
 
 TABLE = "places"
 """Prefix of the names of tables in a checkpoint."""
@@ -316,30 +322,37 @@ class RecordFile:
         self.end = 0
         self.since = 0
         """Number of the last snapshot; places that were first written after it may be rewritten."""
-        self._born = np.zeros(0, dtype=np.int64)
-        self._sums = np.zeros(0, dtype=np.uint32)
+        self._first_written = np.zeros(0, dtype=np.int64)
+        """For each place, one more than the number of the last snapshot when a row first got the place."""
+        self._crcs = np.zeros(0, dtype=np.uint32)
         """CRC-32 of each record; accessed by the store thread, and by others only while it is idle."""
         self._free: deque[int] = deque()
+        """Places that no table refers to."""
 
     # ---------------------------------------------------------------- places
 
     def place(self, before: int) -> int:
         """Return the place to write a row to; ``before`` is its current place, or -1."""
-        if before >= 0 and self._born[before] > self.since:
+        if before >= 0 and self._first_written[before] > self.since:  # no snapshot refers to it
             return before
         at = self._free.popleft() if self._free else self.end
         self.end = max(self.end, at + 1)
-        self._born = _grown(self._born, at + 1)
-        self._born[at] = self.since + 1
+        self._first_written = _grown(self._first_written, at + 1)
+        self._first_written[at] = self.since + 1
         return at
 
     def keep(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
-        """Free all places except these, and protect these from being overwritten."""
+        """Free all places except the used ones, and protect these from being overwritten.
+
+        Args:
+            used: Arrays of places in use, which may overlap.
+        """
         self.end = max(self.end, *(int(places.max(initial=-1)) + 1 for places in used))
-        taken = np.zeros(self.end, dtype=bool)
+        is_used = np.zeros(self.end, dtype=bool)
         for places in used:
-            taken[places] = True
-        self._born, self._free = _grown(self._born, self.end), deque(np.flatnonzero(~taken).tolist())
+            is_used[places] = True
+        self._first_written = _grown(self._first_written, self.end)
+        self._free = deque(np.flatnonzero(~is_used).tolist())
         self.snapshot()
 
     def snapshot(self) -> None:
@@ -350,10 +363,10 @@ class RecordFile:
 
     def sums(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
         """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1."""
-        self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
-        found, there = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
-        found[there] = self._sums[places[there]]
-        return found
+        self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
+        crcs, has_record = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
+        crcs[has_record] = self._crcs[places[has_record]]
+        return crcs
 
     def expect(
         self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], sums: UInt32[np.ndarray, " some"]
@@ -368,10 +381,10 @@ class RecordFile:
         Raises:
             RunError: A record has another CRC-32.
         """
-        self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
-        self._sums[places] = sums
-        some = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
-        for at, row, known in zip(places[some].tolist(), rows[some].tolist(), sums[some].tolist(), strict=True):
+        self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
+        self._crcs[places] = sums
+        sample = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
+        for at, row, known in zip(places[sample].tolist(), rows[sample].tolist(), sums[sample].tolist(), strict=True):
             head = os.pread(self._handle, 8, at * self.size_bytes)
             if known not in (int.from_bytes(head, sys.byteorder), UNKNOWN):
                 self.read([at], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # raises the specific error
@@ -384,13 +397,13 @@ class RecordFile:
         Raises:
             OSError: The disk cannot be written to.
         """
-        self._sums = _grown(self._sums, max(places, default=-1) + 1)
+        self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
         try:
             for at, record in zip(places, records, strict=True):
-                self._sums[at] = seal(record)
-                content, done = record.data, 0
-                while done < self.size_bytes:
-                    done += os.pwrite(self._handle, content[done:], at * self.size_bytes + done)
+                self._crcs[at] = seal(record)
+                content, done_bytes = record.data, 0
+                while done_bytes < self.size_bytes:
+                    done_bytes += os.pwrite(self._handle, content[done_bytes:], at * self.size_bytes + done_bytes)
         except OSError as error:
             error.filename = str(self.path)  # may be a temporary file
             raise
@@ -406,11 +419,11 @@ class RecordFile:
         Raises:
             RunError: A record is damaged or not the expected one.
         """
-        self._sums = _grown(self._sums, max(places, default=-1) + 1)
+        self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
         for at, row, record in zip(places, rows, into, strict=True):
-            got = os.preadv(self._handle, [record.data], at * self.size_bytes)
-            record[got:] = 0  # a truncated file leaves uninitialised memory
-            check(record, row, int(self._sums[at]), self.path)
+            read_bytes = os.preadv(self._handle, [record.data], at * self.size_bytes)
+            record[read_bytes:] = 0  # a truncated file leaves uninitialised memory
+            check(record, row, int(self._crcs[at]), self.path)
 
     def to_disk(self) -> None:
         """Flush all records to disk, so that they survive a power failure."""
@@ -426,7 +439,7 @@ class StoreThread:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="comingle-store")
-        self._waiting: deque[Future[None]] = deque()
+        self._pending: deque[Future[None]] = deque()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call a function after all that was submitted before."""
@@ -440,7 +453,7 @@ class StoreThread:
             places: Places of the records.
             records: The records.
         """
-        self._waiting.append(self.submit(file.write, places, records))
+        self._pending.append(self.submit(file.write, places, records))
 
     def wait(self, most: int) -> None:
         """Wait until at most ``most`` writes are pending.
@@ -448,8 +461,8 @@ class StoreThread:
         Raises:
             OSError: The disk cannot be written to.
         """
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
+        while len(self._pending) > most:
+            self._pending.popleft().result()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,8 +482,11 @@ class Shard:
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
     """Return the array with at least ``size`` entries; new ones are zero."""
-    more = size - len(array)
-    return np.concatenate([array, np.zeros(max(1024, len(array), more), array.dtype)]) if more > 0 else array
+    missing = size - len(array)
+    if missing <= 0:
+        return array
+    added = max(1024, len(array), missing)  # doubles at least, so that appending one by one stays linear
+    return np.concatenate([array, np.zeros(added, array.dtype)])
 
 
 ROWS, VERSIONS, SUMS = "rows", "versions", "sums/"
@@ -522,10 +538,18 @@ def write_table(
 
 
 def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[str, torch.Tensor]:
+    """Return the columns of a table, for rows that have a record.
+
+    Args:
+        prefix: Prefix of the names of columns.
+        ids: Number of each row among those of all processes.
+        table: The table.
+        sums: CRC-32 of records, by group.
+    """
     rows = np.flatnonzero(table.places["params"] >= 0)
     columns = {name: torch.from_numpy(places[rows]).int() for name, places in table.places.items()}
-    known = {SUMS + name: sums[name](places[rows]) for name, places in table.places.items()}
-    columns |= {name: torch.from_numpy(found.view(np.int32)) for name, found in known.items()}
+    crcs = {SUMS + name: sums[name](places[rows]) for name, places in table.places.items()}
+    columns |= {name: torch.from_numpy(values.view(np.int32)) for name, values in crcs.items()}  # no uint32 in files
     columns |= {ROWS: torch.from_numpy(ids[rows]).int(), VERSIONS: torch.from_numpy(table.versions[rows])}
     return {prefix + name: column for name, column in columns.items()}
 
