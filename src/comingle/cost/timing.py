@@ -400,7 +400,7 @@ def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, o
     sending = min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments))
     per_process = max(own_users, cohort, sending)
     federation = _build_federation(recipe, copy_users(run_data, per_process * size), ranks)
-    clients, meet = federation.clients, _no_barrier if ranks is None else ranks.meet
+    clients, meet = federation.clients, _no_barrier if ranks is None else ranks.barrier
     with counting() as counts:
         own_s, _ = rounds_of(federation, min(own_users, cohort), size)
     cohort_s = own_s if own_users >= cohort else rounds_of(federation, cohort, size)[0]
@@ -550,7 +550,7 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 def link_rates(ranks: Ranks) -> dict[str, float]:
     """Return the seconds of a barrier per hop, and the bandwidth of reductions and broadcasts in bytes per second."""
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
-    barrier_seconds = timed(lambda: [ranks.meet() for _ in range(_HOPS)], 3) / _HOPS
+    barrier_seconds = timed(lambda: [ranks.barrier() for _ in range(_HOPS)], 3) / _HOPS
     sum_seconds = timed(lambda: ranks.total(numbers), 3)
     broadcast_seconds = timed(lambda: ranks.broadcast({"numbers": numbers}), 3)
     ring_rate = 2 * (ranks.size - 1) / ranks.size * numbers.nbytes / sum_seconds  # inverts `ring_seconds`

@@ -58,13 +58,13 @@ from comingle.utils.errors import DivergenceError
 from comingle.utils.files import line_of, list_checkpoints
 from comingle.utils.trees import Tree, restrict
 
-_BITS = 61
+_SUM_BITS = 61
 """Bits of a sum, without its sign and the carry of terms that are rounded up."""
 
-_POWER = 1000
+_MAX_POWER = 1000
 """Largest power of two in one multiplication; float64 overflows at 2^1024."""
 
-_AT_ONCE = 2**22
+_CHUNK_ENTRIES = 2**22
 """Number of entries that are converted to float64 at a time."""
 
 
@@ -76,12 +76,13 @@ def terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) ->
 
 def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
     """Return the largest magnitude of the terms of each tensor; 0 without users."""
-    return torch.stack([_largest(t, weights[name]) for name, t in tensors.items()])
+    return torch.stack([_largest_term(t, weights[name]) for name, t in tensors.items()])
 
 
-def _largest(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
-    found = [terms(some, of).abs().max() for some, of in _chunks(t, weights) if some.numel()]
-    return torch.stack(found).max().cpu() if found else torch.zeros((), dtype=torch.float64)
+def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
+    """Return the largest magnitude of ``weight_u t_u`` in float64; 0 without users."""
+    maxima = [terms(chunk, chunk_weights).abs().max() for chunk, chunk_weights in _chunks(t, weights) if chunk.numel()]
+    return torch.stack(maxima).max().cpu() if maxima else torch.zeros((), dtype=torch.float64)
 
 
 def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
@@ -90,13 +91,17 @@ def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
     Rounding a term adds at most half a unit, so the error of a sum is at most ``users 2^(log2(users) - 61)`` times its
     largest term.
 
+    Args:
+        largest: Largest magnitude of the terms of each tensor, over all processes.
+        users: Number of users of all processes.
+
     Raises:
         DivergenceError: A term is not finite.
     """
     if not bool(largest.isfinite().all()):
         raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
-    room = _BITS - math.ceil(math.log2(max(users, 2)))
-    return [room - math.frexp(value)[1] if value else 0 for value in largest.tolist()]
+    term_bits = _SUM_BITS - math.ceil(math.log2(max(users, 2)))
+    return [term_bits - math.frexp(value)[1] if value else 0 for value in largest.tolist()]
 
 
 def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
@@ -108,20 +113,27 @@ def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Ten
         shifts: Power of two of each tensor.
     """
     return torch.cat(
-        [_whole(t, weights[name], shift).flatten() for (name, t), shift in zip(tensors.items(), shifts, strict=True)]
+        [
+            _integer_sum(t, weights[name], shift).flatten()
+            for (name, t), shift in zip(tensors.items(), shifts, strict=True)
+        ]
     )
 
 
-def _whole(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
+def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
+    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor, converted in chunks of users to limit memory."""
     total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
-    for some, of in _chunks(t, weights):
-        total += _scaled(terms(some, of), shift).round().long().sum(0)
+    for chunk, chunk_weights in _chunks(t, weights):
+        total += _times_power_of_two(terms(chunk, chunk_weights), shift).round().long().sum(0)
     return total
 
 
-def _scaled(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
-    """Return ``t 2^shift``, exactly where float64 can represent it."""
-    first = min(max(shift, -_POWER), _POWER)
+def _times_power_of_two(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
+    """Return ``t 2^shift``, exactly where float64 can represent it.
+
+    For large shifts ``2^shift`` itself would overflow, so it is applied in two factors.
+    """
+    first = min(max(shift, -_MAX_POWER), _MAX_POWER)
     t = t * 2.0**first
     return t if first == shift else t * 2.0 ** (shift - first)
 
@@ -136,7 +148,10 @@ def sums_of(whole: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int])
     """
     parts = whole.split([t[:0].new_empty(t.shape[1:]).numel() for t in like.values()])
     named = zip(like.items(), parts, shifts, strict=True)
-    return {name: _scaled(part.double(), -shift).to(t.dtype).view(t.shape[1:]) for (name, t), part, shift in named}
+    return {
+        name: _times_power_of_two(part.double(), -shift).to(t.dtype).view(t.shape[1:])
+        for (name, t), part, shift in named
+    }
 
 
 def reduced(
@@ -161,11 +176,13 @@ def reduced(
 
 
 def _chunks(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-    size = max(1, _AT_ONCE // max(1, t[:1].numel()))
+    """Return a tensor and its weights in chunks of users with about ``_CHUNK_ENTRIES`` entries."""
+    size = max(1, _CHUNK_ENTRIES // max(1, t[:1].numel()))
     return list(zip(t.split(size), weights.split(size), strict=True))
 
 
-_REPORT = "report/"
+_REPORT_PREFIX = "report/"
+"""Prefix of the names of reports among the tensors that processes exchange."""
 
 
 @dataclass(kw_only=True)
@@ -197,11 +214,13 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- rounds
 
     def _resolve_eval_interval(self) -> int:
+        """Return the number of rounds between evaluations, computed in the first process from the amounts of all."""
         clients = self.clients
-        parts = self.ranks.gather(lambda: amounts_of(clients))
+        amounts_by_rank = self.ranks.gather(lambda: amounts_of(clients))
 
         def resolve() -> int:
-            return period(clients.plan, [*map(sum, zip(*parts, strict=True))], len(clients.population_names))
+            amounts = [sum(of_ranks) for of_ranks in zip(*amounts_by_rank, strict=True)]
+            return period(clients.plan, amounts, len(clients.population_names))
 
         return self.ranks.share(resolve)
 
@@ -214,13 +233,14 @@ class Sharded(InProcess):
         here = range(len(self.clients.trainers))
         return [number - self.first for number in participants if number - self.first in here]
 
-    def _train(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
-        return self.ranks.each(partial(super()._train, plan, participants))
+    def _take_local_steps(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
+        """Have the participants of this process take their local steps; a failure ends all processes."""
+        return self.ranks.each(partial(super()._take_local_steps, plan, participants))
 
-    def _report_round(self, work: LocalRound) -> RoundReport:
+    def _report_round(self, local_round: LocalRound) -> RoundReport:
         """Return the report of all users in the first process, in others that of their own users."""
-        own = super()._report_round
-        parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(own(work)))]
+        report_own_users = super()._report_round
+        parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(report_own_users(local_round)))]
         return RoundReport(
             losses={name: loss for part in parts for name, loss in part.losses.items()},
             rejected={name: reason for part in parts for name, reason in part.rejected.items()},
@@ -230,16 +250,18 @@ class Sharded(InProcess):
         )
 
     def _require_losses(self, report: RoundReport) -> None:
+        """Check in the first process that at least one participant of all was not rejected."""
         self.ranks.share(partial(super()._require_losses, report))
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
+        """Return test scores and validation losses of the users of this process."""
         return self.ranks.each(partial(super()._score, done))
 
-    def _finish(self) -> None:
-        self.ranks.each(super()._finish)
+    def _make_final_models(self) -> None:
+        self.ranks.each(super()._make_final_models)
 
-    def _score_chosen(self) -> Sequence[AnyScore]:
-        return self.ranks.each(super()._score_chosen)
+    def _score_final_models(self) -> Sequence[AnyScore]:
+        return self.ranks.each(super()._score_final_models)
 
     # ---------------------------------------------------------------- the run folder
 
@@ -273,7 +295,7 @@ class Sharded(InProcess):
                 draft.mkdir(parents=True)
             return str(final), str(draft)
 
-        final, draft = (Path(place) for place in ranks.share(begin))
+        final, draft = (Path(path) for path in ranks.share(begin))
 
         def write() -> str:
             def write_rows() -> list[str]:
@@ -304,16 +326,19 @@ class Sharded(InProcess):
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
         return self.ranks.each(partial(super()._find_checkpoint, folder, fingerprint))
 
-    def _load(self, checkpoint: Path, progress: Progress) -> Tree:
+    def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Restore the users of this process; return the server's state in the first process, in others an empty one."""
         self.ranks.each(partial(self._load_users, checkpoint, progress))
         return self.ranks.each(lambda: self._load_server(checkpoint, progress) if self.leads else {})
 
     def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
+        """Restore the server in the first process, and the version of its state in all."""
         if self.leads:
             super()._restore_server(kept, trainers)
         self._share_version()
 
     def _share_version(self) -> None:
+        """Set the version of the server's state in all processes to that of the first one."""
         self.server.version = self.ranks.share(lambda: self.server.version)
 
     # ---------------------------------------------------------------- downloads
@@ -323,137 +348,196 @@ class Sharded(InProcess):
         if not self.clients.shares:
             return
         stale = self.clients.stale(self.server.version, members)
-        asked = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
+        stale_names = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
         common: Tree = {}
-        told, own = self.ranks.scatter(lambda: self._answers(asked, common))
-        if not told["answered"]:
+        header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names, common))
+        if not header["answered"]:
             return
-        tensors = own | self.ranks.broadcast(common)
-        if users := tuple(told["users"]):
+        tensors = own_tensors | self.ranks.broadcast(common)
+        if users := tuple(header["users"]):
             message = Download(
-                version=told["version"],
+                version=header["version"],
                 users=users,
-                tensors={name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in told["order"]},
-                ranks=torch.tensor(told["ranks"], dtype=torch.int64),
-                senders=tuple(told["senders"]),
+                tensors={name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in header["order"]},
+                ranks=torch.tensor(header["ranks"], dtype=torch.int64),
+                senders=tuple(header["senders"]),
             )
             self.ranks.each(lambda: self.clients.receive(message))
         else:
-            self.ranks.each(lambda: None)
+            self.ranks.each(lambda: None)  # every process takes part, to agree on failures
 
-    def _answers(self, asked: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
-        """Return the part of the download of each process; tensors that all have in common go to ``common``."""
-        names = [self.server.with_download(some) for some in asked]
-        flat = [name for some in names for name in some]
-        if not flat:
-            return [({"answered": False}, {})] * len(asked)
-        message = self.server.download(flat)
+    def _split_download(self, stale_names: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
+        """Make the download of all stale users, and split it by process.
+
+        Args:
+            stale_names: Names of the stale users of each process.
+            common: Filled with the tensors that are equal for all users, with one row each.
+
+        Returns:
+            For each process the header of its message, in which "order" is the order of all tensors, and the tensors
+            ``(users, *shape)`` that are not common.
+        """
+        names_by_rank = [self.server.with_download(names) for names in stale_names]
+        all_names = [name for names in names_by_rank for name in names]
+        if not all_names:
+            return [({"answered": False}, {})] * len(stale_names)
+        message = self.server.download(all_names)
         self.clock.download_bytes += sum(packed_bytes(message))
+        # A stride of 0 means one tensor expanded to all users.
         common.update({name: t[:1] for name, t in message.tensors.items() if t.stride(0) == 0})
-        about = {"answered": True, "version": message.version, "senders": list(message.senders)}
-        about["order"] = list(message.tensors)
-        answers, start = [], 0
-        for some in names:
-            span = slice(start, start := start + len(some))
-            own = {name: t[span] for name, t in message.tensors.items() if name not in common and some}
-            answers.append((about | {"users": some, "ranks": message.ranks[span].tolist()}, own))
-        return answers
+        header = {"answered": True, "version": message.version, "senders": list(message.senders)}
+        header["order"] = list(message.tensors)
+        parts, start = [], 0
+        for names in names_by_rank:
+            span = slice(start, start := start + len(names))
+            own_tensors = {name: t[span] for name, t in message.tensors.items() if name not in common and names}
+            parts.append((header | {"users": names, "ranks": message.ranks[span].tolist()}, own_tensors))
+        return parts
 
     # ---------------------------------------------------------------- uploads
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """Upload the shared tensors and training losses of users."""
-        self._sent = self.ranks.each(lambda: self._make_upload(members, done, losses))
-        sent, summed = self._sent, self.server.sums is not None
-        told = self.ranks.gather(lambda: list(sent.users) if summed else sum(packed_bytes(sent)) if sent.users else 0)
-        if summed and self.leads:
-            names = [name for some in told for name in some]
-            self._count_sum(names, done) if names else None
-        elif self.leads:
-            self.clock.upload_bytes += sum(told)
+        self._upload_of_round = self.ranks.each(lambda: self._make_upload(members, done, losses))
+        own_upload = self._upload_of_round
+        if self.server.sums is not None:
+            names_by_rank = self.ranks.gather(lambda: list(own_upload.users))
+            names = [name for names in names_by_rank for name in names]
+            if self.leads and names:
+                self._count_sum_bytes(names, done)
+            return
+        bytes_by_rank = self.ranks.gather(lambda: sum(packed_bytes(own_upload)) if own_upload.users else 0)
+        if self.leads:
+            self.clock.upload_bytes += sum(bytes_by_rank)
 
     def _make_upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> Upload:
+        """Return the upload of users of this process.
+
+        Args:
+            members: Numbers of the users; may be empty.
+            done: The round, counted from 1.
+            losses: Mean training loss of each user.
+        """
         if not members:
             return no_uploads(done)
-        said = {LOSS: torch.tensor([losses[member] for member in members])}
-        return self.clients.upload(members, done, said)
+        reports = {LOSS: torch.tensor([losses[member] for member in members])}
+        return self.clients.upload(members, done, reports)
 
     def aggregate(self) -> str:
         """Aggregate the uploads of the round; return why there is no sum, or an empty string."""
-        assert self._sent is not None
-        sent, self._sent = self._sent, None
-        adds = self.server.needs_only_sums and not self.ordered
-        whole = self._gather_uploads(replace(sent, tensors={}) if adds else sent)
-        if adds and (users := self.ranks.share(lambda: [] if whole is None else list(whole.users))):
-            sums = self._sums(sent, whole, users)
-            why = self.ranks.share(lambda: self._step(sums, whole))
+        assert self._upload_of_round is not None
+        own_upload, self._upload_of_round = self._upload_of_round, None
+        sends_sums = self.server.needs_only_sums and not self.ordered
+        joined = self._gather_uploads(replace(own_upload, tensors={}) if sends_sums else own_upload)
+        if sends_sums and (users := self.ranks.share(lambda: [] if joined is None else list(joined.users))):
+            sums = self._weighted_sums(own_upload, joined, users)
+            reason = self.ranks.share(lambda: self._aggregate_sums(sums, joined))
         else:
-            why = self.ranks.share(lambda: self._take(whole))
+            reason = self.ranks.share(lambda: self._aggregate_all(joined))
         self._share_version()
         if self.clients.method.server.peer_to_peer:
-            self.download(self.clients.numbers(sent.users))
+            self.download(self.clients.numbers(own_upload.users))
             self.server.clear_uploads()
-        return why
+        return reason
 
-    def _take(self, whole: Upload | None) -> str:
-        assert whole is not None
+    def _aggregate_all(self, joined: Upload | None) -> str:
+        """Aggregate the uploads of all processes; return why there is no sum, or an empty string."""
+        assert joined is not None
         if self.server.sums is not None:
-            return self._sum(self.server.sums, whole)
-        self.server.aggregate(whole)
+            return self._aggregate_secure_sum(self.server.sums, joined)
+        self.server.aggregate(joined)
         return ""
 
-    def _step(self, sums: Tree, whole: Upload | None) -> str:
-        assert whole is not None
-        self.server.aggregate_weighted(sums, whole)
+    def _aggregate_sums(self, sums: Tree, joined: Upload | None) -> str:
+        """Aggregate the weighted sums of all uploads; return an empty string, as there always is a sum.
+
+        Args:
+            sums: The weighted sums, by tensor name.
+            joined: The uploads of all processes without tensors.
+        """
+        assert joined is not None
+        self.server.aggregate_weighted(sums, joined)
         return ""
 
-    def _gather_uploads(self, sent: Upload) -> Upload | None:
-        """Return the uploads of all processes as one, in the first process."""
-        tensors = sent.tensors | {_REPORT + n: t for n, t in sent.reports.items()} | {"ranks": sent.ranks}
-        found = self.ranks.collect(tensors if sent.users else {})
-        users = self.ranks.gather(lambda: list(sent.users))
+    def _gather_uploads(self, own_upload: Upload) -> Upload | None:
+        """Return the uploads of all processes joined, in the first process; None in others."""
+        tensors = (
+            own_upload.tensors
+            | {_REPORT_PREFIX + n: t for n, t in own_upload.reports.items()}
+            | {"ranks": own_upload.ranks}
+        )
+        tensors_by_rank = self.ranks.collect(tensors if own_upload.users else {})
+        users_by_rank = self.ranks.gather(lambda: list(own_upload.users))
         if not self.leads:
             return None
-        uploads = [_upload(sent.round, names, tree) for names, tree in zip(users, found, strict=True) if names]
-        return join_uploads(uploads) if uploads else no_uploads(sent.round)
+        uploads = [
+            _upload_from_tensors(own_upload.round, users, tree)
+            for users, tree in zip(users_by_rank, tensors_by_rank, strict=True)
+            if users
+        ]
+        return join_uploads(uploads) if uploads else no_uploads(own_upload.round)
 
-    def _sums(self, sent: Upload, whole: Upload | None, users: Sequence[str]) -> Tree:
-        """Return the weighted sums of all uploads, in the first process."""
+    def _weighted_sums(self, own_upload: Upload, joined: Upload | None, users: Sequence[str]) -> Tree:
+        """Return the weighted sums of all uploads by tensor name, in the first process.
+
+        Args:
+            own_upload: The upload of the users of this process.
+            joined: The uploads of all processes without tensors, in the first process.
+            users: Names of all users that have uploaded.
+        """
         layout = self.clients.model.layout
-        like = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
-        own = expand(sent.tensors, self.server.uploads) if sent.users else like
-        counts = self.ranks.gather(lambda: len(sent.users))
-        of_tensor, weights = self.ranks.scatter(lambda: self._weights(list(like), whole, counts))
-        of_each = {name: weights[of_tensor[name]] for name in like}
-        own = {name: own[name] for name in like}
-        return reduced(own, of_each, len(users), largest=self.ranks.largest, total=self.ranks.total)
+        empty = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
+        tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else empty
+        counts = self.ranks.gather(lambda: len(own_upload.users))
+        key_of_tensor, weights = self.ranks.scatter(lambda: self._split_weights(list(empty), joined, counts))
+        weights_of_tensor = {name: weights[key_of_tensor[name]] for name in empty}
+        tensors = {name: tensors[name] for name in empty}  # in the same order in all processes
+        return reduced(tensors, weights_of_tensor, len(users), largest=self.ranks.largest, total=self.ranks.total)
 
-    def _weights(self, names: Sequence[str], whole: Upload | None, counts: Sequence[int]) -> list[tuple[Any, Tree]]:
-        """Return the weights of the users of each process; tensors with equal weights share them."""
-        assert whole is not None
-        found = self.server.coefficients(names, whole)
-        unlike = {str(id(t)): t.cpu().split(list(counts)) for t in found.values()}
-        keys = {name: str(id(t)) for name, t in found.items()}
-        return [(keys, {key: parts[rank] for key, parts in unlike.items()}) for rank in range(len(counts))]
+    def _split_weights(
+        self, names: Sequence[str], joined: Upload | None, counts: Sequence[int]
+    ) -> list[tuple[dict[str, str], Tree]]:
+        """Return the weights of the users of each process; tensors with equal weights share them.
+
+        Args:
+            names: Names of the shared tensors.
+            joined: The uploads of all processes without tensors.
+            counts: Number of users of each process.
+
+        Returns:
+            For each process the key of the weights of each tensor, and the weights by key.
+        """
+        assert joined is not None
+        weights = self.server.coefficients(names, joined)
+        distinct = {str(id(t)): t.cpu().split(list(counts)) for t in weights.values()}
+        keys = {name: str(id(t)) for name, t in weights.items()}
+        return [(keys, {key: parts[rank] for key, parts in distinct.items()}) for rank in range(len(counts))]
 
     # ---------------------------------------------------------------- the best round
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
         """Report validation losses after round ``done``; store all models if the mean, which is returned, is lowest."""
-        parts = self.ranks.gather(lambda: losses)
-        mean, lowest = self.ranks.share(lambda: self._judged(parts, done))
+        losses_by_rank = self.ranks.gather(lambda: losses)
+        mean, lowest = self.ranks.share(lambda: self._judge_losses(losses_by_rank, done))
         self.clients.receive_verdict(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))
         return mean
 
-    def _judged(self, parts: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
-        losses = {name: loss for part in parts for name, loss in part.items()}
+    def _judge_losses(self, losses_by_rank: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
+        """Return the mean of all validation losses and whether it is the lowest so far, and count message bytes.
+
+        Args:
+            losses_by_rank: Validation losses of the users of each process, by name.
+            done: Number of rounds that are done.
+        """
+        losses = {name: loss for of_rank in losses_by_rank for name, loss in of_rank.items()}
         before, message = self.server.lowest_loss, validation_report(losses, done)
         self.clock.upload_bytes += sum(packed_bytes(message))
         self.clock.download_bytes += sum(packed_bytes(self.server.judge(message)))
         return fmean(losses.values()), self.server.lowest_loss < before
 
 
-def _upload(done: int, users: Sequence[str], tree: Tree) -> Upload:
-    reports = {name.removeprefix(_REPORT): t for name, t in tree.items() if name.startswith(_REPORT)}
-    tensors = {name: t for name, t in tree.items() if name != "ranks" and not name.startswith(_REPORT)}
+def _upload_from_tensors(done: int, users: Sequence[str], tree: Tree) -> Upload:
+    """Return the upload whose tensors, reports and ranks are in one tree; see :meth:`Sharded._gather_uploads`."""
+    reports = {name.removeprefix(_REPORT_PREFIX): t for name, t in tree.items() if name.startswith(_REPORT_PREFIX)}
+    tensors = {name: t for name, t in tree.items() if name != "ranks" and not name.startswith(_REPORT_PREFIX)}
     return Upload(round=done, users=tuple(users), tensors=tensors, ranks=tree["ranks"], reports=reports)

@@ -102,7 +102,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     clock: Clock = field(default_factory=Clock)
     observe: Observer = lambda event: None
     leads: bool = field(default=True, init=False)
-    _sent: Upload | None = None
+    _upload_of_round: Upload | None = None
 
     def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
         """Return the mapping that ``work`` returns; with several processes, merge their mappings in the first one."""
@@ -118,6 +118,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
+        """Return the number of rounds between evaluations that keeps their share of the run's time small."""
         return period(self.clients.plan, amounts_of(self.clients), len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
@@ -134,40 +135,50 @@ class InProcess(Backend[Sequence[AnyScore]]):
             DivergenceError: The loss or tensors of a user are not finite, and the method does not drop such users.
         """
         self.download(participants)
-        work = self._train(plan, participants)
-        report = self._report_round(work)
+        local_round = self._take_local_steps(plan, participants)
+        report = self._report_round(local_round)
         for name, reason in report.rejected.items():
             log_rejection(self.observe, plan.done, name, reason)
         self._require_losses(report)
         if plan.exchanges:
-            self.upload(list(work.losses), plan.done, work.losses)
+            self.upload(list(local_round.losses), plan.done, local_round.losses)
         count = len(report.losses)
         return RoundResult(losses=report.losses, users=count, tokens=report.tokens, seconds=report.seconds)
 
-    def _train(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
+    def _take_local_steps(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
+        """Have participants take their local steps, and log the progress."""
         if not participants:
             return EMPTY_ROUND
 
-        def step(advance: int) -> None:
+        def log_progress(advance: int) -> None:
             self.observe({"event": "step", "advance": advance, "round": plan.done})
 
-        step(0)
-        return train(self.clients, participants, plan.number, lambda: step(1))
+        log_progress(0)  # shows that the round has begun
+        return train(self.clients, participants, plan.number, lambda: log_progress(1))
 
-    def _report_round(self, work: LocalRound) -> RoundReport:
-        clients, first = self.clients, next(iter(work.rejected), None)
-        suspects = () if first is None else clients.steps.suspects(first, clients.state.rows_of([first])[0])
+    def _report_round(self, local_round: LocalRound) -> RoundReport:
+        """Return the result of a round by user name."""
+        clients, first_rejected = self.clients, next(iter(local_round.rejected), None)
+        suspects: Sequence[str] = ()
+        if first_rejected is not None:
+            suspects = clients.steps.suspects(first_rejected, clients.state.rows_of([first_rejected])[0])
         return RoundReport(
-            losses={clients.names[member]: loss for member, loss in work.losses.items()},
-            rejected={clients.names[member]: reason for member, reason in work.rejected.items()},
+            losses={clients.names[member]: loss for member, loss in local_round.losses.items()},
+            rejected={clients.names[member]: reason for member, reason in local_round.rejected.items()},
             suspects=list(suspects),
-            tokens=work.tokens,
-            seconds=work.seconds,
+            tokens=local_round.tokens,
+            seconds=local_round.seconds,
         )
 
     def _require_losses(self, report: RoundReport) -> None:
+        """Check that at least one participant was not rejected.
+
+        Raises:
+            DivergenceError: All were rejected; names the first one.
+        """
         if report.rejected and not report.losses:
-            raise diverged(*next(iter(report.rejected.items())), report.suspects)
+            name, reason = next(iter(report.rejected.items()))
+            raise diverged(name, reason, report.suspects)
 
     def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[Sequence[AnyScore], Event]:
         """Score the models of the evaluated users; store all models if the validation loss is the lowest so far.
@@ -179,7 +190,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         if receives:
             self.download(clients.scored_trainers)
         if finishes:
-            self._finish()
+            self._make_final_models()
         if not silent:
             self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
         scores, losses = self._score(done)
@@ -201,15 +212,17 @@ class InProcess(Backend[Sequence[AnyScore]]):
         check_finite(clients, scores, done)
         return scores, losses
 
-    def _finish(self) -> None:
+    def _make_final_models(self) -> None:
+        """Run the ``finish`` hooks of the method, after the last exchange."""
         finish(self.clients)
 
     def choose(self, rounds: int, scores: Sequence[AnyScore] | None) -> Sequence[AnyScore] | None:
         """Restore the models of the best round if it is selected, and return the scores of the final models."""
         self.clients.choose()
-        return scores if self.clients.chosen_round == rounds else self._score_chosen()
+        return scores if self.clients.chosen_round == rounds else self._score_final_models()
 
-    def _score_chosen(self) -> Sequence[AnyScore]:
+    def _score_final_models(self) -> Sequence[AnyScore]:
+        """Return the test scores of the models with which the run ends, fine-tuned if the method does so."""
         with finetuned(self.clients):
             return self.clients.evaluate()
 
@@ -223,16 +236,25 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def keep_key(self, folder: Path | None, *, resume: bool) -> None:
         """Set the key of the privacy noise to the one in the run folder; without a folder, to one common key."""
-        set_key(self._read_key(folder, resume=resume), *self._noised)
+        set_key(self._read_key(folder, resume=resume), *self._all_mechanisms)
 
     @property
-    def _noised(self) -> tuple[PrivacyMechanism, ...]:
+    def _all_mechanisms(self) -> tuple[PrivacyMechanism, ...]:
+        """Privacy mechanisms of clients and server."""
         return *self.clients.mechanisms, *self.server.mechanisms
 
     def _read_key(self, folder: Path | None, *, resume: bool) -> str:
+        """Return the key of the privacy noise.
+
+        Args:
+            folder: Run folder whose key is read, or written if there is none; None for no folder.
+            resume: Whether the run is resumed, so that its key must exist once it has begun.
+        """
         if folder is not None:
-            keep_key(folder, *self._noised, anew=not resume, begun=resume and (folder / "events.jsonl").exists())
-        return key_of(*self._noised)
+            keep_key(
+                folder, *self._all_mechanisms, anew=not resume, begun=resume and (folder / "events.jsonl").exists()
+            )
+        return key_of(*self._all_mechanisms)
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
         """Write a JSON file."""
@@ -260,14 +282,23 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         newest, progress = self._find_checkpoint(folder, fingerprint)
         clients = self.clients
-        apart = progress.population or not clients.state.in_memory
+        keeps_order = progress.population or not clients.state.in_memory  # a store does not reorder its users
         clients.stopped_after = progress.round if progress.stopped else None
-        kept = self._load(newest, progress)
+        kept = self._load_state(newest, progress)
         clients.update_masks()
-        self._restore_server(kept, clients.population_names if apart else progress.trainers)
+        self._restore_server(kept, clients.population_names if keeps_order else progress.trainers)
         return progress
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
+        """Return the newest checkpoint of a run folder and its progress; check that it has the users of this run.
+
+        Args:
+            folder: Run folder.
+            fingerprint: Expected fingerprint of the recipe.
+
+        Raises:
+            RunError: There is no checkpoint, or it is from another recipe or has other users.
+        """
         newest, progress = newest_checkpoint(folder, fingerprint)
         names = self.clients.population_names
         if progress.population or not self.clients.state.in_memory:
@@ -276,8 +307,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
             check_names(newest, progress.trainers, names)
         return newest, progress
 
-    def _load(self, checkpoint: Path, progress: Progress) -> Tree:
-        """Restore the users of this process, and return the server's state."""
+    def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Restore the users of this process; return the server's state, with users in the order of the checkpoint."""
         clients = self.clients
         if progress.shards or progress.population:
             self._load_users(checkpoint, progress)
@@ -287,14 +318,22 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return kept
 
     def _load_users(self, checkpoint: Path, progress: Progress) -> None:
+        """Restore the users of this process from the files that have them, or from the store."""
         clients, state = self.clients, self.clients.state
         read = partial(load_users, checkpoint, progress, clients.model.layout, state, clients.names)
         clients.state = state.load(checkpoint, read)
 
     def _load_server(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Return the server's state from a checkpoint."""
         return load_server(checkpoint, progress, self.server.state, self.clients.state.rows.device)
 
     def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
+        """Restore the server.
+
+        Args:
+            kept: The server's state.
+            trainers: Names of the trainers in the order of ``kept``.
+        """
         self.server.restore(reorder_kept(kept, trainers, self.clients.population_names, self.server.by_user))
 
     # ---------------------------------------------------------------- messages
@@ -303,13 +342,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Send the current server version to stale users."""
         stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
         names = self.server.with_download([self.clients.names[member] for member in stale])
-        for some in cohorts(names, self.clients.users_per_message):
-            self._answer(some)
+        for group in cohorts(names, self.clients.users_per_message):
+            self._send_downloads(group)
 
-    def _answer(self, names: Sequence[str]) -> None:
+    def _send_downloads(self, names: Sequence[str]) -> None:
+        """Send users their downloads in one batch, and count the bytes."""
         message = self.server.download(names)
         self.clock.download_bytes += sum(packed_bytes(message))
-        self.clients.receive(_downloaded(message.split()) if self.serialise else message)
+        self.clients.receive(_repack_downloads(message.split()) if self.serialise else message)
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """Upload the shared tensors and training losses of users.
@@ -320,16 +360,16 @@ class InProcess(Backend[Sequence[AnyScore]]):
             losses: Mean training loss of each user.
         """
         if not members:
-            self._sent = no_uploads(done)
+            self._upload_of_round = no_uploads(done)
             return
-        said = {LOSS: torch.tensor([losses[member] for member in members])}
-        message = self.clients.upload(members, done, said)
+        reports = {LOSS: torch.tensor([losses[member] for member in members])}
+        message = self.clients.upload(members, done, reports)
         if self.server.sums is not None:
-            self._sent = message
-            self._count_sum(message.users, done)
+            self._upload_of_round = message
+            self._count_sum_bytes(message.users, done)
             return
         self.clock.upload_bytes += sum(packed_bytes(message))
-        self._sent = _uploaded(message.split()) if self.serialise else message
+        self._upload_of_round = _repack_uploads(message.split()) if self.serialise else message
 
     def aggregate(self) -> str:
         """Aggregate the uploads of the round; with peer-to-peer methods, participants download at once.
@@ -337,49 +377,62 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Returns:
             Reason why there is no sum; empty if there is one.
         """
-        assert self._sent is not None
+        assert self._upload_of_round is not None
+        upload, self._upload_of_round = self._upload_of_round, None
         if self.server.sums is not None:
-            sent, self._sent = self._sent, None
-            return self._sum(self.server.sums, sent)
-        users, self._sent = self._sent.users, self.server.aggregate(self._sent)
+            return self._aggregate_secure_sum(self.server.sums, upload)
+        self.server.aggregate(upload)
         if self.clients.method.server.peer_to_peer:
-            self.download(self.clients.numbers(users))
+            self.download(self.clients.numbers(upload.users))
             self.server.clear_uploads()
         return ""
 
-    def _sum(self, sums: Sums, sent: Upload) -> str:
-        """Aggregate the sum of uploads, masked if :attr:`masked` is set."""
+    def _aggregate_secure_sum(self, sums: Sums, upload: Upload) -> str:
+        """Aggregate the secure sum of uploads; masked if :attr:`masked` is set.
+
+        Args:
+            sums: Settings of secure sums.
+            upload: The joined uploads, as vectors of integers.
+
+        Returns:
+            Reason why there is no sum, for example too few users; empty if there is one.
+        """
         try:
             if self.masked is not None:
-                whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
-                uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
-                terms = terms_of(self.clients.plan, "", sent.round, self.server.size)
-                total = self.masked(terms, uploads, sums.grid(sent.round).levels)
+                vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))
+                words = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
+                terms = terms_of(self.clients.plan, "", upload.round, self.server.size)
+                total = self.masked(terms, words, sums.grid(upload.round).levels)
             else:
-                sums.require(len(sent.users), sent.round)
-                total = sent.tensors[VECTOR].long().sum(0)
+                sums.require(len(upload.users), upload.round)
+                total = upload.tensors[VECTOR].long().sum(0)
         except NoSumError as error:
             logger.warning("%s", error)
-            self.server.skip_round(sent.round)
+            self.server.skip_round(upload.round)
             return str(error)
-        self.server.aggregate_sum(total, sent.users, sent.round)
+        self.server.aggregate_sum(total, upload.users, upload.round)
         return ""
 
-    def _count_sum(self, users: Sequence[str], done: int) -> None:
-        """Count the bytes of the messages of a sum; if there are too few users, only those of their keys."""
+    def _count_sum_bytes(self, users: Sequence[str], done: int) -> None:
+        """Count the bytes of the messages of a secure sum; if there are too few users, only those of their keys.
+
+        Args:
+            users: Names of the users in the sum.
+            done: The round, counted from 1.
+        """
         terms, names = terms_of(self.clients.plan, "", done, self.server.size), list(users)
-        enough = len(names) >= terms.threshold
+        are_enough = len(names) >= terms.threshold
         for name in names:
-            self.clock.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
-            self.clock.download_bytes += received_bytes(terms, name, names) if enough else 0
+            self.clock.upload_bytes += sent_bytes(terms, name, len(names)) if are_enough else keys_bytes(terms, name)
+            self.clock.download_bytes += received_bytes(terms, name, names) if are_enough else 0
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
         """Report validation losses after round ``done``; store all models if the mean, which is returned, is lowest."""
         message = validation_report(losses, done)
         self.clock.upload_bytes += sum(packed_bytes(message))
-        verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
+        verdict = self.server.judge(_repack_uploads(message.split()) if self.serialise else message)
         self.clock.download_bytes += sum(packed_bytes(verdict))
-        self.clients.receive_verdict(_downloaded(verdict.split()) if self.serialise else verdict)
+        self.clients.receive_verdict(_repack_downloads(verdict.split()) if self.serialise else verdict)
         return fmean(losses.values())
 
 
@@ -399,6 +452,12 @@ def federate(clients: Clients) -> InProcess:
 def _check_population(newest: Path, progress: Progress, names: Sequence[str], *, in_memory: bool) -> None:
     """Check that a checkpoint of a store has these users in this order.
 
+    Args:
+        newest: Folder of the checkpoint.
+        progress: Its progress; has no digest of the names if the tensors were in memory.
+        names: Names of the users of this run.
+        in_memory: Whether this run keeps tensors in memory.
+
     Raises:
         RunError: The users differ, or the run was begun with another ``runtime.store``.
     """
@@ -411,13 +470,13 @@ def _check_population(newest: Path, progress: Progress, names: Sequence[str], *,
         raise RunError(f"{newest}: has other users or another order; with runtime.store: disk neither may change")
 
 
-def _downloaded(parts: Sequence[Download]) -> Download:
-    """Pack and unpack the message of each user."""
+def _repack_downloads(parts: Sequence[Download]) -> Download:
+    """Pack and unpack the message of each user, as if it were sent, and join the messages."""
     messages = [unpack(pack(part)) for part in parts]
     return join_downloads([part for part in messages if isinstance(part, Download)])
 
 
-def _uploaded(parts: Sequence[Upload]) -> Upload:
-    """Pack and unpack the message of each user."""
+def _repack_uploads(parts: Sequence[Upload]) -> Upload:
+    """Pack and unpack the message of each user, as if it were sent, and join the messages."""
     messages = [unpack(pack(part)) for part in parts]
     return join_uploads([part for part in messages if isinstance(part, Upload)])
