@@ -86,8 +86,9 @@ class ObservedFederation(InProcess):
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """Send uploads, observed by the server."""
         super().upload(members, done, losses)
-        if self._sent is not None and self._sent.users:
-            self.record_view(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))
+        message = self._upload_of_round
+        if message is not None and message.users:
+            self.record_view(SERVER, self.clients.numbers(message.users), uploaded(self.server, message))
 
     def aggregate(self) -> str:
         """Aggregate, then report each user's download to the user itself and to the others."""
