@@ -39,6 +39,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.data.populations import as_users
 from comingle.data.text.streams import UserData
 from comingle.methods import make
 from comingle.models.adapted import AdaptedModel
@@ -291,7 +292,7 @@ def halved(run_data: RunData, fold: int) -> RunData:
         halves = text.split(math.ceil(len(text) / 2))
         return replace(user, train=halves[fold], valid=halves[1 - fold])
 
-    return replace(run_data, users=tuple(of(user) for user in run_data.users))
+    return replace(run_data, users=as_users(of(user) for user in run_data.users))
 
 
 def leftover(run: Run) -> dict[str, Perplexities]:

@@ -344,14 +344,14 @@ def bounds_text(bounds: tuple[float, float], digits: int = 2) -> str:
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of proofs."""
-    head = ["who looks", "guesses right", "epsilon at least", "provable so", "accountant: at most"]
+    head = ["attacker", "correct guesses", "epsilon at least", "with all guesses correct", "accountant: at most"]
     rows = [
         [
             VIEWS[proof.view],
             f"{proof.correct} of {proof.guesses}",
             f"{proof.epsilon:.2f}",
             f"{proof.provable:.2f}",
-            "nothing" if proof.upper is None else f"{proof.upper:.2f}",
+            "no accountant" if proof.upper is None else f"{proof.upper:.2f}",
         ]
         for proof in audit.proofs
     ]
@@ -368,7 +368,7 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
             str(result.others),
             f"{result.auc:.2f}",
             f"{result.auc_of_loss:.2f}",
-            "too few reference models" if result.found is None else f"{result.found:.2f}",
+            "fewer than 100 others" if result.found is None else f"{result.found:.2f}",
         ]
         for result in audit.members
     ]
@@ -389,12 +389,12 @@ def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference with reference models."""
-    head = ["user", "who looks", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
+    head = ["user", "attacker", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
     for view in VIEWS:
         of_view = [result for result in audit.shadowed if result.view == view]
         for result in of_view:
-            found = "too few reference models" if result.found is None else f"{result.found:.2f}"
+            found = "fewer than 100 others" if result.found is None else f"{result.found:.2f}"
             counts = [str(result.members), str(result.others)]
             rows.append(
                 [printable(result.user), view, *counts, f"{result.auc:.2f}", f"{result.auc_of_scores:.2f}", found]

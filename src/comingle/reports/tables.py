@@ -359,7 +359,7 @@ _STATE_STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
 
 def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.Table:
-    """Return a table of the clients of a federation, failing ones first.
+    """Return a table of the clients of a federation; if not all are listed, failing ones first.
 
     It has the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
     the recipe it also has epsilon, and the weight of each user's last upload. It is empty while its file is missing or

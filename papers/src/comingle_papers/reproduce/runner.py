@@ -366,7 +366,7 @@ class InputCache:
         data_key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
         if self._run_data is None or self._run_data[0] != data_key:
             base = self._base[1] if self._base is not None and self._base[0] == base_key else None
-            self._run_data = None  # free the old base model before loading the next
+            self._run_data = self._base = self._digests = None  # free the old base model before loading the next
             with self._waiting(LOADING):
                 self._run_data = (data_key, prepare(recipe, base=base))
             self._base = (base_key, loaded) if (loaded := self._run_data[1].base) is not None else None
