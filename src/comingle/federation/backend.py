@@ -52,7 +52,7 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
     Raises:
         RunError: No upload is valid, or the result is not finite.
     """
-    found = {name: _upload(session, name, answer, number) for name, answer in answers.items()}
+    found = {name: _checked_upload(session, name, answer, number) for name, answer in answers.items()}
     uploads = {name: upload for name in session.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: none of {len(answers)} uploads is valid")
@@ -109,7 +109,15 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
         raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
 
 
-def _upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
+def _checked_upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
+    """Return the upload in a client's answer; None, with a logged reason, if there is none or it fails a check.
+
+    Args:
+        session: The session.
+        name: The user.
+        answer: The client's answer.
+        number: The round, from 1.
+    """
     try:
         if "left_out" in answer.reported or not answer.messages:
             raise MessageError(str(answer.reported.get("left_out", "no upload in the answer")))
@@ -458,6 +466,17 @@ class NetworkBackend(Backend[ClientReports]):
 
 
 def _require_enough(session: ServerSession, trained: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
+    """Check that enough participants of a round have answered.
+
+    Args:
+        session: The session.
+        trained: Answers to the training task.
+        members: Participants of the round.
+        done: Number of rounds that are done, with this one.
+
+    Raises:
+        RunError: Too few have answered.
+    """
     needed = min(session.network.min_participants, len(members))
     if members and len(trained) < max(1, needed):
         raise RunError(

@@ -237,6 +237,12 @@ def known_public(folder: Path) -> Public | None:
 
 
 def _own_recipe(own: Own, public: Public) -> Recipe:
+    """Return the user's recipe: the federation's, with the user's data, base and runtime.
+
+    Raises:
+        MessageError: The user is not one of the federation, or the server names a local path as base.
+        RecipeError: A setting of the user is wrong.
+    """
     if own.name not in public.users:
         raise MessageError(f"user {own.name!r}: not a user of this federation; allowed: {', '.join(public.users)}")
     content: dict[str, Any] = dict(complete_older(public.recipe))
@@ -271,6 +277,11 @@ def _check_expected(own: Own, public: Public) -> None:
 
 
 def _check_base(public: Public, read: RunData) -> None:
+    """Check that base and tokenizer are the server's; digests of older runs leave out the chat template.
+
+    Raises:
+        MessageError: A digest differs.
+    """
     for what, own_value in digests_of(read.base).items():
         theirs = getattr(public, what)
         if own_value not in (theirs, tokens_of(theirs)) and theirs != tokens_of(own_value):
@@ -335,7 +346,7 @@ class Client:
         check_address(task, self.own.name)
         try:
             with told_in_one_line(self.folder):
-                answer = self._join(task) if task.todo == ("join",) else self._answer(task, data)
+                answer = self._join(task) if task.todo == ("join",) else self._carry_out(task, data)
         except ComingleError as error:
             self.say(str(error))
             if task.todo == ("join",) and not isinstance(error, RunError):  # Continue after a full disk.
@@ -350,6 +361,12 @@ class Client:
     # ---------------------------------------------------------------- which task
 
     def _join(self, task: Task) -> Answer:
+        """Open the federation of a join task, and report what this client has.
+
+        Raises:
+            MessageError: The federation does not suit this user, or has changed since the user joined.
+            ComingleError: The user's data or base cannot be used.
+        """
         public = read_public(task.about.get("public"))
         known = known_public(self._folder(task.run))
         if known is not None and known.digest != public.digest:
@@ -374,8 +391,17 @@ class Client:
             reported["works"] = amounts_of(store.clients)[1:]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
-    def _answer(self, task: Task, data: bytes) -> Answer | bytes:
-        store = self._known(task.run)
+    def _carry_out(self, task: Task, data: bytes) -> Answer | bytes:
+        """Carry out a task, store its answer and the new state, and return the answer.
+
+        A task that was carried out before gets the stored answer. Another task with the number of an earlier one means
+        that the server did not get that answer, so the earlier task is reverted first. A task that fails is reverted.
+
+        Args:
+            task: The task.
+            data: Its bytes, by which a repeated task is recognised.
+        """
+        store = self._open(task.run)
         if (answer := store.stored_answer(task.serial, data)) is not None:
             return answer
         check_task(task, store.clients.plan, TaskRunner.STEPS, counted=counts_samples(store.recipe))
@@ -399,7 +425,12 @@ class Client:
     def _folder(self, run: str) -> Path:
         return run_folder(self.folder, run)
 
-    def _known(self, run: str) -> ClientStore:
+    def _open(self, run: str) -> ClientStore:
+        """Return the store of a run that this user has joined, from memory or from disk.
+
+        Raises:
+            MessageError: The user has not joined this run.
+        """
         if self._store is not None and self._run == run:
             return self._store
         public = known_public(self._folder(run))
@@ -460,6 +491,11 @@ class TaskRunner:
         self.clients.receive_verdict(verdict)
 
     def _train(self) -> None:
+        """Take the local steps of a round, unless the user's privacy budget is spent.
+
+        After a divergence the state before the round is restored. ``reported["left_out"]`` then says why the user is
+        left out of this round; no later step uploads anything.
+        """
         if why := self.store.note_steps(self.task.round):
             self.reported["left_out"] = why
             return
@@ -479,6 +515,11 @@ class TaskRunner:
             self.reported["train_loss"] = work.losses[0]
 
     def _upload(self) -> None:
+        """Pack the shared tensors, unless the user is left out of this round or its privacy budget is spent.
+
+        Raises:
+            MessageError: The federation uses secure aggregation, so a plain upload would reveal the tensors.
+        """
         if self.clients.plan.sums is not None:
             raise MessageError(
                 "task: got step 'upload'; this federation uses secure aggregation, so uploads are masked"
@@ -502,6 +543,7 @@ class TaskRunner:
         finish(self.clients)
 
     def _evaluate(self) -> None:
+        """Score the model on the user's own test data, and report as much as the user's ``tells`` allows."""
         clients, done = self.clients, self.task.about.get("done")
         settle(clients)
         with finetuned(clients, done):

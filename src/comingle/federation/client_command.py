@@ -97,6 +97,11 @@ def _run_supernode(participant: Participant) -> None:
 
 
 def _run_clients(participants: Sequence[Participant], say: Callable[[str], None], *, stays: bool) -> None:
+    """Run the clients of some users in this process until all have ended.
+
+    Raises:
+        RunError: A user cannot take part; the others have ended.
+    """
     calls, bases = CallQueue(), dict[Any, Any]()
     endings = [EndCondition(stays=stays) for _ in participants]
     clients = [

@@ -89,6 +89,11 @@ class Sessions:
         return self.folder / SECURE
 
     def _read(self) -> dict[str, Any]:
+        """Return the stored record: the last unmasked round, and the current session.
+
+        Raises:
+            RunError: The file is damaged.
+        """
         if not self._path.exists():
             return {"unmasked": 0, "session": None}
         try:
@@ -156,7 +161,7 @@ class ClientStore:
         """Return the stored answer to a task; None if this task was not carried out."""
         if serial > self.serial:
             return None
-        path = self._answer(serial, task)
+        path = self._answer_file(serial, task)
         answer = path.read_bytes() if path.exists() else None
         return answer if answer is not None and _is_whole(answer) else None
 
@@ -199,7 +204,7 @@ class ClientStore:
             RunError: The disk is full; the previous state remains.
         """
         with told_in_one_line(self.folder):
-            write_bytes(self._answer(serial, task), answer)
+            write_bytes(self._answer_file(serial, task), answer)
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
         self.serial = serial
@@ -207,7 +212,7 @@ class ClientStore:
         for path in (self.folder / "answers").glob("*.bin"):
             number = int(path.name.partition("-")[0])
             # Another answer with this number is from a process that was killed before it stored the state.
-            left = number == serial and path != self._answer(serial, task)
+            left = number == serial and path != self._answer_file(serial, task)
             if left or not serial - self.num_revertible < number <= serial:
                 path.unlink()
 
@@ -257,7 +262,7 @@ class ClientStore:
             return ""
         release = hashlib.sha256(data).hexdigest()
         accounts = (one.account for one in self.clients.mechanisms)
-        notes = (self._note(release, account.own_epsilon) for account in accounts if account is not None)
+        notes = (self._charge(release, account.own_epsilon) for account in accounts if account is not None)
         return next(filter(None, notes), "")
 
     def note_steps(self, number: int) -> str:
@@ -276,9 +281,18 @@ class ClientStore:
         assert account is not None
         begins = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
         named = hashlib.sha256(begins.encode()).hexdigest()
-        return self._note(named, lambda rounds: account.own_epsilon(rounds, work))
+        return self._charge(named, lambda rounds: account.own_epsilon(rounds, work))
 
-    def _note(self, release: str, epsilon: Callable[[int], float]) -> str:
+    def _charge(self, release: str, epsilon: Callable[[int], float]) -> str:
+        """Add a release to the ledger if the budget allows; a release that is in it already costs nothing.
+
+        Args:
+            release: Digest that identifies the release.
+            epsilon: Returns epsilon of a number of releases.
+
+        Returns:
+            Why the budget does not allow it; an empty string if it does.
+        """
         path = self.folder / LEDGER
         known = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
         releases = sorted({*known, release})
@@ -291,13 +305,14 @@ class ClientStore:
         return ""
 
     def _restore(self, folder: Path | None) -> None:
+        """Load the state of a checkpoint; None restores the state before the first task."""
         if folder is None:
             self.clients.state = self.first.copy()
         else:
             self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, {})
         self.clients.update_masks()
 
-    def _answer(self, serial: int, task: bytes) -> Path:
+    def _answer_file(self, serial: int, task: bytes) -> Path:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
 
 
@@ -306,6 +321,7 @@ def _number(folder: Path) -> int:
 
 
 def _is_whole(answer: bytes) -> bool:
+    """Return whether a stored answer and its messages can be read; a crash may have left part of a file."""
     try:
         for message in unpack_answer(answer).messages:
             unpack(message)

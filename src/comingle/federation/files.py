@@ -88,6 +88,11 @@ def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple
 
 
 def _data(recipe: Recipe, name: str) -> Any:
+    """Return a user's source of data for its own file.
+
+    Raises:
+        RecipeError: The recipe has none for this user.
+    """
     content = recipe.data.model_dump(mode="json", exclude_unset=True)
     if content.get("dataset") is not None:
         return {"dataset": content["dataset"]}

@@ -107,6 +107,7 @@ def _require_free_port(host: str, port: int) -> None:
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
+    """Return the error of binding to a port; None if it is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Ignore connections that have just ended.
         try:

@@ -107,7 +107,7 @@ def unpack_task(data: bytes) -> Task:
         MessageError: The bytes are no task.
     """
     header, messages = _unpack("task", data)
-    with _refused("task"):
+    with _as_message_error("task"):
         return Task(
             run=str(header["run"]),
             serial=int(header["serial"]),
@@ -126,7 +126,7 @@ def unpack_answer(data: bytes) -> Answer:
         MessageError: The bytes are no answer.
     """
     header, messages = _unpack("answer", data)
-    with _refused("answer"):
+    with _as_message_error("answer"):
         return Answer(
             run=str(header["run"]),
             serial=int(header["serial"]),
@@ -137,12 +137,25 @@ def unpack_answer(data: bytes) -> Answer:
 
 
 def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
+    """Return the bytes of a task or an answer, which :func:`_unpack` describes."""
     every = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": [len(one) for one in messages]}
     packed = json.dumps(every | dict(header), separators=(",", ":"), allow_nan=False).encode()
     return b"".join([_PREFIX.pack(_MAGIC, FORMAT, len(packed), zlib.crc32(packed)), packed, *messages])
 
 
 def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
+    """Return header and messages of a task or an answer.
+
+    The bytes are a prefix (magic, format, length and checksum of the header), the header in JSON, and the messages one
+    after another, whose lengths are in the header.
+
+    Args:
+        kind: "task" or "answer".
+        data: The bytes.
+
+    Raises:
+        MessageError: The bytes are damaged, too many, of another format or of another kind.
+    """
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"{kind}: got {len(data)} bytes that are not a message of comingle")
     _, version, length, check = _PREFIX.unpack_from(data)
@@ -155,8 +168,8 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     start = _PREFIX.size + length
     if zlib.crc32(data[_PREFIX.size : start]) != check:
         raise MessageError(f"{kind}: wrong checksum; the message was damaged in transit")
-    with _refused(kind):
-        header = json.loads(data[_PREFIX.size : start], parse_constant=_refuse)
+    with _as_message_error(kind):
+        header = json.loads(data[_PREFIX.size : start], parse_constant=_refuse_constant)
         lengths = [int(one) for one in header["lengths"]]
         if header["kind"] != kind:
             raise MessageError(f"{kind}: got a message of kind {header['kind']!r}")
@@ -167,7 +180,7 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 
 @contextmanager
-def _refused(kind: str) -> Iterator[None]:
+def _as_message_error(kind: str) -> Iterator[None]:
     """Convert errors of reading a header to a MessageError."""
     try:
         yield
@@ -177,7 +190,7 @@ def _refused(kind: str) -> Iterator[None]:
         raise MessageError(f"{kind}: malformed ({type(error).__name__}: {error})") from None
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a finite number")
 
 
@@ -466,7 +479,7 @@ def _check_tensors(
             allowed = wanted[name][0] if name in wanted else "no tensor of this name"
             raise MessageError(f"{what}: tensor {name!r} has shape {got}; allowed: {allowed}")
         if tensors[name].dtype not in _DTYPES:
-            raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
+            raise MessageError(f"{what}: tensor {name!r} is {_dtype_name(tensors[name])}; allowed: float32, float64")
         if not bool(tensors[name].isfinite().all()):
             raise MessageError(f"{what}: tensor {name!r} is not finite")
 
@@ -522,16 +535,21 @@ def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:
 
 
 def _check_numbers(name: str, t: Tensor, wanted: Reported) -> None:
+    """Check shape, dtype and range of one report of an upload.
+
+    Raises:
+        MessageError: The report is not as required.
+    """
     if tuple(t.shape[1:]) != wanted.shape:
         raise MessageError(f"upload: report {name!r} has shape {tuple(t.shape[1:])}; allowed: {wanted.shape}")
     if (t.dtype not in _DTYPES) != wanted.whole or (wanted.whole and t.dtype != torch.int64):
         raise MessageError(
-            f"upload: report {name!r} is {_called(t)}; allowed: {'int64' if wanted.whole else 'float32'}"
+            f"upload: report {name!r} is {_dtype_name(t)}; allowed: {'int64' if wanted.whole else 'float32'}"
         )
     if not bool(((t >= wanted.least) & (t <= wanted.most)).all()):
         allowed = f"{wanted.least:g} to {wanted.most:g}"
         raise MessageError(f"upload: report {name!r} is out of range or not finite; allowed: {allowed}")
 
 
-def _called(t: Tensor) -> str:
+def _dtype_name(t: Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")

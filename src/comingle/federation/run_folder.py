@@ -82,7 +82,7 @@ class StatusFile:
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
         self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
         self._privacy: dict[str, float] = {}
-        known = self._known()
+        known = self._read()
         self._clients = {name: ClientStatus(**known.get(name, {})) for name in users}
         for client in self._clients.values():
             client.state, client.why = "expected", ""
@@ -92,7 +92,7 @@ class StatusFile:
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Update the file with an event."""
         if (client := self._clients.get(event.get("user", ""))) is not None:
-            self._take(client, event)
+            self._count(client, event)
         if event["event"] == "round":
             self._round = event["round"]
             for name, loss in event["train_loss_nats"].items():
@@ -111,7 +111,8 @@ class StatusFile:
         if event["event"] != "step" or time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
 
-    def _take(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
+    def _count(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
+        """Update a client's state, round and bytes with an event of its own."""
         client.state, client.why = "away" if event["event"] == "failed" else "here", event.get("reason", "")
         if client.state == "here":
             client.seen = time.time()
@@ -120,7 +121,8 @@ class StatusFile:
             client.upload_bytes += event["upload_bytes"]
             client.download_bytes += event["download_bytes"]
 
-    def _known(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
+        """Return the clients' status from the file of an earlier process; empty if it cannot be read."""
         try:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
             return {name: asdict(ClientStatus(**one)) for name, one in users.items()}
@@ -196,12 +198,28 @@ def run_federation(
     pooled = context.method.placement.pooled
     opening = open_folder(folder, context.recipe, inputs, resume=resume, force=force, pooled=pooled)
     with opening, own_errors(context.method):
-        return _run(public, context, plan, channel, folder, observers)
+        return _run_rounds(public, context, plan, channel, folder, observers)
 
 
-def _run(
+def _run_rounds(
     public: Public, context: ServerContext, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> dict[str, Any]:
+    """Wait for clients, run or resume the rounds, and notify the clients of the end.
+
+    The event log is cut to the events of the checkpoint from which the run resumes. A run that was stopped while it
+    notified the clients of the end does only that.
+
+    Args:
+        public: Public part of the federation.
+        context: Recipe, method and settings.
+        plan: The federation.
+        channel: Transport of messages to clients.
+        folder: The run folder.
+        observers: Receive events, in addition to the event log and the status file.
+
+    Returns:
+        The metrics.
+    """
     run, known = _name_of(folder, public)
     newest = list_checkpoints(folder)[-1:] if known else []
     progress = read_progress(newest[0]) if newest else None
@@ -295,6 +313,7 @@ def _resolve_eval_interval(session: ServerSession) -> None:
 
 
 def _evaluate_every(session: ServerSession, rounds: int) -> None:
+    """Set the interval between evaluations."""
     plan = session.context.plan.updated("evaluation", every=rounds)
     session.context = replace(session.context, plan=plan)
 
@@ -315,14 +334,27 @@ def _skipped_rows(session: ServerSession) -> dict[str, int]:
 
 
 def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *, stopped: bool) -> None:
+    """Write a checkpoint of the server and delete older ones.
+
+    Args:
+        session: The session.
+        folder: The run folder.
+        done: Number of rounds that are done.
+        events_bytes: Length of the event log, to which a resumed run cuts it.
+        stopped: Whether the privacy budget is spent.
+    """
     public, counted = session.public, {"clock": session.clock, "events_bytes": events_bytes}
     progress = progress_of(done, public.digest, public.users, stopped=stopped, **counted)
-    kept = session.server.state | _own_tensors(session)
-    save_checkpoint(folder, session.model.layout, _no_rows(session), kept, progress)
+    kept = session.server.state | _session_tensors(session)
+    save_checkpoint(folder, session.model.layout, _state_without_users(session), kept, progress)
     prune_checkpoints(folder, KEPT)
 
 
-def _own_tensors(session: ServerSession) -> Tree:
+def _session_tensors(session: ServerSession) -> Tree:
+    """Return the session's own numbers as tensors, for a checkpoint.
+
+    Verdicts are stored as 0 (none), 1 (not the lowest loss) or 2 (the lowest), and the round that they are about.
+    """
     clients = list(session.clients.values())
     verdicts = [client.verdict for client in clients]
     numbers = {
@@ -338,9 +370,10 @@ def _own_tensors(session: ServerSession) -> Tree:
 
 
 def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> None:
+    """Restore server and session from a checkpoint."""
     server, names = session.server, session.public.users
-    like = server.state | _own_tensors(session)
-    _, kept = load_checkpoint(checkpoint, session.model.layout, _no_rows(session), like)
+    like = server.state | _session_tensors(session)
+    _, kept = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
     if progress.round < session.context.plan.training.rounds and not progress.stopped:
@@ -355,7 +388,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     session.clock = progress.clock
 
 
-def _no_rows(session: ServerSession) -> State:
+def _state_without_users(session: ServerSession) -> State:
     """Return a state without users, which a server's checkpoint has."""
     layout = session.model.layout
     nothing = torch.zeros(0, layout.columns, dtype=torch.bool)

@@ -180,7 +180,7 @@ class ServerSession:
 
         def task_of(name: str) -> Task:
             more = [messages[name]] if name in messages else []
-            return self._with_messages(name, steps[name], number, about or {}, more)
+            return self._task_with_messages(name, steps[name], number, about or {}, more)
 
         queue = TaskQueue(self, list(steps), self.network.round_timeout if seconds is None else seconds, task_of)
         answers = queue.run()
@@ -195,9 +195,21 @@ class ServerSession:
             self.clock.upload_bytes += _message_bytes(answer)
         return answers
 
-    def _with_messages(
+    def _task_with_messages(
         self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any], more: Sequence[bytes]
     ) -> Task:
+        """Return a client's next task, with a verdict and a download if they are due.
+
+        Step "receive" is left out if the client has the newest version. Step "hear" and a verdict are added if the
+        client has not received that verdict.
+
+        Args:
+            name: The user.
+            todo: Steps of the task.
+            number: The round, from 0.
+            about: Other values for the task.
+            more: Messages for other steps.
+        """
         messages, steps = list(more), list(todo)
         if "receive" in steps:
             if self._is_stale(name):
@@ -211,6 +223,7 @@ class ServerSession:
         return self._task(name, tuple(steps), serial, number=number, about=about, messages=tuple(messages))
 
     def _is_stale(self, name: str) -> bool:
+        """Return whether a client lacks the newest download; never if the method has no downloads for it."""
         shares = bool(self.model.layout.mask(self.context.method.shared).any())
         if not shares or self.clients[name].version >= self.server.version:
             return False
@@ -396,6 +409,10 @@ class TaskQueue:
         return self.session.clients[name].joined is not None
 
     def _request(self, name: str) -> bytes:
+        """Return the bytes of a client's join task if it has not joined, otherwise of its task.
+
+        A repeated request has the same bytes.
+        """
         if self.task_of is None or not self._has_joined(name):
             if name not in self._join_sent:
                 self._join_sent[name] = time.monotonic()
@@ -462,6 +479,7 @@ class TaskQueue:
             self._finish(name, task, answer)
 
     def _process_join(self, name: str, task: Task, answer: Answer) -> None:
+        """Record that a client has joined, or why it refuses; a round does not wait for a client that refuses."""
         client = self.session.clients[name]
         if answer.refused:
             self.session.log_failure(name, answer.refused, known=client.refusal)
@@ -483,6 +501,7 @@ class TaskQueue:
         self._failed[name] = why
 
     def _finish(self, name: str, task: Task, answer: Answer) -> None:
+        """Store a client's answer, and report the task as a step of progress."""
         self.pending.discard(name)
         self.answers[name] = answer
         self.session.observe(

@@ -97,7 +97,7 @@ class MessageSender:
         def exchange() -> None:
             self._in_flight += 1
             try:
-                put((tag, self._reply(content, node, kind, seconds, wanted)))
+                put((tag, self._await_reply(content, node, kind, seconds, wanted)))
             except Exception as error:  # The grid raises many kinds; all must reach the receiver.
                 put((tag, NoReply(line=f"{type(error).__name__}: {' '.join(str(error).split())}")))
             finally:
@@ -105,9 +105,10 @@ class MessageSender:
 
         threading.Thread(target=exchange, daemon=True).start()
 
-    def _reply(
+    def _await_reply(
         self, content: RecordDict, node: int, kind: str, seconds: float, wanted: Callable[[], bool]
     ) -> Message | NoReply:
+        """Send a message and poll for its reply, less often the longer it takes and the more messages are in flight."""
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))
         with self._pushing:
             names = list(self._grid.push_messages([message]))
@@ -178,17 +179,18 @@ class ConnectedNodes:
                 del known[node]
         for node in there:
             if node not in self._asked:
-                self._ask(node)
-        self._listen()
+                self._ask_name(node)
+        self._read_names()
         self._assign_names()
 
-    def _ask(self, node: Node) -> None:
+    def _ask_name(self, node: Node) -> None:
+        """Ask a node which user it belongs to; the reply is put into a queue."""
         self._asked[node] = time.monotonic()
         self._sender.send(
             RecordDict(), node=node.number, kind=HELLO, seconds=_HELLO_SECONDS, tag=node, put=self._replies.put
         )
 
-    def _listen(self) -> None:
+    def _read_names(self) -> None:
         """Process the replies that have arrived; a node with a transient failure is asked again, others are refused."""
         while not self._replies.empty():
             node, reply = self._replies.get()
@@ -325,7 +327,7 @@ class GridChannel:
                     continue
                 if sent.done or sent.node != node or in_flight.get(name) is not sent:
                     continue  # The node was restarted since, or the request is not awaited any more.
-                answer = _answer(sent, reply)
+                answer = _read_reply(sent, reply)
                 if answer is not None:
                     sent.done = True
                     yield name, answer
@@ -373,7 +375,7 @@ class GridChannel:
         return None
 
 
-def _answer(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
+def _read_reply(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
     """Return a client's reply, or why it failed; None if its request is to be sent again."""
     outcome = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap(reply)
     if isinstance(outcome, bytes):

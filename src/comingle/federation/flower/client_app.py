@@ -245,6 +245,11 @@ def instance_of(state: Path) -> str:
 
 
 def _read_mapping(config: Path) -> dict[str, object]:
+    """Return the content of a YAML file with a user's settings.
+
+    Raises:
+        RecipeError: The file cannot be read, or is no mapping.
+    """
     try:
         read = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -241,6 +241,7 @@ class FleetConnection:
         self._http.close()
 
     def _connect(self) -> FleetHttpClient:
+        """Return an HTTP client that signs requests with this client's key; it connects at the first request."""
         client = FleetHttpClient.from_server_address(
             self._server.address,
             insecure=self._server.authority is None,
@@ -254,6 +255,7 @@ class FleetConnection:
         return client
 
     def _register(self, public: bytes) -> None:
+        """Register a generated key with the server."""
         try:
             self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public))
         except httpx.HTTPStatusError as error:
@@ -321,6 +323,17 @@ class FleetConnection:
         return certificate_problem(self._server.address, self._server.authority) if self._server.authority else ""
 
     def _call_active(self, method: str, request: Any, *, once: bool = False) -> Any:
+        """Call a method of the Fleet API that requires an active node.
+
+        Args:
+            method: Name of the method.
+            request: Its message.
+            once: Whether a request that may have reached the server must not be repeated.
+
+        Raises:
+            NotActiveError: The server does not know this client any more.
+            RunOverError: The run has ended, or does not exist on this server.
+        """
         try:
             return self._call(method, request, once=once)
         except httpx.HTTPStatusError as error:
@@ -350,6 +363,11 @@ class FleetConnection:
 
 
 def _read_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    """Read a user's private key, and return it with its public key.
+
+    Raises:
+        RunError: The file cannot be read, or holds another kind of key.
+    """
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except (OSError, ValueError) as error:
@@ -427,7 +445,7 @@ class MessageLoop:
             NotActiveError: The node was deactivated while the app was running.
         """
         replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        threading.Thread(target=lambda: replies.put(self._answer(message)), daemon=True).start()
+        threading.Thread(target=lambda: replies.put(self._run_app(message)), daemon=True).start()
         while not (self._connection.lost.is_set() or self._connection.closed.is_set()):
             with suppress(queue.Empty):
                 return replies.get(timeout=_LOOK_SECONDS)
@@ -446,7 +464,8 @@ class MessageLoop:
         self._connection.confirm(message)
         return Message(Error(ErrorCode.INVALID_FAB, line), reply_to=message)
 
-    def _answer(self, message: Message) -> Message:
+    def _run_app(self, message: Message) -> Message:
+        """Return the app's reply to a message, or an error reply if the app raises."""
         run_id = message.metadata.run_id
         context = Context(
             run_id=run_id,

@@ -310,6 +310,7 @@ class Gate:
             await self._pass(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
+        """Return the response that refuses a request; None if the request may pass."""
         if scope["method"] != "POST" or not str(scope["path"]).startswith(FLEET):
             return PlainTextResponse("not found\n", status_code=404)
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
@@ -349,6 +350,13 @@ class Gate:
         return "" if self._is_new((key, r)) else "the signature was used before"
 
     def _is_new(self, signature: tuple[bytes, int]) -> bool:
+        """Record a signature, and return whether it has not been used before.
+
+        Signatures are forgotten once they are too old to be accepted anyway.
+
+        Args:
+            signature: The public key, and ``r`` of the signature.
+        """
         now = time.monotonic()
         with self._lock:
             for old, seen in list(self._seen.items())[:2]:  # Oldest first. Removing two per addition bounds the size.

@@ -252,6 +252,11 @@ class Service:
             self._process.wait()
 
     def _record_exit(self, now: float) -> None:
+        """Record that the child has ended, and say why.
+
+        Raises:
+            RunError: It has ended too often, or with an error that a user has to fix.
+        """
         assert self._process is not None
         code, self._process, self._died = self._process.returncode, None, now
         why = f"killed by signal {-code}" if code < 0 else last_line(self.log) or f"exited with code {code}"
