@@ -56,6 +56,7 @@ from comingle.federation.public import (
 )
 from comingle.methods import own_errors
 from comingle.models.base import Base, digests_of
+from comingle.models.hardware import return_freed_memory
 from comingle.models.loading import is_public
 from comingle.privacy.secure_client import (
     Session,
@@ -356,6 +357,8 @@ class Client:
             logger.exception("task %d of run %s", task.serial, task.run)
             self.say(" ".join(f"task {task.serial}: {type(error).__name__}: {error}".split()))
             answer = _refusal(task, error)
+        finally:
+            return_freed_memory()  # The client may be idle for long.
         return answer if isinstance(answer, bytes) else answer.pack()
 
     # ---------------------------------------------------------------- which task

@@ -144,19 +144,10 @@ def _fleet_client(
         _import_transformers_without_scipy()
         from comingle.federation.client import Client
         from comingle.methods.user_files import load_files_of_command
-        from comingle.models.hardware import return_freed_memory
 
         load_files_of_command()
         state = Path(participant.state)
-        client = Client(state, participant.own, bases=bases, say=say, refuse=ending.refuse, end=ending.end)
-
-        def handle(request: bytes) -> bytes:
-            try:
-                return client.handle(request)
-            finally:
-                return_freed_memory()
-
-        return handle
+        return Client(state, participant.own, bases=bases, say=say, refuse=ending.refuse, end=ending.end).handle
 
     address = participant.server
     assert address is not None
