@@ -87,7 +87,7 @@ class CommandGroup(TyperGroup):
         plugin, own = registry.find_plugins(GROUP).get(cmd_name), self.own.get(cmd_name)
         if plugin is None:
             if own is not None:
-                return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _command(cmd_name, own)
+                return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _build_command(cmd_name, own)
             return None
         try:
             if own is not None:
@@ -97,10 +97,17 @@ class CommandGroup(TyperGroup):
                 raise PluginError(f"{GROUP}: {cmd_name!r} is {type(verb).__name__}; allowed: a function for typer")
         except PluginError as error:
             return _broken(cmd_name, error)
-        return _command(cmd_name, verb)
+        return _build_command(cmd_name, verb)
 
 
-def _command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
+def _build_command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
+    """Return the click command of a function, with ``--plugin`` and with help for its arguments.
+
+    Args:
+        name: Name of the command.
+        verb: The function.
+        settings: Settings for typer.
+    """
     single_app = typer.Typer(add_completion=False)
     single_app.command(name, **{"help": _join_lines(getdoc(verb) or ""), **settings})(verb)
     made = typer.main.get_command(single_app)
@@ -155,7 +162,7 @@ def _broken(name: str, error: PluginError) -> object:
         raise error
 
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return _command(name, refuse, help=str(error), add_help_option=False, context_settings=anything)
+    return _build_command(name, refuse, help=str(error), add_help_option=False, context_settings=anything)
 
 
 COMMANDS = (
@@ -193,6 +200,7 @@ def _options(
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what is loaded, and from where."),
     version: bool = typer.Option(False, "--version", help="Show the version.", callback=_show_version, is_eager=True),
 ) -> None:
+    """Set up logging: warnings, or with ``--verbose`` also messages of comingle."""
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Formatter("%(message)s"))

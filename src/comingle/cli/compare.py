@@ -141,6 +141,7 @@ def _failures(failed: Mapping[Key, ComingleError], runs: int) -> str:
 def _run_in_sequence(
     recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
+    """Yield each run, or why it failed, as it ends; show progress."""
     from comingle.cli.training import warn_overlaps
     from comingle.runs.compare import compare_runs
     from comingle.runs.progress import reporting

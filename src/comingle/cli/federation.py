@@ -80,7 +80,7 @@ def server(
 
     plan = load_plan(federation)
     if make_certificates is not None:
-        _make(make_certificates, host, plan.users)
+        _write_certificates(make_certificates, host, plan.users)
         return
     from comingle.federation.launch import serve
     from comingle.reports.tables import render_run
@@ -94,7 +94,14 @@ def server(
     console.print(words(f"{folder}/  metrics.json · events.jsonl", "dim"))
 
 
-def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
+def _write_certificates(folder: Path, host: str, users: tuple[str, ...]) -> None:
+    """Write the server's certificate if there is none, and keys of users who have none; list the files.
+
+    Args:
+        folder: Folder of certificates and keys.
+        host: Address of the server, for its certificate.
+        users: Names of the users.
+    """
     from comingle.federation.flower.certificates import make_certificates, quote_name
     from comingle.utils.terminal import words
 

@@ -172,11 +172,12 @@ class _Session:
         self.others: dict[str, Engine] = {}
 
     def run(self) -> None:
+        """Read texts and commands until the user quits; an error or Ctrl-C ends one answer, not the session."""
         if isinstance(sys.stdin, TextIOWrapper):  # invalid UTF-8 is reported instead of ending the chat
             sys.stdin.reconfigure(errors="surrogateescape")
         kind = "continues your texts" if self.talk.plain else "answers"
         self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D quits", "dim")
-        for text in _texts(self._read):
+        for text in _texts(self._read_line):
             try:
                 if text.strip() in ("/quit", "/exit"):
                     return
@@ -186,7 +187,7 @@ class _Session:
             except KeyboardInterrupt:
                 self._print("\n(stopped)", "dim")
 
-    def _read(self, more: bool) -> str:
+    def _read_line(self, more: bool) -> str:
         return input("… " if more else f"{self.talk.user}> ") if self.console.is_terminal else input()
 
     def _print(self, text: str, style: str = "") -> None:
@@ -197,6 +198,7 @@ class _Session:
         self.console.print(Text(printable(text, keep="\n"), style=style), highlight=False, soft_wrap=True)
 
     def _send(self, text: str) -> None:
+        """Send a text to the model, and print the answer as it is generated."""
         from comingle.utils.terminal import printable
 
         def show(part: str) -> None:
@@ -208,8 +210,18 @@ class _Session:
         self.console.file.write("\n")
 
     def _run_command(self, text: str) -> None:
+        """Run a command that begins with a slash.
+
+        Raises:
+            RecipeError: There is no such command, or its argument is wrong.
+        """
         command, _, rest = text.strip().partition(" ")
-        known = {"/user": self._switch, "/route": self._route, "/compare": self._compare, "/clear": self._clear}
+        known = {
+            "/user": self._switch,
+            "/route": self._show_route,
+            "/compare": self._show_comparison,
+            "/clear": self._clear,
+        }
         if command == "/help":
             self._print(HELP)
         elif command in known:
@@ -232,7 +244,12 @@ class _Session:
         self.talk.clear()
         self._print("new conversation", "dim")
 
-    def _route(self, layer: str) -> None:
+    def _show_route(self, layer: str) -> None:
+        """Print the conversation with each token in the colour of its most weighted expert, and the experts' shares.
+
+        Args:
+            layer: Number of a layer, from 1; empty for the mean of all layers.
+        """
         from rich.text import Text
 
         from comingle.reports.canvas import expert_colour
@@ -255,7 +272,12 @@ class _Session:
             legend.append(f"{name} {share:.0%}", style=colour).append("  ")
         self.console.print(legend, highlight=False)
 
-    def _compare(self, text: str) -> None:
+    def _show_comparison(self, text: str) -> None:
+        """Print the answers of the pretrained, the local (if there is one) and the user's model side by side.
+
+        Args:
+            text: The text to answer; empty for the last one.
+        """
         from rich.table import Table
 
         text = text or self.last_text
@@ -265,7 +287,7 @@ class _Session:
             self._print("comparing on your last text, appended to the conversation", "dim")
         models: dict[str, Any] = {"pretrained": (self.talk.engine, PRETRAINED)}
         if self.local is not None:
-            models["local"] = (self._other(self.local), self.talk.user)
+            models["local"] = (self._engine_of_run(self.local), self.talk.user)
         models[self.talk.user] = (self.talk.engine, self.talk.user)
         replies = self.talk.compare(models, text)
         table = Table(*replies, expand=True)
@@ -274,7 +296,7 @@ class _Session:
         if self.local is None:
             self._print("no local models here; add those of another run with --against RUN", "dim")
 
-    def _other(self, run: Path) -> Engine:
+    def _engine_of_run(self, run: Path) -> Engine:
         from comingle.serving.engine import Engine
 
         if str(run) not in self.others:

@@ -123,16 +123,26 @@ def show(
             check_target(path, force=force, option=option)
     if any(path is not None for path in targets.values()):
         if csv is not None or parquet is not None:
-            _write(run, csv, parquet)
+            _write_records(run, csv, parquet)
         if latex is not None:
             _write_latex(run, latex, all_users=all_users)
         return
-    for part in _tables(run, against, all_users=all_users):
+    for part in _run_tables(run, against, all_users=all_users):
         console.print(part)
     return
 
 
-def _tables(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
+def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
+    """Return the tables of a run or of a comparison.
+
+    Args:
+        run: Folder of the run or of the comparison.
+        against: Method of a comparison with which the others are compared.
+        all_users: Whether to list all users.
+
+    Raises:
+        RecipeError: ``against`` is given for a single run.
+    """
     from comingle.reports.comparisons import read_comparison, with_baseline
     from comingle.reports.tables import render_curve, render_run, tables_of
     from comingle.utils.errors import RecipeError
@@ -147,7 +157,8 @@ def _tables(run: Path, against: str | None, *, all_users: bool) -> list[Renderab
     return [render_run(read_metrics(run), all_users=all_users), render_curve(list(read_events(run)))]
 
 
-def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
+def _write_records(run: Path, csv: Path | None, parquet: Path | None) -> None:
+    """Write a row for each run and user to a CSV file, a Parquet file or both."""
     from comingle.reports.page import csv_text, sheet_of, user_records
     from comingle.reports.runs import find_runs
     from comingle.utils.records import write_bytes, write_text
@@ -162,6 +173,7 @@ def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
 
 
 def _write_latex(run: Path, path: Path, *, all_users: bool) -> None:
+    """Write the table of a run or of a comparison as LaTeX."""
     from comingle.reports.comparisons import compare_metrics, read_comparison
     from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text
@@ -231,7 +243,7 @@ def plot(
         drawn = [
             item
             for kind in kinds
-            for item in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
+            for item in _draw_figures(kind, entries, lambda: _token_figures(entries, text, users, tokens, layer))
         ]
     if not drawn:
         raise RunError(
@@ -248,7 +260,7 @@ def plot(
         console.print(f"{folder / name}.png  {folder / name}.svg  {folder / name}.csv", highlight=False)
 
 
-def _draw(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Figures:
+def _draw_figures(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Figures:
     if kind == "mixtures":
         yield from _mixtures(entries)
     elif kind == "tokens":
@@ -298,7 +310,7 @@ def _mixtures(entries: list[Entry]) -> Figures:
                 yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(learned), mixtures_sheet(learned)
 
 
-def _tokens(
+def _token_figures(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
     from comingle.cli.compare import split_names

@@ -81,6 +81,14 @@ def launch(count: int, folder: Path) -> None:
 
 
 def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
+    """Start this command again as one of several processes.
+
+    Args:
+        rank: Number of the process, from 0.
+        count: Number of processes.
+        meeting: File through which the processes find each other.
+        pipe: Read end of a pipe that closes when this process ends.
+    """
     own = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
     environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
     environment |= {MEETING: str(meeting), PARENT: str(pipe)}
@@ -388,6 +396,7 @@ def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list
 
 
 def _count_table(title: str, run_data: RunData, all_users: bool) -> Table:
+    """Return a table of the users' clusters and numbers of samples in each split."""
     table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(split, justify="right")

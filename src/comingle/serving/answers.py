@@ -169,6 +169,7 @@ class Answer:
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object] | None:
+        """Return log-probabilities in the form of chat or of completions; None if they were not requested."""
         if not self.wants_logprobs:
             return None
         if self.chat:
@@ -239,7 +240,7 @@ class Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(text)
-        answer = self._answer(self.engine, self.user, prompt, show)
+        answer = self._generate(self.engine, self.user, prompt, show)
         if not self.plain:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.last = (self.user, prompt, answer)
@@ -259,7 +260,7 @@ class Chat:
             DataError: As for :meth:`say`.
         """
         prompt = self._prompt(text)
-        return {title: self._answer(engine, name, prompt, str) for title, (engine, name) in models.items()}
+        return {title: self._generate(engine, name, prompt, str) for title, (engine, name) in models.items()}
 
     def route(self) -> Routing:
         """Return the expert that each token of the last answer was routed to.
@@ -278,7 +279,15 @@ class Chat:
             return self.prompts.of_texts(text)[0]
         return self.prompts.of_messages([*self.messages, {"role": "user", "content": text}])
 
-    def _answer(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:
+    def _generate(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:
+        """Generate an answer, show its pieces, and return the whole text.
+
+        Args:
+            engine: Generates the tokens.
+            name: User whose model answers.
+            prompt: The prompt's tokens.
+            show: Called with each piece of text.
+        """
         texts: list[str] = []
 
         def on_piece(piece: Piece) -> None:
@@ -297,6 +306,12 @@ class Chat:
         return "".join(texts)
 
     def _sampling(self, engine: Engine, prompt: int) -> Sampling:
+        """Return the sampling settings of an answer.
+
+        Args:
+            engine: Generates the tokens; its context limits their number.
+            prompt: Number of tokens in the prompt.
+        """
         room = (
             self.max_tokens if engine.context_length is None else min(self.max_tokens, engine.context_length - prompt)
         )

@@ -124,7 +124,12 @@ class Service:
             message = f"user {name!r} has sent {self.limits.rate} requests within a minute"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
 
-    async def _read(self, request: Request, kind: type[Body]) -> Body:
+    async def _read_body(self, request: Request, kind: type[Body]) -> Body:
+        """Read and validate the body of a request.
+
+        Raises:
+            ApiError: It is too large or invalid, or the client has disconnected.
+        """
         body = bytearray()
         try:
             async for part in request.stream():
@@ -168,28 +173,28 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """Answer messages."""
         self._accessible_users(request)
-        parsed = await self._read(request, ChatRequest)
+        parsed = await self._read_body(request, ChatRequest)
         self._admit(request, parsed.model)
         prompt, ends = self._refuse_invalid(
             lambda: (self.prompts.of_messages([m.plain() for m in parsed.messages]), self.prompts.chat_ends()),
             "messages",
         )
-        return await self._answer(request, parsed, [prompt], ends)
+        return await self._respond(request, parsed, [prompt], ends)
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
         self._accessible_users(request)
-        parsed = await self._read(request, CompletionRequest)
+        parsed = await self._read_body(request, CompletionRequest)
         self._admit(request, parsed.model)
         prompt_or_empty = "" if parsed.prompt is None else parsed.prompt
-        return await self._answer(
+        return await self._respond(
             request, parsed, self._refuse_invalid(lambda: self.prompts.of_texts(prompt_or_empty)), None
         )
 
     async def route(self, request: Request) -> Response:
         """Return the expert that each token of an answer is routed to, in every layer."""
         self._accessible_users(request)
-        parsed = await self._read(request, RouteRequest)
+        parsed = await self._read_body(request, RouteRequest)
         self._admit(request, parsed.model)
         if parsed.messages is not None and parsed.prompt is not None:
             raise ApiError(400, "prompt: got messages too; allowed: one of the two", param="prompt")
@@ -236,9 +241,22 @@ class Service:
         self._require_room(prompt, new, param)
         return new
 
-    async def _answer(
+    async def _respond(
         self, http: Request, parsed: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: object
     ) -> Response:
+        """Submit a request for each prompt and choice, and return the response: streamed, or whole once all have ended.
+
+        Choice i samples with the seed of the request plus i.
+
+        Args:
+            http: The HTTP request.
+            parsed: Its body.
+            prompts: Tokens of the prompts.
+            ends: Tokens that end an answer.
+
+        Raises:
+            ApiError: Too many or too long answers are requested, or the queue is full.
+        """
         count = parsed.n or 1
         if count * len(prompts) > self.limits.choices:
             message = f"got {count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"

@@ -277,7 +277,7 @@ class Engine:
         """Free the rows of cancelled requests, read waiting prompts, and generate a token for every row."""
         for number in reversed(range(len(self.active))):
             if self.active[number].request.cancelled:
-                self._leave(number)
+                self._free_row(number)
         # Lengths change with every token, so compiling for each would cost more than it saves.
         with torch.compiler.set_stance("force_eager"), padded_attention(self.network):
             self._join()
@@ -332,7 +332,7 @@ class Engine:
         ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-        return self._pass(ids, mask, position_ids, cache)
+        return self._forward(ids, mask, position_ids, cache)
 
     def _decode(self) -> None:
         """Generate a token for every row."""
@@ -341,11 +341,19 @@ class Engine:
             self._bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)
-        logits = self._pass(ids, self.cache.mask(), position_ids, self.cache)
+        logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
         self._emit(0, logits)
 
-    def _pass(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
+    def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
+        """Return the logits of each row's last token; the network appends keys and values to the cache.
+
+        Args:
+            ids: Token IDs, ``(rows, tokens)``.
+            mask: 1 for tokens of the row, cached ones included; 0 for padding.
+            position_ids: Positions of ``ids`` in their rows.
+            cache: Keys and values of earlier tokens.
+        """
         options: dict[str, Any] = {"position_ids": position_ids.to(self.device)} if self._takes_position_ids else {}
         out = self.network(
             input_ids=ids.to(self.device),
@@ -362,17 +370,18 @@ class Engine:
         for number in reversed(range(first, len(self.active))):
             row = self.active[number]
             try:
-                piece = self._piece(row, row.sampler(logits[number - first], row.tokens))
+                piece = self._next_piece(row, row.sampler(logits[number - first], row.tokens))
             except Exception as error:  # Other rows are not affected.
                 logger.exception("failed to sample a token for %r", row.request.name)
                 row.request.on_piece(Piece(text="", error=error))
-                self._leave(number)
+                self._free_row(number)
                 continue
             row.request.on_piece(piece)
             if piece.finish:
-                self._leave(number)
+                self._free_row(number)
 
-    def _piece(self, row: _Row, sampled: SampledToken) -> Piece:
+    def _next_piece(self, row: _Row, sampled: SampledToken) -> Piece:
+        """Append a token to a row, and return the text that it completes and whether the row has finished."""
         row.tokens.append(sampled.token)
         sampled = replace(sampled, at=len(row.detokenizer.text))
         text = row.detokenizer.add(sampled.token)
@@ -382,7 +391,8 @@ class Engine:
             return Piece(text=text + row.detokenizer.finish(), sampled=sampled, finish="length")
         return Piece(text=text, sampled=sampled)
 
-    def _leave(self, number: int) -> None:
+    def _free_row(self, number: int) -> None:
+        """Remove a finished row and move the last one into its place, so that active rows stay contiguous."""
         last = len(self.active) - 1
         self.cache.leave(number)
         if number != last:

@@ -207,6 +207,11 @@ class MixedRows(Rows):
             inner.set_submodule(name, self.linears[name])
 
     def _tree(self, personal: PersonalModel) -> Tree:
+        """Return the user's mixture as one LoRA per layer.
+
+        ``sum_c share_c B_c A_c`` over C components of rank r is one product of rank C r, with the shares and the scale
+        in B.
+        """
         model = cast(MixedLanguageModel, personal.model)
         layers = cast(FloralModel, model.net).layers()
         shares, tree = model.shares(personal.tensors)[0], Tree()

@@ -441,6 +441,7 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
+        """Generate tokens while there are requests; run jobs of other threads between two steps."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._jobs or self.engine.busy)

@@ -163,9 +163,10 @@ class Card:
 
     def text(self) -> str:
         """Return the card as Markdown with the Hugging Face Hub's front matter."""
-        return "\n".join([*self._front(), "", *self._head(), *self._data(), *self._measured(), *self._end(), ""])
+        return "\n".join([*self._front_matter(), "", *self._head(), *self._data(), *self._measured(), *self._end(), ""])
 
-    def _front(self) -> list[str]:
+    def _front_matter(self) -> list[str]:
+        """Return the front matter that the Hugging Face Hub reads: licence and base if known, library, tags."""
         licence = licence_of(self.base)
         given = [f"license: {licence}"] if licence else []
         name = name_of(self.base)
@@ -441,6 +442,11 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
 
 
 def _number_format(source: Source, format: str, dtype: str | None) -> str:
+    """Return the number format of the weights: the requested one, or by default that of the base if the format has it.
+
+    Raises:
+        RunError: The format or the number format is unknown.
+    """
     if format not in FORMATS:
         raise RunError(f"--format: got {format!r}; allowed: {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
     own = str(source.model.base.dtype).removeprefix("torch.")
@@ -481,6 +487,16 @@ def _write_transformers(source: Source, draft: Path, kind: str) -> _Made:
 
 
 def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
+    """Write a GGUF file for llama.cpp.
+
+    Args:
+        source: The user's model.
+        draft: The folder.
+        kind: Number format of the weights.
+
+    Raises:
+        DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
+    """
     base = source.model.base
     family = SPARSE.get(base.model.config.model_type)
     if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # Fail before any computation.
@@ -497,6 +513,16 @@ def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
 
 
 def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Made:
+    """Write an adapter for PEFT, without the base.
+
+    Args:
+        source: The user's model.
+        draft: The folder.
+        kind: Number format of the weights.
+
+    Raises:
+        DataError: The model is not one LoRA.
+    """
     if why := why_not_plain(source):
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {suggested_format(source)}")
     base = source.model.base

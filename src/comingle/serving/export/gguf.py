@@ -76,7 +76,7 @@ def vocabulary(
     by_number = {number: token for token, number in model["vocab"].items()}
     by_number |= {number: token["content"] for number, token in added.items()}
     tokens = tuple(by_number.get(number, f"[UNUSED{number}]") for number in range(size))
-    kinds = tuple(_kind(n, t, by_number, added, model, sentencepiece) for n, t in enumerate(tokens))
+    kinds = tuple(_token_type(n, t, by_number, added, model, sentencepiece) for n, t in enumerate(tokens))
     numbers = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
     numbers["eot"] = turn_end
     numbers["eom"] = next((end for end in ends if end not in (numbers["eos"], turn_end)), None)
@@ -124,7 +124,7 @@ def _pre_tokenizer(name: str, spec: Mapping[str, Any]) -> str:
     raise _unsupported(name, "a tokenizer with a pre-tokenizer unknown to GGUF")
 
 
-def _kind(
+def _token_type(
     number: int,
     token: str,
     known: Mapping[int, str],
@@ -132,6 +132,16 @@ def _kind(
     model: Mapping[str, object],
     sentencepiece: bool,
 ) -> int:
+    """Return llama.cpp's type of a token.
+
+    Args:
+        number: ID of the token.
+        token: Its text.
+        known: Tokens by ID; IDs between them are unused.
+        added: Settings of added tokens by ID.
+        model: Section ``model`` of the tokenizer's JSON.
+        sentencepiece: Whether it is a SentencePiece tokenizer, with tokens such as ``<0x0A>`` for bytes.
+    """
     if number not in known:
         return TokenType.UNUSED
     if sentencepiece and token == model.get("unk_token"):
@@ -270,6 +280,15 @@ def _kind_of(key: str, array: np.ndarray, kind: str) -> str:
 
 
 def _add_settings(writer: Any, architecture: str, name: str, network: PreTrainedModel, kind: str) -> None:
+    """Write the hyperparameters of the network.
+
+    Args:
+        writer: A ``gguf.GGUFWriter``.
+        architecture: llama.cpp's name of the architecture.
+        name: Name of the model.
+        network: The network.
+        kind: Number format of the weights.
+    """
     from gguf import LlamaFileType
 
     config = network.config
@@ -303,6 +322,7 @@ def _add_settings(writer: Any, architecture: str, name: str, network: PreTrained
 
 
 def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
+    """Write tokens, merges, special tokens and the chat template with a ``gguf.GGUFWriter``."""
     writer.add_tokenizer_model(vocab.model)
     writer.add_tokenizer_pre(vocab.pre)
     writer.add_token_list(vocab.tokens)
@@ -372,6 +392,11 @@ def _rope_factors(network: PreTrainedModel) -> Tensor | None:
 
 
 def _verify(path: Path, written: dict[str, np.ndarray]) -> None:
+    """Read the file back and compare every tensor, byte by byte.
+
+    Raises:
+        RunError: A tensor differs.
+    """
     from gguf import GGUFReader
 
     read = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}

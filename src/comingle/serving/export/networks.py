@@ -212,6 +212,13 @@ def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "e
 
 
 def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object:
+    """Return the configuration of the base's mixture-of-experts family with the base's sizes.
+
+    Args:
+        base: The base.
+        experts: Number of experts.
+        top_k: Number of experts per token.
+    """
     from transformers import AutoConfig
 
     family, old = SPARSE[base.config.model_type], base.config.to_dict()
@@ -326,7 +333,7 @@ def write_peft(
         tensors[f"base_model.model.{name}.lora_A.weight"] = F.pad(a, (0, 0, 0, missing)).to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = F.pad(b, (0, missing)).to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(folder / CONFIG, _config(base, base_name, list(factors), rank, changes[0].transposed))
+    write_json(folder / CONFIG, _peft_config(base, base_name, list(factors), rank, changes[0].transposed))
     return rank
 
 
@@ -335,9 +342,18 @@ def _factors(change: Change) -> tuple[Float[Tensor, "rank d_in"], Float[Tensor, 
     return change.a.flatten(0, 1), b.flatten(0, 1).mT
 
 
-def _config(
+def _peft_config(
     base: PreTrainedModel, base_name: str, names: Sequence[str], rank: int, transposed: bool
 ) -> dict[str, object]:
+    """Return the content of PEFT's ``adapter_config.json``.
+
+    Args:
+        base: The base.
+        base_name: Name from which PEFT loads it.
+        names: Names of the adapted linear layers.
+        rank: LoRA rank.
+        transposed: Whether weights are ``(d_in, d_out)``, as GPT-2's.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
