@@ -116,7 +116,7 @@ def test_methods_lists_it_and_a_recipe_never_runs_it(place: Path) -> None:
     ("content", "said"),
     [
         (None, "no such file"),
-        ("x = 1\n", "no method in it; allowed: functions annotated to return a Method"),
+        ("x = 1\n", "registers nothing; allowed: functions annotated to return a Method"),
         ("def (", "bad.py:1: SyntaxError: "),
         ("def halve(n):\n    return n / 0\nhalve(1)\n", "bad.py:2, in halve: ZeroDivisionError: division by zero"),
         ("import no_such_module_of_the_test\n", "ModuleNotFoundError: No module named 'no_such_module_of_the_test'"),

@@ -34,7 +34,7 @@ def export(
         str | None,
         typer.Option(
             "--dtype",
-            help="Use float32, bfloat16, float16 or float64; for gguf float32, bfloat16 or q8_0 (default: base's).",
+            help="Use float32, bfloat16, float16 or float64; for gguf float32, bfloat16 or q8_0 (default: the run's).",
         ),
     ] = None,
     method: Annotated[str | None, typer.Option("--method", help="Export this method's run of a comparison.")] = None,

@@ -87,7 +87,10 @@ def _require_columns(missing: Sequence[str], names: Sequence[str], where: str) -
         where: Name of the table in messages.
     """
     for column in missing:
-        raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
+        chats = " Conversations need data.kind: conversations." if "messages" in names else ""
+        raise DataError(
+            f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}{chats}"
+        )
 
 
 def _check_document(value: object, column: str) -> str:

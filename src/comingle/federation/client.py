@@ -262,7 +262,8 @@ def _check_base_name(name: str) -> None:
         return
     if not is_public(name):
         raise MessageError(
-            f"base: the server names a local path, {name!r}; set `base` in the client's file to its path here"
+            f"base: the server names a local path, {name!r}; give its path here as --base FOLDER, or as `base` in the "
+            "client's file"
         )
     if expand_home(name).exists():
         raise BaseModelError(
@@ -287,7 +288,8 @@ def _check_base(public: Public, read: RunData) -> None:
         theirs = getattr(public, what)
         if own_value not in (theirs, tokens_of(theirs)) and theirs != tokens_of(own_value):
             raise MessageError(
-                f"{what}: the server has {theirs or 'none'}, this client {own_value or 'none'}; use the same"
+                f"{what}: the server has {theirs or 'none'}, this client {own_value or 'none'}; "
+                "use the same base (--base)"
             )
 
 

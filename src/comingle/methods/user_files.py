@@ -22,6 +22,8 @@ from typing import Any
 
 from comingle.methods import REGISTRY, make, register, user_place
 from comingle.methods.base import Method
+from comingle.models.nets import NETS
+from comingle.models.scoring import LOSSES
 from comingle.utils.errors import ComingleError, PluginError, RunError
 from comingle.utils.records import expand_home, write_json
 
@@ -47,25 +49,27 @@ _DIGEST_CHARACTERS = 8
 def load_file(path: Path) -> list[str]:
     """Run a Python file, register its methods and return their names; a file is loaded only once.
 
+    The file may also register nets and losses, or these alone.
+
     Raises:
-        PluginError: The file does not exist, cannot be run or has no method, or a method's name is taken.
+        PluginError: The file does not exist, cannot be run or registers nothing, or a method's name is taken.
     """
     where, path = f"--plugin {path}", expand_home(path).resolve()
     if path in _loaded:
         return _loaded[path]
     if not path.is_file():
         raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
-    before = set(REGISTRY)
+    before, others = set(REGISTRY), {*NETS, *LOSSES}
     module = _import_file(path, where)
     for name, method in _methods(module):
         if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in before]
-    if not names:
+    if not names and {*NETS, *LOSSES} == others:
         raise PluginError(
-            f"{where}: no method in it; allowed: functions annotated to return a Method (`def near() -> Method:`), "
-            "Method objects, or comingle.methods.register(NAME, FUNCTION)"
+            f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
+            "Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register"
         )
     _loaded[path] = names
     known = os.environ.get(FILES, "").split(os.pathsep)

@@ -39,7 +39,10 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
         PluginError: A plug-in's builder is unusable.
     """
     if name not in NETS:
-        raise RecipeError(f"base: no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
+        raise RecipeError(
+            f"base: no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}. If it is your own, give the file "
+            "that registers it as --plugin FILE, or in Python base=FUNCTION"
+        )
     if seed is None:
         return _build_net(name, input_shape, outputs)
     with torch.random.fork_rng(devices=()):

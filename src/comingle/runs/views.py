@@ -145,7 +145,10 @@ def generating_model(run: Run, name: str) -> PersonalModel:
     personal = run.user(name)
     if not kind_of(run.recipe).needs_base:
         net = run.federation.clients.model.name
-        raise DataError(f"user {name!r}: got the net {net}, which generates no text; allowed: a language model")
+        raise DataError(
+            f"user {name!r}: got the net {net}, which generates no text; allowed: a language model. "
+            f"In Python, run.user({name!r}).model is the net"
+        )
     return cast("PersonalModel", personal)
 
 

@@ -120,7 +120,7 @@ def _uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
     count = len(next(iter(mixtures.values())))
     return (
         f"mixtures have stayed uniform: every user weights each of the {count} components by about {1 / count:.3g}, as "
-        "at the start, so all users have the same model. A higher training.router.learning_rate or more rounds may "
+        "at the start, so no user has a mixture of its own. A higher training.router.learning_rate or more rounds may "
         "help",
     )
 

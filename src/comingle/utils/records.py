@@ -309,6 +309,8 @@ def read_metrics(run: Path) -> dict[str, Any]:
     if not path.exists():
         unfinished = (run / "events.jsonl").exists()
         hint = f"{resume_command(run)} resumes the run" if unfinished else "not a run folder"
+        if inner := sorted(path.parent for pattern in ("*", "*/model") for path in run.glob(f"{pattern}/metrics.json")):
+            hint += f"; open one in it, such as {inner[0]}"
         raise RunError(f"{run}: no metrics.json; {hint}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -163,7 +163,8 @@ def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: i
     if over:
         logger.warning(
             "floral: rank 1 exceeds budget %g in %d of %d low-rank layers (%s); "
-            "%d clusters add %+.0f%% parameters, the budget allows %+.0f%%",
+            "%d clusters add %+.0f%% parameters, the budget allows %+.0f%%; use fewer clusters or "
+            "a rank in place of a budget",
             budget, len(over), layers, shorten(over), clusters, 100 * growth, 100 * budget * clusters,
         )  # fmt: skip
 
