@@ -134,10 +134,12 @@ def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callabl
         until: Asked between two tasks; may raise.
     """
     try:
-        with interrupt_on_sigterm():
+        with interrupt_on_sigterm() as interrupted:
             for client in clients:
                 client.start()
             while not until():
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
                 calls.serve(_LOOK_SECONDS)
     finally:
         for client in clients:

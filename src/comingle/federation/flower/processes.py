@@ -127,18 +127,25 @@ def bare_host(host: str) -> str:
 
 
 @contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes."""
+def interrupt_on_sigterm() -> Iterator[threading.Event]:
+    """Treat SIGTERM as KeyboardInterrupt within the block, so that cleanup code ends child processes.
+
+    Yields:
+        An event that is set by SIGTERM. Python drops exceptions in destructors and callbacks, so the KeyboardInterrupt
+        may be lost; a loop in the block checks the event.
+    """
+    received = threading.Event()
 
     def interrupt(*_: object) -> None:
+        received.set()
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)
 
