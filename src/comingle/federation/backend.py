@@ -356,7 +356,7 @@ class NetworkBackend(Backend[ClientReports]):
         run = self.session.context.plan
         participants = self.server.invite(run, plan.number, releases=plan.exchanges)
         if participants is None:
-            self.stopped_after = plan.number
+            self.stopped_after = plan.number  # counted from 0, so this many rounds are done
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:

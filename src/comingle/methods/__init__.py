@@ -38,7 +38,7 @@ def own_errors(method: Method) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        owners = _owners(method)
+        owners = _external_classes(method)
         if isinstance(error, ComingleError | OSError) or lacks_memory(error) or not owners:
             raise
         if (place := _place_of_error(error, owners)) is None:
@@ -84,8 +84,8 @@ def _plugin_error(name: str, error: Exception, place: str) -> PluginError:
     return PluginError(f"method {name}: {place}: {what}{_TRACEBACK_HINT}")
 
 
-def _owners(method: Method) -> list[type]:
-    """Return the classes of a method's objects that are defined outside comingle."""
+def _external_classes(method: Method) -> list[type]:
+    """Return the classes of a method's objects that are defined outside comingle, whose errors are the user's."""
     placement = method.placement
     objects = [*method.client.parts, method.server, placement.mixture, placement.gating]
     return [type(each) for each in objects if each is not None and _is_external(type(each))]

@@ -253,17 +253,19 @@ class ChatTemplate:
     def encode_turns(self, messages: Sequence[Message]) -> list[Encoded]:
         """Tokenise a conversation, or each response with its own prompt if the template changes earlier turns.
 
+        Tool calls that the template does not write are counted once for the conversation, on the first result.
+
         Raises:
             DataError: As in :meth:`encode`.
         """
-        safe, hidden_texts, learnt, unwritten = self._prepare_messages(messages)
+        safe, hidden_texts, learnt, unwritten_calls = self._prepare_messages(messages)
         try:
-            return [self._encode_prepared(safe, hidden_texts, learnt, unwritten)]
+            return [self._encode_prepared(safe, hidden_texts, learnt, unwritten_calls)]
         except RewrittenTurnsError:
             if len(learnt) < 2:
                 raise
         turns = [self._encode_prepared(safe, hidden_texts, [number], 0) for number in learnt]
-        return [replace(turns[0], unwritten_calls=unwritten), *turns[1:]]
+        return [replace(turns[0], unwritten_calls=unwritten_calls), *turns[1:]]
 
     def _prepare_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
         """Prepare messages for the template: hide the texts of special tokens, and format tool calls.

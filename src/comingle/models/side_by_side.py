@@ -274,14 +274,17 @@ def native_form(net: nn.Module) -> Chained | None:
 
 
 class Chained:
-    """A net with the same parameters, under the same names, for samples of all users.
+    """A convolutional net with the same parameters, under the same names, for samples of all users.
+
+    Convolutions with the norms and activations behind them become chains of native steps, which compute all users at
+    once. A net without any such step gains nothing, so it is refused.
 
     Raises:
         UnknownLayerError: The net has a module that may mix samples, or no convolution.
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self.pass_shape = PassShape()
+        self.pass_shape = PassShape()  # numbers of users and images of a pass, which all steps read
         self.net = self._convert(net)
         if not any(isinstance(step, Step) for m in self.net.modules() if isinstance(m, Chain) for step in m.steps):
             raise UnknownLayerError

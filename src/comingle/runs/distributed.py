@@ -132,6 +132,9 @@ def share_out(run_data: RunData, here: range) -> RunData:
 def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Ranks) -> Sharded:
     """Return this process's shard of a recipe's federation, before the first round.
 
+    ``ranks.each`` runs a function in every process and raises in all of them if it raises in one; ``gather`` collects
+    its results in process 0, and ``share`` sends a result of process 0 to all.
+
     Args:
         recipe: The recipe.
         run_data: The base model and the data of the users of this process.
@@ -141,13 +144,12 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     Raises:
         ComingleError: Settings, data and base do not fit together, or there are more processes than users.
     """
-    recipe = ranks.each(lambda: fitted(recipe, run_data))
+    recipe = ranks.each(lambda: fitted(recipe, run_data))  # users_per_step: auto becomes a number
     plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=recipe.runtime.store)
     federation = ranks.each(lambda: _build_shard(recipe, run_data, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
-    # Process 0 gathers a value from every process and shares the result with all of them.
     local_steps = ranks.gather(lambda: clients.steps.local_steps)
     clients.steps.most_steps = ranks.share(lambda: max(local_steps))
     counts = ranks.gather(lambda: len(clients.trainers))

@@ -227,8 +227,17 @@ class Service:
             message += f", and {new:,} new ones are requested" if new else ""
             raise ApiError(400, message, code="context_length_exceeded", param=param)
 
-    def _new_tokens(self, prompt: int, max_new_tokens: int | None, param: str) -> int:
-        """Return the limit on new tokens: the requested number, or as many as the context has room for."""
+    def _new_tokens(self, prompt_tokens: int, max_new_tokens: int | None, param: str) -> int:
+        """Return the limit on new tokens: the requested number, or as many as the context has room for.
+
+        Args:
+            prompt_tokens: Number of tokens in the prompt.
+            max_new_tokens: The requested number; None if there is none.
+            param: Key of the prompt in the request, for the error if prompt and answer exceed the context.
+
+        Raises:
+            ApiError: The number is above the server's limit, or prompt and answer exceed the context.
+        """
         if max_new_tokens is not None and max_new_tokens > self.limits.max_tokens:
             raise ApiError(
                 400,
@@ -236,9 +245,9 @@ class Service:
                 param="max_tokens",
             )
         most = self.engine.context_length
-        room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt)
+        room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt_tokens)
         new = max(1, room) if max_new_tokens is None else max_new_tokens
-        self._require_room(prompt, new, param)
+        self._require_room(prompt_tokens, new, param)
         return new
 
     async def _respond(

@@ -298,7 +298,7 @@ class Users(Roster):
         """Check that at least one user has validation data, which ``evaluation.select: best`` needs.
 
         Args:
-            any_has_data: Whether a user has any.
+            any_has_data: Whether a user of the run has any, here or in another process.
 
         Raises:
             DataError: No user has any.

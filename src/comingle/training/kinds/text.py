@@ -244,7 +244,10 @@ class TextKind(LanguageKind):
         return self.known_names(recipe, source, owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Return the recipes unchanged, after checking that the users have enough text unless ``users`` is given."""
+        """Return the recipes, the names of users with too little text, and a note about them.
+
+        The texts are read for this. With a number of ``users`` no text is read, so that a run can be planned without it.
+        """
         if users is not None:
             return list(recipes), set(), ""
         return list(recipes), *check_texts(recipes[0], section(recipes[0]), anybody_validates(recipes))
