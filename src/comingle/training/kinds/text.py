@@ -246,7 +246,7 @@ class TextKind(LanguageKind):
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Return the recipes, the names of users with too little text, and a note about them.
 
-        The texts are read for this. With a number of ``users`` no text is read, so that a run can be planned without it.
+        The texts are read for this. With a number of ``users`` none is read, so that a run can be planned without it.
         """
         if users is not None:
             return list(recipes), set(), ""
