@@ -98,8 +98,8 @@ def test_nobody_reads_before_the_copy_is_done() -> None:
         made = Prefetcher(cast(BatchSource, Numbers()), torch.device("cuda"))
         taken(made, [0], EXPERTS, 0, 0, 0)
         early = made.ready[EXPERTS]
-        assert early.there is not None
-        assert early.there.tolist() != early.drawn.tolist()
+        assert early.on_device is not None
+        assert early.on_device.tolist() != early.drawn.tolist()
         made.draw([0], EXPERTS, 0, 1, 0)
         assert made.move(early.drawn, made.device).tolist() == early.drawn.tolist()
 
@@ -110,7 +110,7 @@ def test_a_run_takes_batches_from_there(tmp_path: Path, kind: str, monkeypatch: 
     short, found = {"training.rounds": 1, "evaluation.first": False}, []
     move = Prefetcher.move
     monkeypatch.setattr(
-        Prefetcher, "move", lambda self, *args: found.append(self.now.there is None) or move(self, *args)
+        Prefetcher, "move", lambda self, *args: found.append(self.current.on_device is None) or move(self, *args)
     )
     here = play(recipe_of(content, "cpu", **short))
     assert not found
