@@ -535,12 +535,12 @@ from comingle.federation.participant import Own
 torch.set_num_threads(1)
 folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
 node = Client(folder, Own(**json.loads(sys.argv[3])))
-work = local._work
+work = local._take_local_steps
 def slow(*args):
     print("training", flush=True)
     return work(*args[:3], lambda: (print("a step", flush=True), sys.stdin.readline()))
 for path in sorted(tasks.iterdir()):
-    local._work = slow if path.name == sys.argv[4] else work
+    local._take_local_steps = slow if path.name == sys.argv[4] else work
     node.handle(path.read_bytes())
 """
 
