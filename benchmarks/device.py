@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +27,7 @@ from typing import Any
 import psutil
 import yaml
 
+from comingle.federation.flower.processes import free_port
 from compare_commits import checkout, environment
 
 HERE = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def measure(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str
         variables: Environment of the commands, which decides the commit.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        folder, port = Path(scratch), _free_port()
+        folder, port = Path(scratch), free_port()
         users = _write_files(asked, folder)
         server = ("server", folder / "federation.yaml", "--out", folder / "run", "--port", port)
         common = ("--base", asked.base, "--server", f"127.0.0.1:{port}")
@@ -176,12 +176,6 @@ def _wait(happened: Callable[[], bool], process: subprocess.Popen[bytes], *, end
         if time.monotonic() > until or (process.poll() is not None and not ends):
             raise SystemExit("device: the client has ended, or took too long")
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as looking:
-        looking.bind(("127.0.0.1", 0))
-        return looking.getsockname()[1]
 
 
 def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Round times planned by ``comingle cost --machines``, compared with times measured in ``comingle run --processes``.
+"""Compare round times that ``comingle cost --machines`` plans with those that ``comingle run --processes`` takes.
 
 ``python benchmarks/planned_time.py [CASE ...] [--processes 1,2,3,4] [--turns 3] [--clock wall|processor]`` prints one
 JSON line for each case and number of processes on this machine:

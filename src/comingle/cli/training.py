@@ -245,7 +245,7 @@ LISTED_USERS = 24
 def choose_rows(
     counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Return the rows of a table, one per user or a summary.
+    """Return the rows of a table: one per user, or a summary of many users.
 
     Up to 24 users have one row each. For more, the rows are the minimum, median and maximum of each column, and the
     users with the smallest and largest number.

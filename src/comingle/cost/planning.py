@@ -506,7 +506,7 @@ def rehearse_text(
 
 
 def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """Return the base's FLOPs in a mixture, by which its overhead is measured.
+    """Return the base's FLOPs in a mixture; the overhead of the mixture is relative to them.
 
     These are the frozen base's FLOPs with FedAvg's adapters: one pass per step, times the number of whole models.
 

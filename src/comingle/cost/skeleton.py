@@ -46,7 +46,7 @@ _PER_BYTE = {"8bit": 1, "4bit": 2}
 
 
 class PackedShape(QuantisedLinear):
-    """A packed linear without values: shapes of its stored and its unpacked tensors. Does not need bitsandbytes.
+    """Shapes of a packed linear layer, stored and unpacked, without values and without bitsandbytes.
 
     Args:
         weight: The unpacked weight, of which only the shape and the dtype are used.

@@ -229,7 +229,7 @@ def _map_array(path: Path, dtype: str) -> np.ndarray:
 
 
 def _hash(content: bytes) -> int:
-    """Return a 64-bit hash of a name's bytes, by which :class:`StoredNames` finds a name's number."""
+    """Return a 64-bit hash of a name's bytes; :class:`StoredNames` looks names up by it."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

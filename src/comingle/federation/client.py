@@ -404,7 +404,7 @@ class Client:
 
         Args:
             task: The task.
-            data: Its bytes, by which a repeated task is recognised.
+            data: Its bytes; a repeated task has the same ones.
         """
         store = self._open(task.run)
         if (answer := store.stored_answer(task.serial, data)) is not None:

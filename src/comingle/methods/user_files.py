@@ -59,14 +59,14 @@ def load_file(path: Path) -> list[str]:
         return _loaded[path]
     if not path.is_file():
         raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
-    before, others = set(REGISTRY), {*NETS, *LOSSES}
+    before, others = set(REGISTRY), (set(NETS), set(LOSSES))
     module = _import_file(path, where)
     for name, method in _methods(module):
         if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in before]
-    if not names and {*NETS, *LOSSES} == others:
+    if not names and (set(NETS), set(LOSSES)) == others:
         raise PluginError(
             f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
             "Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register"

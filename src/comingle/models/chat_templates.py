@@ -650,7 +650,7 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
 
 
 def _omission_error(messages: Sequence[Message], number: int, missing: str) -> DataError:
-    """Return the error for message ``number``, of which the rendered text lacks the part ``missing``."""
+    """Return the error for a rendered text that lacks the part ``missing`` of message ``number``."""
     role, shown = messages[number]["role"], " ".join(missing.split())
     return DataError(
         f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "

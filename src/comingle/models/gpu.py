@@ -172,7 +172,7 @@ def _leading_arguments(
 def _compile_time_arguments(
     act: expert_mlp.Activation, biases: Sequence[Tensor | None], a: Tensor
 ) -> dict[str, object]:
-    """Return the kernels' ``constexpr`` arguments, for each combination of which Triton compiles a variant.
+    """Return the kernels' ``constexpr`` arguments. Triton compiles a variant for each combination.
 
     Args:
         act: The activation.

@@ -333,7 +333,7 @@ class Chained:
         return converted
 
     def _convert_sum(self, net: nn.Module) -> Sum:
-        """Convert the ReLU of the sum of two children, of which the first must end in a convolution without pooling."""
+        """Convert the ReLU of the sum of two children; the first must end in a convolution without pooling."""
         names = [name for name, _ in _children(net)]
         chain, other = (self._convert(child) for _, child in _children(net))
         if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:

@@ -103,7 +103,9 @@ class Given:
             base = load(**settings)
         else:
             key = (recipe.base, recipe.quantise, *settings.values())
-            base = self.bases[key] if key in self.bases else self.bases.setdefault(key, load(**settings))
+            if key not in self.bases:
+                self.bases[key] = load(**settings)
+            base = self.bases[key]
         check_context_length("training.context", recipe.training.context, base.model)
         return replace(with_date(base, self.date), adds_bos=getattr(recipe.data, "add_bos_token", True))
 

@@ -174,7 +174,7 @@ class Note(Section):
 
 
 class Plot(Section):
-    """Figure of a table's runs; ``x`` and ``series`` name the two settings of a sweep.
+    """A figure of a table's runs. ``x`` and ``series`` name the two settings of a sweep.
 
     Curves show ``measure``, by default the metric by which models are compared. ``mixtures`` also draws the routers of
     users who mix adapters, as users x clusters over rounds. ``usage`` lists what results are plotted against, one row

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.client_app import User, make_client_app
@@ -31,7 +31,6 @@ _FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 1.0, 20.0
 Handle = Callable[[bytes], bytes]
 """Answers a request."""
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -74,7 +73,6 @@ class FleetClient:
     def __init__(
         self, user: User, server: Server, load: Callable[[], Handle], calls: CallQueue, say: Callable[[str], None]
     ) -> None:
-        self.user = user
         self.refusal = ""
         """Why this client cannot take part, as the server or the connection says; empty while it can."""
         self._say, self._load = say, load
