@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.base import MODEL, Client, Method, Placement, alternating, joint
+from comingle.methods.base import MODEL, Client, ClientHook, Method, Phase, Placement, alternating, joint
 from comingle.methods.fedavg import fedavg
 from comingle.methods.server import Mean
 from comingle.methods.settings import Range, allowed
 from comingle.utils.errors import RecipeError
+from comingle.utils.trees import ATTENTION
 
 
 def mine(
@@ -88,3 +89,43 @@ def test_a_phase_that_trains_a_router_needs_one_in_the_placement(client: Client,
         assert place in str(caught.value)
     routed = replace(method, placement=replace(method.placement, routed=True))
     assert make(routed) == routed
+
+
+@pytest.mark.parametrize(
+    ("role", "near"),
+    [("attenton", "attention"), ("generalists", "generalist"), ("base.hed", "base.head"), ("attention.norm", "")],
+)
+def test_an_unknown_role_is_refused_wherever_a_method_names_roles(role: str, near: str) -> None:
+    @dataclass(frozen=True)
+    class Trains(ClientHook):
+        roles = frozenset({role})
+
+    right = Method(
+        name="near", placement=Placement(shared=MODEL), client=Client(phases=joint(routed=False)), server=Mean()
+    )
+    roles, placement, client = frozenset({ATTENTION, role}), right.placement, right.client
+    (phase,) = client.phases
+    wrong = {
+        "Client.tuning[0].roles": replace(right, client=replace(client, tuning=(Phase(roles=roles),))),
+        "Trains.roles": replace(right, client=replace(client, parts=(Trains(),))),
+    }
+    for key in ("shared", "received", "needs"):
+        wrong[f"Placement.{key}"] = replace(right, placement=replace(placement, **{key: roles}))
+    for key in ("roles", "leaves", "without"):
+        phases: Any = (replace(phase, **{key: roles}),)
+        wrong[f"Client.phases[0].{key}"] = replace(right, client=replace(client, phases=phases))
+    for place, method in wrong.items():
+        with pytest.raises(RecipeError) as caught:
+            make(method)
+        message = str(caught.value)
+        assert message.startswith(f"method near: {place}: got {role!r};"), message
+        assert (f"Did you mean {near!r}?" in message) == bool(near), message
+        assert "attention.a" in message or role.startswith("base"), message
+
+
+def test_roles_that_are_no_set_are_refused() -> None:
+    placement = Placement()
+    object.__setattr__(placement, "shared", "attention")
+    method = Method(name="near", placement=placement, client=Client(), server=Mean())
+    with pytest.raises(RecipeError, match=r"Placement\.shared: got 'attention'; allowed: a set"):
+        make(method)

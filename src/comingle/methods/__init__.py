@@ -11,12 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from comingle.methods.base import ROUTERS, Client, ClientHook, Method, Placement
+from comingle.methods.base import Client, ClientHook, Method, Placement
 from comingle.methods.server import Server
 from comingle.methods.settings import allowed, by_type, setting_hint
+from comingle.methods.validation import check_method, defined_at
 from comingle.utils.errors import ComingleError, PluginError, RecipeError, UnknownMethodError, lacks_memory
 from comingle.utils.registry import Registry
-from comingle.utils.trees import ROUTER
 
 _log = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     except Exception as error:
         if isinstance(error, ComingleError) or lacks_memory(error) or not _is_external(constructor):
             raise
-        raise _plugin_error(name, error, _deepest_place(error, constructor) or _defined_at(constructor)) from error
+        raise _plugin_error(name, error, _deepest_place(error, constructor) or defined_at(constructor)) from error
     if not isinstance(made, Method):
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
     for part, kind in (("placement", Placement), ("client", Client), ("server", Server)):
         if not isinstance(got := getattr(made, part), kind):
             shown = f"the class {got.__name__}" if isinstance(got, type) else type(got).__name__
-            where = _defined_at(constructor)
+            where = defined_at(constructor)
             raise PluginError(f"method {name}: {where}: {part} is {shown}; allowed: a {kind.__name__} object")
     if wrong := next((part for part in made.client.parts if not isinstance(part, ClientHook)), None):
-        where = _defined_at(constructor)
+        where = defined_at(constructor)
         raise PluginError(f"method {name}: {where}: client.parts has {wrong!r}; allowed: ClientHook objects")
     return made
 
@@ -101,12 +101,12 @@ def _place_of_error(error: Exception, owners: list[type]) -> str | None:
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
     if called := next((owner for owner in classes if owner in owners), None):
-        return _deepest_place(error, called) or _defined_at(called)
+        return _deepest_place(error, called) or defined_at(called)
     core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
     if not core or any(_is_user_code(frame) for frame, _ in frames[core[0] :]):
         return None  # other code of the user's, such as an observer
     frame, line = frames[core[-1]]
-    hooks = " or ".join(dict.fromkeys(map(_defined_at, owners)))
+    hooks = " or ".join(dict.fromkeys(map(defined_at, owners)))
     return f"{hooks} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
 
 
@@ -142,15 +142,6 @@ def user_place(error: BaseException, module: str) -> str | None:
         if _is_user_code(frame) or frame.f_globals.get("__name__", "").partition(".")[0] == package:
             found = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_qualname}"
     return found
-
-
-def _defined_at(defined: Callable[..., object]) -> str:
-    """Return file, line and name of a class or function."""
-    name = getattr(defined, "__name__", type(defined).__name__)
-    try:
-        return f"{inspect.getsourcefile(defined)}:{inspect.getsourcelines(defined)[1]}, {name}"
-    except (OSError, TypeError):  # built in, or from a notebook cell that no longer exists
-        return name
 
 
 Make = Callable[..., Method]
@@ -282,8 +273,8 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
     """Return a method with the given settings, from its name or constructor; a ``Method`` is returned as it is.
 
     Raises:
-        RecipeError: The method or a setting is unknown, a value is out of range, or a phase trains a router that the
-            placement does not have.
+        RecipeError: The method or a setting is unknown, a value is out of range, or the method's parts do not fit each
+            other (:func:`comingle.methods.validation.check_method`).
         PluginError: A plug-in cannot be used.
     """
     constructor, name, known = _constructor(method), _name_of(method), settings_of(method)
@@ -296,29 +287,8 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
         if not fits(value):
             raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {words}")
     made = call_constructor(name, constructor, settings)
-    specialists = made.placement.specialists
-    if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
-        raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
-    _require_router(name, made)
+    check_method(name, made)
     return made
-
-
-def _require_router(name: str, made: Method) -> None:
-    """Check that the placement has a router if a phase trains one.
-
-    Raises:
-        RecipeError: A phase has the role "router" and the placement has no router.
-    """
-    if made.placement.routed or made.placement.mixture is not None:
-        return
-    for kind, phases in (("phases", made.client.phases), ("tuning", made.client.tuning)):
-        for number, phase in enumerate(phases):
-            if phase.roles & ROUTERS:
-                raise RecipeError(
-                    f"method {name}: Client.{kind}[{number}] trains role {ROUTER!r}, which a placement without "
-                    f"routed=True does not have; set Placement(routed=True), or take {ROUTER!r} out of the phase "
-                    "(joint(routed=False))"
-                )
 
 
 def _constructor(method: str | Method | Make) -> Make:

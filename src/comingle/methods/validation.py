@@ -1,0 +1,109 @@
+"""Checks of a method when it is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+
+from comingle.methods.base import ROUTERS, Method
+from comingle.models.lora import RESIDUAL
+from comingle.utils.errors import RecipeError, did_you_mean, run_checks
+from comingle.utils.trees import ADAPTOR, ATTENTION, BASE, GENERALIST, ROUTER, SPECIALIST, STATISTICS
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    ATTENTION: ("a", "b", "body"),
+    GENERALIST: ("a", "b", "body", "head", "norm"),
+    SPECIALIST: ("a", "b", "body", "head", "norm"),
+    ROUTER: ("body", "head"),
+    RESIDUAL: ("body", "head"),
+    BASE: ("body", "head", "norm"),
+    ADAPTOR: (),
+    STATISTICS: ("adaptor", "base", "own", "shared", "body", "head", "norm"),
+}
+"""Roles of all models, each with the suffixes that narrow it to a factor or a part."""
+
+
+def defined_at(defined: Callable[..., object]) -> str:
+    """Return file, line and name of a class or function."""
+    name = getattr(defined, "__name__", type(defined).__name__)
+    try:
+        return f"{inspect.getsourcefile(defined)}:{inspect.getsourcelines(defined)[1]}, {name}"
+    except (OSError, TypeError):  # built in, or from a notebook cell that no longer exists
+        return name
+
+
+def check_method(name: str, made: Method) -> None:
+    """Check that placement, phases and hooks of a method fit each other.
+
+    Args:
+        name: Name of the method, for messages.
+        made: The method.
+
+    Raises:
+        RecipeError: A user has no expert, a role does not exist, or a phase trains a router that the placement does
+            not have.
+    """
+    specialists = made.placement.specialists
+    if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
+        raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
+    run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(made)))
+    _require_router(name, made)
+
+
+def _all_roles(made: Method) -> Iterator[tuple[str, object]]:
+    """Yield all sets of roles of a method with their places."""
+    placement, client = made.placement, made.client
+    for key in ("shared", "received", "needs"):
+        yield f"Placement.{key}", getattr(placement, key)
+    for kind, phases in (("phases", client.phases), ("tuning", client.tuning)):
+        for number, phase in enumerate(phases):
+            for key in ("roles", "leaves", "without"):
+                yield f"Client.{kind}[{number}].{key}", getattr(phase, key)
+    for hook in client.parts:
+        yield f"{type(hook).__name__}.roles", hook.roles
+
+
+def _role_check(place: str, roles: object) -> Callable[[], None]:
+    """Return a function that checks a set of roles, or None, and raises a :class:`RecipeError` that names ``place``."""
+
+    def check() -> None:
+        if roles is None:
+            return
+        if not isinstance(roles, set | frozenset):
+            raise RecipeError(f"{place}: got {roles!r}; allowed: a set of roles, such as frozenset({{{ATTENTION!r}}})")
+        for role in sorted(roles, key=str):
+            _require_role(place, role)
+
+    return check
+
+
+def _require_role(place: str, role: object) -> None:
+    """Check that a role exists.
+
+    Raises:
+        RecipeError: It does not.
+    """
+    plain, _, suffix = str(role).partition(".")
+    if role in ROLES or (plain in ROLES and suffix in ROLES[plain]):
+        return
+    narrowed = {plain: ROLES[plain]} if plain in ROLES else ROLES
+    known = [known for each, suffixes in narrowed.items() for known in (each, *(f"{each}.{end}" for end in suffixes))]
+    raise RecipeError(f"{place}: got {role!r}; allowed: {', '.join(known)}.{did_you_mean(str(role), known)}")
+
+
+def _require_router(name: str, made: Method) -> None:
+    """Check that the placement has a router if a phase trains one.
+
+    Raises:
+        RecipeError: A phase has the role "router" and the placement has no router.
+    """
+    if made.placement.routed or made.placement.mixture is not None:
+        return
+    for kind, phases in (("phases", made.client.phases), ("tuning", made.client.tuning)):
+        for number, phase in enumerate(phases):
+            if phase.roles & ROUTERS:
+                raise RecipeError(
+                    f"method {name}: Client.{kind}[{number}] trains role {ROUTER!r}, which a placement without "
+                    f"routed=True does not have; set Placement(routed=True), or take {ROUTER!r} out of the phase "
+                    "(joint(routed=False))"
+                )
