@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.base import MODEL, Client, ClientHook, Method, Phase, Placement, alternating, joint
+from comingle.methods.base import MODEL, ROUTERS, Client, ClientHook, Method, Phase, Placement, alternating, joint
 from comingle.methods.fedavg import fedavg
 from comingle.methods.server import Mean
 from comingle.methods.settings import Range, allowed
 from comingle.utils.errors import RecipeError
-from comingle.utils.trees import ATTENTION
+from comingle.utils.trees import ATTENTION, ROUTER
 
 
 def mine(
@@ -129,3 +129,23 @@ def test_roles_that_are_no_set_are_refused() -> None:
     method = Method(name="near", placement=placement, client=Client(), server=Mean())
     with pytest.raises(RecipeError, match=r"Placement\.shared: got 'attention'; allowed: a set"):
         make(method)
+
+
+def test_a_router_that_nothing_trains_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Sets(ClientHook):
+        roles = ROUTERS
+
+    placement = Placement(specialists=1, routed=True, shared=frozenset({ATTENTION}))
+    client = Client(phases=joint(routed=False))
+    method = Method(name="near", placement=placement, client=client, server=Mean())
+    with pytest.raises(RecipeError, match=r"method near: Placement\.routed: got True, .*joint\(routed=True\)"):
+        make(method)
+    by_server = replace(placement, received=frozenset({ATTENTION, ROUTER}))
+    for right in (
+        replace(method, client=replace(client, phases=joint(routed=True))),
+        replace(method, client=replace(client, parts=(Sets(),))),
+        replace(method, placement=by_server),
+        replace(method, client=Client()),
+    ):
+        assert make(right) is right

@@ -40,14 +40,15 @@ def check_method(name: str, made: Method) -> None:
         made: The method.
 
     Raises:
-        RecipeError: A user has no expert, a role does not exist, or a phase trains a router that the placement does
-            not have.
+        RecipeError: A user has no expert, a role does not exist, a phase trains a router that the placement does not
+            have, or nothing trains the router that it has.
     """
     specialists = made.placement.specialists
     if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
     run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(made)))
     _require_router(name, made)
+    _require_trained_router(name, made)
 
 
 def _all_roles(made: Method) -> Iterator[tuple[str, object]]:
@@ -107,3 +108,18 @@ def _require_router(name: str, made: Method) -> None:
                     f"routed=True does not have; set Placement(routed=True), or take {ROUTER!r} out of the phase "
                     "(joint(routed=False))"
                 )
+
+
+def _require_trained_router(name: str, made: Method) -> None:
+    """Check that a phase, a hook or the server changes the router that the placement has.
+
+    Raises:
+        RecipeError: The router would keep its random initial values.
+    """
+    changed = {role.partition(".")[0] for role in made.client.trained | made.received}
+    if made.placement.routed and made.trains and ROUTER not in changed:
+        raise RecipeError(
+            f"method {name}: Placement.routed: got True, but nothing trains role {ROUTER!r}; allowed: a phase with the "
+            f"role (joint(routed=True)), a ClientHook with roles = ROUTERS, or {ROUTER!r} in Placement.received; or "
+            "take routed=True out of the placement"
+        )
