@@ -120,6 +120,37 @@ def test_a_report_that_is_none_names_the_class() -> None:
         run(mine(parts=[Silent()]))
 
 
+@pytest.mark.parametrize(
+    ("penalty", "got"),
+    [
+        (lambda t: t.square().sum(), "a tensor of shape ()"),
+        (lambda t: t.square().flatten(1).sum(1, keepdim=True), "a tensor of shape (2, 1)"),
+        (lambda t: float(t.detach().square().sum() + 1), ""),
+    ],
+)
+def test_a_penalty_that_is_not_by_user_is_refused(penalty: Any, got: str) -> None:
+    class Sums(ClientHook):
+        def penalty(self, tensors: Tree, ranks: Any) -> Any:
+            return penalty(next(iter(tensors.values())))
+
+    with pytest.raises(PluginError, match=r"^method mine: \S+:\d+, Sums\.penalty: got .*; allowed: .*\(2,\)") as caught:
+        run(mine(parts=[Sums()]))
+    assert got in str(caught.value)
+
+
+def test_a_penalty_by_user_or_zero_is_allowed() -> None:
+    class Nothing(ClientHook):
+        def penalty(self, tensors: Tree, ranks: Any) -> Any:
+            return 0
+
+    class Each(ClientHook):
+        def penalty(self, tensors: Tree, ranks: Any) -> Any:
+            return 0.0 * next(iter(tensors.values())).flatten(1).sum(1)
+
+    plain = run(mine()).metrics["users"]
+    assert run(mine(parts=[Nothing(), Each()])).metrics["users"] == plain
+
+
 def test_constructors_too() -> None:
     def mine(*, size: int = 3) -> Method:
         raise ValueError(f"size {size}")  # construct

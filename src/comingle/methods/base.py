@@ -293,6 +293,9 @@ class ClientHook:
         Args:
             tensors: Trained tensors, ``(users, *shape)``.
             ranks: LoRA rank of each user.
+
+        Returns:
+            One value for each user, or 0.0 for no term. Any other number or shape ends the run.
         """
         return 0.0
 

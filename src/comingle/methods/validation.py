@@ -1,13 +1,16 @@
-"""Checks of a method when it is made."""
+"""Checks of a method when it is made, and of what its client hooks return."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 
-from comingle.methods.base import ROUTERS, Method
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.methods.base import ROUTERS, ClientHook, Method
 from comingle.models.lora import RESIDUAL
-from comingle.utils.errors import RecipeError, did_you_mean, run_checks
+from comingle.utils.errors import PluginError, RecipeError, did_you_mean, run_checks
 from comingle.utils.trees import ADAPTOR, ATTENTION, BASE, GENERALIST, ROUTER, SPECIALIST, STATISTICS
 
 ROLES: Mapping[str, tuple[str, ...]] = {
@@ -123,3 +126,28 @@ def _require_trained_router(name: str, made: Method) -> None:
             f"role (joint(routed=True)), a ClientHook with roles = ROUTERS, or {ROUTER!r} in Placement.received; or "
             "take routed=True out of the placement"
         )
+
+
+def require_per_user(
+    name: str, hook: ClientHook, penalty: Tensor | float, users: int
+) -> Float[Tensor, " users"] | float:
+    """Return the penalty of a client hook if it has one value for each user, or is 0.
+
+    Args:
+        name: Name of the method, for messages.
+        hook: The hook.
+        penalty: What its ``penalty`` returned.
+        users: Number of users in the pass.
+
+    Raises:
+        PluginError: It is another number, or a tensor of another shape.
+    """
+    if (isinstance(penalty, Tensor) and tuple(penalty.shape) == (users,)) or (
+        isinstance(penalty, int | float) and penalty == 0
+    ):
+        return penalty
+    got = f"a tensor of shape {tuple(penalty.shape)}" if isinstance(penalty, Tensor) else repr(penalty)
+    raise PluginError(
+        f"method {name}: {defined_at(type(hook))}.penalty: got {got}; allowed: a tensor of shape ({users},), one value "
+        "for each user, or 0.0; sum over all dimensions but the first, as in t.flatten(1).sum(1)"
+    )

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.methods.base import Phase
+from comingle.methods.validation import require_per_user
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work, check_delta
 from comingle.privacy.base import PrivacyMechanism, PrivateStep, overrides
@@ -725,7 +726,8 @@ class Steps:
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.plan.training.balance_weight * penalty
             for hook in self.plan.method.client.parts:
-                objective = objective + hook.penalty(tensors, cohort.ranks)
+                penalty_of_hook = hook.penalty(tensors, cohort.ranks)
+                objective = objective + require_per_user(self.plan.method.name, hook, penalty_of_hook, len(owners))
             leaves = [tensors[name] for name in trained]
             weight = share if scales is None else share * scales.to(share)
             new_gradients = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
