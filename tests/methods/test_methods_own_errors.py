@@ -151,6 +151,43 @@ def test_a_penalty_by_user_or_zero_is_allowed() -> None:
     assert run(mine(parts=[Nothing(), Each()])).metrics["users"] == plain
 
 
+@pytest.mark.parametrize(("read", "flag"), [("began", "looks_back"), ("exchanged", "looks_across")])
+def test_tensors_that_no_hook_asked_for_name_the_flag_to_set(read: str, flag: str) -> None:
+    class Reads(ClientHook):
+        def correct(self, cohort: Cohort, gradients: Tree) -> None:
+            getattr(cohort, read)  # read
+
+    said = rf"^method mine: \S+:{line_of('# read')}, in \S*Reads.correct: .*Cohort\.{read}: .*set {flag} = True"
+    with pytest.raises(PluginError, match=said):
+        run(mine(parts=[Reads()]))
+
+    class Late(ClientHook):
+        def received(self, cohort: Cohort) -> None:
+            getattr(cohort, read)
+
+    setattr(Late, flag, True)
+    with pytest.raises(PluginError, match=rf"in \S*Late.received: .*Cohort\.{read}: .* end of a ClientHook"):
+        run(mine(parts=[Late()]))
+
+
+def test_a_reset_without_its_flag_names_it() -> None:
+    class Restarts(ClientHook):
+        def begin(self, cohort: Cohort) -> None:
+            cohort.reset(MODEL)
+
+    with pytest.raises(PluginError, match=r"in \S*Restarts.begin: .*Cohort\.reset: .*set resets = True"):
+        run(mine(parts=[Restarts()]))
+
+
+def test_components_without_a_mixture_are_refused_with_the_field_to_set() -> None:
+    class Compares(ClientHook):
+        def begin(self, cohort: Cohort) -> None:
+            cohort.component_losses()
+
+    with pytest.raises(PluginError, match=r"in \S*Compares.begin: .*Cohort\.component_losses: .*Placement\.mixture"):
+        run(mine(parts=[Compares()]))
+
+
 def test_constructors_too() -> None:
     def mine(*, size: int = 3) -> Method:
         raise ValueError(f"size {size}")  # construct

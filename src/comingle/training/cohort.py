@@ -17,7 +17,7 @@ from comingle.methods.base import Phase
 from comingle.models.routers import Powers
 from comingle.models.scoring import PAD, Gates
 from comingle.training.batch_sources import AnyScore, AnySplit, AnyUser, BatchSource
-from comingle.training.cohort_state import CohortTensors, learning_rate
+from comingle.training.cohort_state import CohortTensors, learning_rate, missing_flag
 from comingle.training.settings import PassSize, cohorts
 from comingle.training.steps import Steps, within_memory
 from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
@@ -182,7 +182,13 @@ class Cohort(CohortTensors):
         return learning_rate(plan.training.router, self.round_number, plan.training.rounds)
 
     def reset(self, roles: frozenset[str]) -> None:
-        """Reset the tensors of some roles to their values before any training."""
+        """Reset the tensors of some roles to their values before any training.
+
+        Raises:
+            RuntimeError: No hook has the flag ``resets``.
+        """
+        if not self.steps.plan.method.client.resets:
+            raise missing_flag("reset", "resets", training=False)
         columns = self.layout.mask(roles).to(self.part.rows.device)
         self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
 
@@ -207,9 +213,17 @@ class Cohort(CohortTensors):
 
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
-        """Return the mean training loss in nats under each component; 0 for users without data."""
+        """Return the mean training loss in nats under each component; 0 for users without data.
+
+        Raises:
+            RuntimeError: The method has no mixture.
+        """
         model, mixture = self.steps.model, self.steps.plan.method.placement.mixture
-        assert mixture is not None
+        if mixture is None:
+            raise RuntimeError(
+                "Cohort.component_losses: got a method without components; allowed: methods with Placement.mixture; "
+                "use training_losses for the losses of downloaded models"
+            )
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
         for some, owners in self._with_data():
             tensors = self.steps.tensors(self.part.rows[some])

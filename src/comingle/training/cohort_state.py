@@ -23,6 +23,24 @@ from comingle.training.state import GRADIENTS, State
 from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 
+def missing_flag(attribute: str, flag: str, *, training: bool) -> RuntimeError:
+    """Return the error of a client hook that uses what the engine keeps only for hooks with a flag.
+
+    :func:`comingle.methods.own_errors` adds the hook's file and line.
+
+    Args:
+        attribute: Attribute or method of the cohort that the hook used.
+        flag: Flag of :class:`comingle.methods.base.ClientHook`.
+        training: Whether it can be used only while users train.
+    """
+    why, where = f"no hook has {flag}", f"a ClientHook with {flag} = True"
+    if training:
+        why, where = f"{why} or no user is training", f"begin, correct, stepped and end of {where}"
+    return RuntimeError(
+        f"Cohort.{attribute}: got no tensors, as {why}; allowed: {where}; set {flag} = True in the hook's class"
+    )
+
+
 @dataclass(kw_only=True)
 class CohortTensors(base.Cohort):
     """Users of a cohort and their tensors.
@@ -58,14 +76,24 @@ class CohortTensors(base.Cohort):
 
     @property
     def began(self) -> Tree:
-        """Tensors at the start of the round, by name; needs ``looks_back`` of a hook."""
-        assert self.before is not None
+        """Tensors at the start of the round, by name; needs ``looks_back`` of a hook.
+
+        Raises:
+            RuntimeError: No hook has the flag, or no user is training.
+        """
+        if self.before is None:
+            raise missing_flag("began", "looks_back", training=True)
         return self.layout.views(self.before)
 
     @property
     def exchanged(self) -> Tree:
-        """Tensors of the first copies of users at the start of the round, by name; needs ``looks_across`` of a hook."""
-        assert self.across is not None
+        """Tensors of the first copies of users at the start of the round, by name; needs ``looks_across`` of a hook.
+
+        Raises:
+            RuntimeError: No hook has the flag, or no user is training.
+        """
+        if self.across is None:
+            raise missing_flag("exchanged", "looks_across", training=True)
         return self.layout.views(self.across)
 
     @property
