@@ -137,6 +137,23 @@ def test_a_file_that_cannot_be_used_is_one_line(place: Path, content: str | None
     assert len(found.stderr.splitlines()) == 1
 
 
+def test_a_function_without_annotation_is_skipped_with_its_place_and_what_to_write(place: Path) -> None:
+    bare = PLAIN.replace("near", "bare").replace(" -> Method", "")
+    (place / "bare.py").write_text(PLAIN.replace("NAME,", '"kept",').replace("def near", "def kept") + bare)
+    line = 1 + (place / "bare.py").read_text().splitlines().index("def bare(*, pull: float = 0.5):")
+    listed = comingle(place, "methods", "--plugin", "bare.py")
+    assert listed.returncode == 0, listed.stderr
+    assert f"{place}/bare.py:{line}: bare is no method" in listed.stderr
+    assert "`def bare(...) -> Method:`" in listed.stderr
+    asked = comingle(place, "methods", "bare", "--plugin", "bare.py")
+    assert asked.returncode == 2
+    assert f"a function in {place}/bare.py:{line} whose return value is not annotated" in asked.stderr.splitlines()[-1]
+    (place / "bare.py").write_text(bare)
+    alone = comingle(place, "methods", "--plugin", "bare.py")
+    assert alone.returncode == 2
+    assert "Functions without `-> Method`: bare." in alone.stderr
+
+
 @pytest.mark.slow
 def test_a_comparison_goes_on_after_its_file_has_changed(place: Path) -> None:
     (place / "file").mkdir()

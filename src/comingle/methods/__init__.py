@@ -203,6 +203,9 @@ _METHODS = {
 REGISTRY: Registry[Make] = Registry("comingle.methods", _METHODS)
 """Constructors of all methods: built-in, registered by a program, and of other packages."""
 
+SKIPPED: dict[str, str] = {}
+"""Functions of plug-in files that are no methods, as their return value is not annotated: file and line by name."""
+
 
 def register(name: str, method: Method | Make) -> None:
     """Register a method under a name in this process, replacing an earlier registration of the name.
@@ -301,6 +304,11 @@ def _constructor(method: str | Method | Make) -> Make:
     if isinstance(method, str):
         if method not in REGISTRY:
             allowed_names = ", ".join(REGISTRY)
+            if method in SKIPPED:
+                raise UnknownMethodError(
+                    f"method: got {method!r}, a function in {SKIPPED[method]} whose return value is not annotated; "
+                    f"allowed: {allowed_names}; write `def {method}(...) -> Method:` there"
+                )
             raise UnknownMethodError(f"method: no method {method!r}.{REGISTRY.hint(method)} Allowed: {allowed_names}")
         method = REGISTRY[method]
     if isinstance(method, Method):

@@ -1,8 +1,9 @@
 """Methods in users' own Python files: loaded by ``--plugin FILE``, never because a recipe names them.
 
 The methods of a file are its functions that are annotated to return a ``Method``, its ``Method`` objects, and all that
-it passes to ``comingle.methods.register``. A run folder records the file of its method, so that opening the folder
-without the file fails with a message that names it.
+it passes to ``comingle.methods.register``. A function without an annotation that makes a ``Method`` is skipped with a
+warning. A run folder records the file of its method, so that opening the folder without the file fails with a message
+that names it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from comingle.methods import REGISTRY, make, register, user_place
+from comingle.methods import REGISTRY, SKIPPED, make, register, user_place
 from comingle.methods.base import Method
 from comingle.models.nets import NETS
 from comingle.models.scoring import LOSSES
-from comingle.utils.errors import ComingleError, PluginError, RunError
+from comingle.utils.errors import ComingleError, PluginError, RunError, list_names
 from comingle.utils.records import expand_home, write_json
 
 FILES = "COMINGLE_PLUGINS"
@@ -66,13 +67,20 @@ def load_file(path: Path) -> list[str]:
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in before]
+    skipped = _functions_without_annotation(module, [REGISTRY[name] for name in names])
     if not names and (set(NETS), set(LOSSES)) == others:
+        found = f" Functions without `-> Method`: {list_names(skipped)}." if skipped else ""
         raise PluginError(
             f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
-            "Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register"
+            f"Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register.{found}"
         )
     _loaded[path] = names
+    SKIPPED.update({name: place for name, (place, _) in skipped.items()})
     known = os.environ.get(FILES, "").split(os.pathsep)
+    if str(path) not in known:  # otherwise the command that started this process has warned
+        for name in [name for name, (_, names_method) in skipped.items() if names_method]:
+            advice = f"write `def {name}(...) -> Method:`, or begin its name with _ if it is a helper"
+            _log.warning("%s: %s is no method, as its return value is not annotated; %s", SKIPPED[name], name, advice)
     os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, known), str(path)]))
     return names
 
@@ -174,6 +182,31 @@ def _methods(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield defined.name, defined
         elif inspect.isfunction(defined) and defined.__module__ == module.__name__ and _returns_method(defined):
             yield make(defined).name, defined
+
+
+def _functions_without_annotation(module: ModuleType, registered: Collection[object]) -> dict[str, tuple[str, bool]]:
+    """Return the functions of a module that may be meant as methods, as their return value is not annotated.
+
+    Args:
+        module: The module.
+        registered: Methods that the module has registered itself.
+
+    Returns:
+        By name: file and line, and whether the function's code names the class ``Method``.
+    """
+    functions = {
+        name: defined
+        for name, defined in vars(module).items()
+        if inspect.isfunction(defined) and not name.startswith("_") and defined.__module__ == module.__name__
+    }
+    codes = {
+        name: defined.__code__
+        for name, defined in functions.items()
+        if "return" not in defined.__annotations__ and defined not in registered
+    }
+    return {
+        name: (f"{code.co_filename}:{code.co_firstlineno}", "Method" in code.co_names) for name, code in codes.items()
+    }
 
 
 def _returns_method(function: object) -> bool:
