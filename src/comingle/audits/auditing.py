@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,27 +57,29 @@ _MAX_HALVINGS = 60
 def epsilon_of_replacing(release: Release, count: int, delta: float, accountant: str, *, counted: bool) -> float:
     """Return an upper bound of epsilon when a user's data is replaced by other data rather than removed.
 
-    Without sampling the Gaussian's sensitivity is twice as large. With sampling, a replacement is a removal and an
-    addition: twice an epsilon, and ``(1 + exp(epsilon)) delta`` (group privacy for groups of two, Dwork and Roth 2014,
-    Theorem 2.2).
+    Accountants bound the effect of removing a user, but a coin of the audit replaces data by a canary. Without sampling
+    of participants the Gaussian's sensitivity to a replacement is twice as large, which equals half the noise. With
+    sampling, a replacement is a removal and an addition: twice an epsilon, and ``(1 + exp(epsilon)) delta`` (group
+    privacy for groups of two, Dwork and Roth 2014, Theorem 2.2).
 
     Args:
         release: Release of a round.
         count: Number of releases.
         delta: Delta of the bound.
         accountant: "rdp" or "pld".
-        counted: Whether the release is for replacement already, as for sampling without replacement.
+        counted: Whether the accountant's epsilon is for replacement already.
     """
-    if counted or release.sample:
+    if counted or release.sample:  # a sample of fixed size can only be compared with one of the same size
         return epsilon(release, count, delta, accountant)
     if not release.sampled:
         return epsilon(replace(release, noise=release.noise / 2), count, delta, accountant)
-    # Search for a part of delta that is small enough for group privacy, from the largest one.
+    # Find the largest delta of a removal, among halves of the whole one, from which group privacy gives this delta.
     for halvings in range(1, _MAX_HALVINGS):
-        part = delta / 2**halvings
-        once = epsilon(release, count, part, "rdp")
-        if (1 + math.exp(min(once, 700.0))) * part <= delta:  # the exponential of more is not a finite float
-            return 2 * once
+        removal_delta = delta / 2**halvings
+        removal_epsilon = epsilon(release, count, removal_delta, "rdp")
+        growth = 1 + math.exp(min(removal_epsilon, 700.0))  # the exponential of more is not a finite float
+        if growth * removal_delta <= delta:
+            return 2 * removal_epsilon
     return math.inf
 
 
@@ -89,9 +92,10 @@ _BISECTIONS = 60
 def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
     """Return an upper bound of the probability that at least ``correct`` of ``guesses`` guesses are right.
 
-    It assumes that ``(epsilon, delta)`` holds for each coin.
+    An attacker guesses coins that decide which canaries a run includes; ``(epsilon, delta)``-differential privacy is
+    assumed for each coin.
 
-    Source: the theorem above with all guesses counted, as in the paper's appendix D.
+    Source: Steinke et al. 2023, arXiv:2305.08846, Theorem 5.2, with all guesses counted as in appendix D.
 
     Args:
         epsilon: Epsilon of each coin.
@@ -117,7 +121,9 @@ def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int
 
 
 def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """Return the largest epsilon that is refuted with the given confidence, or 0.
+    """Return a lower bound of epsilon, or 0: the largest one with which this many right guesses are too unlikely.
+
+    "Too unlikely" is a probability of at most ``1 - confidence``; see :func:`guess_probability`.
 
     Args:
         trials: Number of coins.
@@ -188,27 +194,31 @@ def audit_run(
         inverted = invert_uploads(recipe, run_data, runs.watch("one upload"))
         return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
     recovers_tokens = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
-    count = trials or math.ceil(COINS / len(run.users))
+    count = trials or math.ceil(COINS / len(run.users))  # one coin per user and run
     runs = _RunCounter(reporter, count + shadows + 2 * recovers_tokens, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
         members = infer_membership(run)
-    done = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(count)]
-    compared = [run_shadow(recipe, run_data, number, runs.watch("reference models")) for number in range(shadows)]
-    exposures = [
-        (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
+    canary_trials = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(count)]
+    shadow_runs = [run_shadow(recipe, run_data, number, runs.watch("reference models")) for number in range(shadows)]
+    exposures = [  # of every canary: whether it was included, and its exposure in bits
+        (inside, exposure(rank, REFERENCES))
+        for trial in canary_trials
+        for inside, rank in zip(trial.inside, trial.ranks, strict=True)
     ]
     return Audit(
         **fields,
         trials=count,
         proofs=[
-            bound_epsilon(view, done, fields["delta"], accounted_epsilon(recipe, run.users, done, view))
+            bound_epsilon(
+                view, canary_trials, fields["delta"], accounted_epsilon(recipe, run.users, canary_trials, view)
+            )
             for view in (SERVER, USERS)
         ],
         members=members,
         inserted=[bits for inside, bits in exposures if inside],
         absent=[bits for inside, bits in exposures if not inside],
         shadows=shadows,
-        shadowed=membership_by_shadows(run.users, compared),
+        shadowed=membership_by_shadows(run.users, shadow_runs),
         recoveries=recover(recipe, run_data, runs.watch("tokens of one upload")) if recovers_tokens else [],
     )
 
@@ -225,7 +235,7 @@ def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
         "rounds": recipe.training.rounds,
         "delta": DELTA if privacy is None else privacy["delta"],
         "confidence": CONFIDENCE,
-        "most": math.log2(REFERENCES + 1),
+        "most": math.log2(REFERENCES + 1),  # exposure in bits of a canary that ranks before all references
     }
 
 
@@ -243,18 +253,22 @@ class _RunCounter:
         self._reporter, self._total, self._begun = reporter, total, 0
         self._began = time.perf_counter()
         rounds = recipe.training.rounds
-        seconds = metrics.get("wall_seconds", 0.0) / max(1, metrics.get("rounds", 0)) * rounds * total
-        taking = f", about {about(seconds)} at the speed of the audited run" if seconds else ""
-        reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{taking}")
+        round_seconds = metrics.get("wall_seconds", 0.0) / max(1, metrics.get("rounds", 0))
+        seconds = round_seconds * rounds * total
+        estimate = f", about {about(seconds)} at the speed of the audited run" if seconds else ""
+        reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{estimate}")
 
     def watch(self, what: str) -> Callable[[Clients], list[Observer]]:
-        """Return a function that makes a run's observers, titled by its number, the attack and the time left."""
+        """Return a function that makes the progress bar of the next run from its clients, for one attack.
+
+        The title of the bar has the number of the run, the attack ``what``, and the time that is left for all runs.
+        """
 
         def begin(clients: Clients) -> list[Observer]:
-            """Count a run that begins, and return its observer."""
-            done, self._begun = self._begun, self._begun + 1
-            rest = (time.perf_counter() - self._began) / max(1, done) * (self._total - done)
-            left = f" (all runs: about {about(rest)} left)" if done else ""
+            done = self._begun
+            self._begun += 1
+            run_seconds = (time.perf_counter() - self._began) / max(1, done)  # mean of the runs so far
+            left = f" (all runs: about {about(run_seconds * (self._total - done))} left)" if done else ""
             return [self._reporter.watch(clients, f"run {self._begun} of {self._total} · {what}{left}")]
 
         return begin
@@ -278,7 +292,10 @@ def check_audited(run: Run) -> None:
 
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
-    """Return the recipe with fewer rounds, the noise of the audited run (the least of any user) and one evaluation.
+    """Return the recipe of a short run that leaks as much per round as the audited run.
+
+    It has at most ``rounds`` rounds, a single evaluation, and the noise multiplier of the audited run instead of its
+    epsilon, which would give less noise over fewer rounds; if users have different noise, the smallest one.
 
     Args:
         recipe: Recipe of the audited run.
@@ -296,19 +313,20 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
 
 
 def guess(scores: Sequence[float | None]) -> list[bool | None]:
-    """Guess which canaries were included: scores above the threshold that separates them best (Otsu 1979).
+    """Guess for each canary whether it was included: True if its score is above a threshold, None without a score.
 
-    The threshold does not use the coins. A canary without score is not guessed (None).
+    The threshold splits the scores into two groups whose means differ most (Otsu 1979). It does not use the coins,
+    which an attacker does not know.
     """
     known = sorted(score for score in scores if score is not None)
     if not known:
         return [None] * len(scores)
 
-    def separation(low: int) -> float:
-        """Return the variance between the ``low`` smallest scores and the others, without a constant factor."""
-        return low * (len(known) - low) * (fmean(known[low:]) - fmean(known[:low])) ** 2
+    def separation(num_low: int) -> float:
+        """Return the variance between the smallest ``num_low`` scores and the others, without a constant factor."""
+        return num_low * (len(known) - num_low) * (fmean(known[num_low:]) - fmean(known[:num_low])) ** 2
 
-    threshold = known[max(range(1, len(known)), key=separation, default=0)]
+    threshold = known[max(range(1, len(known)), key=separation, default=0)]  # the smallest score of the upper group
     return [None if score is None else score >= threshold for score in scores]
 
 
@@ -326,29 +344,25 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     """
     coins = [coin for trial in trials for coin in trial.inside]
     guesses = guess([score for trial in trials for score in trial.scores[view]])
-    made = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
-    correct = sum(guessed == coin for guessed, coin in made)
-
-    def bound(right: int) -> float:
-        """Return the bound that this number of right guesses proves."""
-        return least_epsilon(trials=len(coins), guesses=len(made), correct=right, delta=delta, confidence=CONFIDENCE)
-
+    answered = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
+    num_guesses, correct = len(answered), sum(guessed == coin for guessed, coin in answered)
+    bound = partial(least_epsilon, trials=len(coins), guesses=num_guesses, delta=delta, confidence=CONFIDENCE)
     return Proof(
         view=view,
         coins=len(coins),
-        guesses=len(made),
+        guesses=num_guesses,
         correct=correct,
-        epsilon=bound(correct),
-        provable=bound(len(made)),
+        epsilon=bound(correct=correct),
+        provable=bound(correct=num_guesses),
         upper=upper,
     )
 
 
 def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view: str) -> float | None:
-    """Return the accountant's epsilon for these runs, against an attacker with this view.
+    """Return the accountant's epsilon for these runs, the upper bound to compare with an audit's lower bound.
 
-    Neighbours differ in the data of one user, which is replaced; with ``mechanism: example`` in one example of the
-    user whose examples are sampled most often.
+    It holds for neighbouring datasets in which the data of one user is replaced, or with ``mechanism: example`` one
+    example of the user whose examples are sampled most often.
 
     Args:
         recipe: Recipe of the runs.
@@ -365,14 +379,16 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         return None
     plan = make_plan(recipe, make(recipe.method.name, **recipe.method.settings), names)
     assert plan.privacy is not None
-    count = max(trial.metrics["privacy"]["releases"] for trial in trials)
+    num_releases = max(trial.metrics["privacy"]["releases"] for trial in trials)
     if of_examples(recipe):
         rate = max(work.rate for trial in trials for work in trial.works.values())
         release = Release(noise=plan.privacy.multiplier, rate=rate)
     else:
         release = release_of(plan.privacy, plan.participation, len(names))
-    replaced = MECHANISMS[privacy.mechanism].load().account_type.replaces
-    return epsilon_of_replacing(release, count, privacy.delta, plan.privacy.accountant, counted=replaced)
+    counts_replacing = MECHANISMS[privacy.mechanism].load().account_type.replaces
+    return epsilon_of_replacing(
+        release, num_releases, privacy.delta, plan.privacy.accountant, counted=counts_replacing
+    )
 
 
 @torch_defaults()

@@ -84,18 +84,18 @@ class ObservedFederation(InProcess):
     record_view: RecordView = lambda view, users, tensors: None
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Send uploads, observed by the server."""
+        """Upload the shared tensors of users, and record them as what the server sees."""
         super().upload(members, done, losses)
-        message = self._upload_of_round
+        message = self._upload_of_round  # made by the call above; None or empty without participants
         if message is not None and message.users:
             self.record_view(SERVER, self.clients.numbers(message.users), uploaded(self.server, message))
 
     def aggregate(self) -> str:
-        """Aggregate, then report each user's download to the user itself and to the others."""
-        why, everyone = super().aggregate(), range(len(self.server.users))
-        self.record_view(OWN, everyone, published(self.server))
-        self.record_view(USERS, everyone, published(self.server, others=True))
-        return why
+        """Aggregate, then record each user's download twice: as what the user itself sees and what others see."""
+        reason, all_users = super().aggregate(), range(len(self.server.users))
+        self.record_view(OWN, all_users, published(self.server))
+        self.record_view(USERS, all_users, published(self.server, others=True))
+        return reason
 
 
 def uploaded(server: ServerHalf, upload: Upload) -> Tree:
@@ -107,7 +107,8 @@ def uploaded(server: ServerHalf, upload: Upload) -> Tree:
 def published(server: ServerHalf, *, others: bool = False) -> Tree:
     """Return what each user would download now, ``(users, models, *shape)``.
 
-    With ``others`` return for each user the download of the next user.
+    With ``others`` row u is the download of user u + 1 (the last row that of user 0): an attack on user u by another
+    user may only use what that other user receives.
     """
     tensors = server.method.server.download(server.kept, range(len(server.users)))
     return {name: t.roll(-1, 0) for name, t in tensors.items()} if others else tensors
@@ -120,25 +121,37 @@ def _of_users(tensors: Tree, users: Sequence[int]) -> Tree:
 
 @dataclass(kw_only=True)
 class LastPublished:
-    """Tensors that were published last, from which a view computes changes."""
+    """Shared tensors that the server published last, by view; a change is what is observed next minus these."""
 
     last: dict[str, Tree] = field(default_factory=dict)
 
     def before(self, view: str, users: Sequence[int]) -> Tree:
-        """Return the last models of some users as the view knows them; empty before the first round.
+        """Return the models that an attacker with this view compares its next observation with.
 
-        For the server they are the models that the users trained from, for others what those had downloaded.
+        The server compares an upload with the model that the user itself had downloaded and trained from (view OWN).
+        Others compare a download with the previous one.
+
+        Args:
+            view: SERVER, USERS or OWN.
+            users: Indices of the attacked users.
+
+        Returns:
+            Tensors ``(users, models, *shape)``; empty before the first publication.
         """
         return _of_users(self.last.get(OWN if view == SERVER else view, {}), users)
 
     def remember(self, view: str, tensors: Tree) -> None:
-        """Store what was published."""
+        """Store a copy of what was published to a view; uploads, which only the server sees, are not stored."""
         if view != SERVER:
             self.last[view] = {name: t.clone() for name, t in tensors.items()}
 
 
 def check_watchable(where: object, method: Method) -> None:
     """Check that users share models that can be observed.
+
+    Args:
+        where: Run folder or a description of the run, for the error.
+        method: Method of the run.
 
     Raises:
         RunError: They do not; the message says why.
@@ -158,15 +171,21 @@ def check_watchable(where: object, method: Method) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Attacker:
-    """Scores windows with a user's shared tensors; all others have their public initial values."""
+    """Computes losses of token windows under a user's observed shared tensors.
+
+    Local tensors, which are never observed, have their public initial values.
+    """
 
     clients: Clients
 
     def rows(self, users: int) -> Float[Tensor, "users columns"]:
-        """Return the public initial tensors, for which adapters leave the base unchanged."""
+        """Return the initial values of all tensors, one equal row for each of ``users`` users.
+
+        They follow from the public seed. With them adapters leave the base model unchanged.
+        """
         model, plan = self.clients.model, self.clients.plan
-        start = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
-        return start.repeat(users, 1)
+        initial_row = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
+        return initial_row.repeat(users, 1)
 
     @torch.no_grad()
     def losses(
@@ -183,28 +202,35 @@ class Attacker:
             windows: Windows of each user.
         """
         models = next(iter(seen.values())).shape[1] if seen else 1
-        each = [
-            self._losses_of_model(users, {name: t[:, at] for name, t in seen.items()}, windows) for at in range(models)
+        losses_by_model = [
+            self._losses_of_model(users, {name: t[:, number] for name, t in seen.items()}, windows)
+            for number in range(models)
         ]
-        return torch.stack(each).amin(0)
+        return torch.stack(losses_by_model).amin(0)
 
     def _losses_of_model(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
-        """Return :meth:`losses` for one observed model of each user, ``(users, *shape)``."""
+        """Return :meth:`losses` under a single observed model of each user.
+
+        Args:
+            users: Indices of the users.
+            seen: Observed tensors ``(users, *shape)``; empty stands for the initial model.
+            windows: Windows ``(users, windows, width)``.
+        """
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
         windows, batch_source = windows.long(), self.clients.batch_source
         begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
         if begin is not None:  # as in training; the width stays the same, as bases may not accept more
-            inside = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
-            windows = begin_windows(windows[..., :-1], begin, at_start=inside)
+            at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
+            windows = begin_windows(windows[..., :-1], begin, at_start=at_start)
         if seen:
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, seen)
-        with torch.compiler.set_stance("force_eager"):
-            parts = [
+        with torch.compiler.set_stance("force_eager"):  # not compiled: these shapes occur only here
+            summed_losses = [
                 model.predict(model.tensors(rows), list(users), part.to(model.device)).sum(-1)
                 for part in windows.split(16, dim=1)
             ]
-        targets = (windows[..., 1:] >= 0).sum(-1).clamp(min=1)
-        return torch.cat(parts, dim=1).double().cpu() / targets.cpu()
+        num_targets = (windows[..., 1:] >= 0).sum(-1).clamp(min=1)  # hidden tokens and padding are negative
+        return torch.cat(summed_losses, dim=1).double().cpu() / num_targets.cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,15 +250,26 @@ class Canaries:
     places: Sequence[Int64[Tensor, " _"]] | None = None
 
     def windows(self, users: Sequence[int], references: int) -> Int[Tensor, "users windows width"]:
-        """Return windows with each user's own canary, then with the first ``references`` reference canaries."""
-        each = [torch.cat([self.own[user].unsqueeze(0), self.references[:references]]) for user in users]
-        if (places := self.places) is not None:
-            each = [overwrite(places[user], tokens) for user, tokens in zip(users, each, strict=True)]
-        return torch.stack(widen(each))
+        """Return the windows to score for some users: the user's own canary, then reference canaries.
+
+        Args:
+            users: Indices of the users.
+            references: Number of reference canaries, the same ones for all users.
+
+        Returns:
+            Windows ``(users, 1 + references, width)``; in conversations the canaries stand in place of the responses.
+        """
+        canaries = [torch.cat([self.own[user].unsqueeze(0), self.references[:references]]) for user in users]
+        if self.places is None:
+            return torch.stack(widen(canaries))
+        conversations = [self.places[user] for user in users]
+        return torch.stack(widen([overwrite(*pair) for pair in zip(conversations, canaries, strict=True)]))
 
 
 def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
-    """Draw uniformly random tokens, and coins that training does not know.
+    """Draw a canary of uniformly random tokens for each user, reference canaries, and a coin that includes each canary.
+
+    They have a random stream of their own, so that nothing in training depends on it.
 
     Args:
         users: Number of users.
@@ -249,7 +286,7 @@ def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
-    """Write a user's canary over a part of the training text, at random places.
+    """Write a user's canary over a share :data:`SHARE` of the training text, repeated at random places.
 
     Args:
         user: The user.
@@ -258,9 +295,9 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
         trial: Number of the run.
     """
     width, stream = len(canary), user.train.clone()
-    places = len(stream) // width
-    chosen = torch.randperm(places, generator=generator("audit", seed, trial, user.name))
-    for place in chosen[: max(1, int(SHARE * places))].tolist():
+    num_places = len(stream) // width
+    places = torch.randperm(num_places, generator=generator("audit", seed, trial, user.name))
+    for place in places[: max(1, int(SHARE * num_places))].tolist():
         stream[place * width : (place + 1) * width] = canary.to(stream)
     return replace(user, train=stream)
 
@@ -277,17 +314,25 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
     """
     stream, window = user.train.clone(), min(context + 1, len(user.train))
     place = int(torch.randint(len(stream) // window, (1,), generator=generator("audit", seed, trial, user.name)))
-    stream[place * window : (place + 1) * window] = canary.repeat(-(-window // len(canary)))[:window].to(stream)
+    repeated = canary.repeat(math.ceil(window / len(canary)))[:window]
+    stream[place * window : (place + 1) * window] = repeated.to(stream)
     return replace(user, train=stream)
 
 
 def overwrite(
     window: Int64[Tensor, " window"], canaries: Int[Tensor, "canaries width"]
 ) -> Int64[Tensor, "canaries window"]:
-    """Write each canary, repeated or truncated, over the targets of a copy of a conversation."""
-    targets = 1 + (window[1:] >= 0).nonzero().flatten()
-    windows, copies = window.repeat(len(canaries), 1), -(-len(targets) // canaries.shape[1])
-    windows[:, targets] = canaries.repeat(1, copies)[:, : len(targets)].to(windows)
+    """Return one copy of a conversation per canary, with the canary in place of the tokens of the responses.
+
+    Canaries are repeated or truncated to the number of these tokens, which are the targets of the loss.
+
+    Args:
+        window: The conversation; tokens that are no targets (prompts, padding) are encoded as negative numbers.
+        canaries: The canaries.
+    """
+    targets = 1 + (window[1:] >= 0).nonzero().flatten()  # places; the first token has no prediction
+    windows, repeats = window.repeat(len(canaries), 1), math.ceil(len(targets) / canaries.shape[1])
+    windows[:, targets] = canaries.repeat(1, repeats)[:, : len(targets)].to(windows)
     return windows
 
 
@@ -308,16 +353,16 @@ def with_response(
         seed: Seed of the recipe.
         trial: Number of the run.
     """
-    windows, first = user.train.windows.clone(), longest_responses(user.train)
-    order = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
-    for row in [first, *order[order != first].tolist()][:count]:
+    windows, scored_row = user.train.windows.clone(), longest_responses(user.train)
+    shuffled = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
+    for row in [scored_row, *shuffled[shuffled != scored_row].tolist()][:count]:
         windows[row] = overwrite(windows[row], canary.unsqueeze(0))[0]
     return replace(user, train=replace(user.train, windows=windows))
 
 
 @dataclass(kw_only=True)
 class CanaryScores:
-    """Observed scores of a run's canaries, by view, user and round."""
+    """Scores of a run's canaries, in lists by view, user and observed round; records what an attacker observes."""
 
     attacker: Attacker
     canaries: Canaries
@@ -325,10 +370,11 @@ class CanaryScores:
     last_published: LastPublished = field(default_factory=LastPublished)
 
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
-        """Score what is observed in a round.
+        """Score the canary of each user from what is observed in a round, and append the scores.
 
-        The score is how much the loss of a user's canary fell since the last publication, minus the mean of the same
-        for the reference canaries, in units of their standard deviation.
+        A score is how much the loss of the user's canary fell since the last publication, minus the mean of the same
+        for the reference canaries, in units of their standard deviation. Views without scores (OWN) are only stored,
+        as the model before the next upload.
 
         Args:
             view: SERVER, USERS or OWN.
@@ -337,11 +383,11 @@ class CanaryScores:
         """
         if view in self.scores:
             windows, before = self.canaries.windows(users, COMPARED), self.last_published.before(view, users)
-            gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
-            others = gained[:, 1:]
-            margins = (gained[:, 0] - others.mean(1)) / others.std(1)
-            for user, margin in zip(users, margins.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
-                self.scores[view][user].append(margin)
+            decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
+            own, references = decrease[:, 0], decrease[:, 1:]
+            z_scores = (own - references.mean(1)) / references.std(1)  # not finite if no loss has changed
+            for user, z_score in zip(users, z_scores.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
+                self.scores[view][user].append(z_score)
         self.last_published.remember(view, tensors)
 
     def score(self, view: str) -> list[float | None]:
@@ -349,15 +395,17 @@ class CanaryScores:
         return [sum(seen) / len(seen) if seen else None for seen in self.scores[view]]
 
     def ranks(self) -> list[int]:
-        """Return the rank (from 1) of each user's canary among the references.
+        """Return the rank of the loss of each user's canary among those of the references; 1 is the lowest loss.
 
-        Losses are under the model that the *next* user downloaded.
+        A low rank means that the final model remembers the canary. Losses are under the model that another user has
+        downloaded, the next one.
         """
         users = range(len(self.canaries.own))
-        others = [(user + 1) % len(users) for user in users]
-        seen = self.last_published.before(USERS, users)
-        losses = self.attacker.losses(others, seen, self.canaries.windows(users, REFERENCES))
-        return (1 + (losses[:, 1:] < losses[:, :1]).sum(1)).tolist()
+        attackers = [(user + 1) % len(users) for user in users]
+        seen = self.last_published.before(USERS, users)  # row u is the download of user u + 1
+        losses = self.attacker.losses(attackers, seen, self.canaries.windows(users, REFERENCES))
+        own, references = losses[:, :1], losses[:, 1:]
+        return (1 + (references < own).sum(1)).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +430,7 @@ class Trial:
 def run_trial(
     recipe: Recipe, run_data: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Trial:
-    """Train with a trial's own coins, and score its canaries from what is observed.
+    """Train with canaries in the data of those users whose coins say so, and score all canaries from observations.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
@@ -463,36 +511,46 @@ def as_targets(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch 
 
 
 def infer_membership(run: Run) -> list[Membership]:
-    """Return how well training windows are distinguished from test windows of each user, by the final shared model."""
+    """Return for each user how well training windows are distinguished from test windows by the final shared model.
+
+    The score of a window is how much lower its loss is than under the base model. The AUC of the loss alone is given
+    for comparison.
+    """
     clients, server = run.federation.clients, run.federation.server
-    attacker, final_models, found = Attacker(clients=clients), published(server, others=True), []
+    attacker, final_models, memberships = Attacker(clients=clients), published(server, others=True), []
     all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"  # test splits have targets in responses only
     for number, user in enumerate(clients.users):
         model = {name: t[number : number + 1] for name, t in final_models.items()}
-        sets = [windows_of(part, clients.plan.training.context).unsqueeze(0) for part in (user.train, user.test)]
-        sets = [as_targets(windows) if all_tokens else windows for windows in sets]
-        final_losses = [attacker.losses([number], model, windows)[0] for windows in sets]
-        base_losses = [attacker.losses([number], {}, windows)[0] for windows in sets]
-        inside, outside = ((before - after).tolist() for before, after in zip(base_losses, final_losses, strict=True))
-        losses = [(-values).tolist() for values in final_losses]
-        found.append(
+        train, test = (windows_of(split, clients.plan.training.context) for split in (user.train, user.test))
+        splits = [(as_targets(windows) if all_tokens else windows).unsqueeze(0) for windows in (train, test)]
+        final_losses = [attacker.losses([number], model, windows)[0] for windows in splits]
+        base_losses = [attacker.losses([number], {}, windows)[0] for windows in splits]
+        train_scores, test_scores = (
+            (before - after).tolist() for before, after in zip(base_losses, final_losses, strict=True)
+        )
+        train_loss, test_loss = ((-losses).tolist() for losses in final_losses)
+        memberships.append(
             Membership(
                 user=user.name,
-                members=len(inside),
-                others=len(outside),
-                auc=auc(inside, outside),
-                auc_of_loss=auc(losses[0], losses[1]),
-                found=found_at(inside, outside),
+                members=len(train_scores),
+                others=len(test_scores),
+                auc=auc(train_scores, test_scores),
+                auc_of_loss=auc(train_loss, test_loss),
+                found=found_at(train_scores, test_scores),
             )
         )
-    return found
+    return memberships
 
 
 def auc(members: Sequence[float], others: Sequence[float]) -> float:
-    """Return the probability that a member scores higher than another, with ties counting half."""
+    """Return the probability that a random member scores higher than a random other, with ties counting half.
+
+    It is the area under the ROC curve, computed as the Mann-Whitney U of the members divided by the number of pairs.
+    """
     ranks = rankdata([*members, *others])
     count = len(members)
-    return float((ranks[:count].sum() - count * (count + 1) / 2) / (count * len(others)))
+    u_of_members = ranks[:count].sum() - count * (count + 1) / 2
+    return float(u_of_members / (count * len(others)))
 
 
 def found_at(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
@@ -503,10 +561,10 @@ def found_at(members: Sequence[float], others: Sequence[float], rate: float = FA
         others: Scores of others.
         rate: Rate of false alarms.
     """
-    allowed = math.floor(rate * len(others) + 1e-9)
-    if allowed == 0:
+    false_alarms = math.floor(rate * len(others) + 1e-9)  # against rounding, as in 0.01 * 300
+    if false_alarms == 0:
         return None
-    threshold = sorted(others, reverse=True)[allowed]
+    threshold = sorted(others, reverse=True)[false_alarms]
     return sum(score > threshold for score in members) / len(members)
 
 
@@ -526,18 +584,21 @@ class Halves:
     inside: Sequence[Bool[Tensor, " _"]]
 
     def of(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
-        """Return a user with its included windows, and the rest of a stream after the last whole window."""
+        """Return user ``number`` with only the included windows as training data.
+
+        The rest of a text after its last whole window is always included.
+        """
         if isinstance(user, UserAnswers):
             return replace(user, train=user.train.only(self.inside[number]))
         windows, width = self.windows[number], self.windows[number].shape[1]
-        kept = windows[self.inside[number]].flatten()
-        return replace(user, train=torch.cat([kept, user.train[len(windows) * width :]]))
+        included, rest = windows[self.inside[number]].flatten(), user.train[len(windows) * width :]
+        return replace(user, train=torch.cat([included, rest]))
 
 
 def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
-    """Toss coins for all windows of all users; at least one window of each user is included.
+    """Cut users' training data into windows, and include each one in a reference run with probability 1/2.
 
-    Users with fewer than ``LEAST`` windows train on all of them.
+    At least one window of each user is included. Users with fewer than ``LEAST`` windows train on all of them.
 
     Args:
         users: The users.
@@ -546,19 +607,21 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
         run: Number of the run.
     """
     windows, inside = [windows_of(user.train, context, most=len(user.train)) for user in users], []
-    for user, of_user in zip(users, windows, strict=True):
-        coins = torch.rand(len(of_user), generator=generator("shadow", seed, run, user.name)) < 0.5
-        coins[0] |= not bool(coins.any())  # a user without training data cannot train
-        inside.append(coins if len(of_user) >= LEAST else torch.ones_like(coins))
+    for user, users_windows in zip(users, windows, strict=True):
+        coins = torch.rand(len(users_windows), generator=generator("shadow", seed, run, user.name)) < 0.5
+        if not bool(coins.any()):
+            coins[0] = True  # a user without training data cannot train
+        inside.append(coins if len(users_windows) >= LEAST else torch.ones_like(coins))
     return Halves(windows=windows, inside=inside)
 
 
 def scored(count: int) -> Int[Tensor, " scored"]:
-    """Return the indices of the windows to score, spread over ``count`` windows.
+    """Return the indices of at most ``MOST_TARGETS`` windows to score, spread evenly over ``count`` windows.
 
-    There are none if ``count`` is below ``LEAST``.
+    There are none if ``count`` is below ``LEAST``: then all windows are included in every run.
     """
-    return torch.linspace(0, count - 1, min(count, MOST_TARGETS) if count >= LEAST else 0).long()
+    num_scored = min(count, MOST_TARGETS) if count >= LEAST else 0
+    return torch.linspace(0, count - 1, num_scored).long()
 
 
 @dataclass(kw_only=True)
@@ -571,7 +634,9 @@ class WindowScores:
     sums: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {SERVER: {}, USERS: {}})
 
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
-        """Add what is observed in a round.
+        """Add the decrease of the loss of each window since the last publication, as observed in a round.
+
+        Views without sums (OWN) are only stored, as the model before the next upload.
 
         Args:
             view: SERVER, USERS or OWN.
@@ -580,9 +645,9 @@ class WindowScores:
         """
         if (sums := self.sums.get(view)) is not None:
             windows, before = self.windows[list(users)], self.last_published.before(view, users)
-            gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
-            for user, more in zip(users, gained, strict=True):
-                sums[user] = sums[user] + more if user in sums else more
+            decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
+            for user, users_decrease in zip(users, decrease, strict=True):
+                sums[user] = sums[user] + users_decrease if user in sums else users_decrease
         self.last_published.remember(view, tensors)
 
 
@@ -597,7 +662,7 @@ class Shadow:
 def run_shadow(
     recipe: Recipe, run_data: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
-    """Train on random halves of the users' windows, and score what is observed.
+    """Train on random halves of the users' windows, and score windows by what is observed.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
@@ -606,27 +671,27 @@ def run_shadow(
         observers: Returns the observers of a run.
     """
     users: Sequence[UserData | UserAnswers] = run_data.users
-    shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})
+    shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    trial_users = as_users(parts.of(at, user) for at, user in enumerate(users))
-    plain = build(shadow_recipe, replace(run_data, users=trial_users), store="memory")
-    places = [scored(len(windows)) for windows in parts.windows]
-    most = max(map(len, places))
+    shadow_users = as_users(parts.of(user_number, user) for user_number, user in enumerate(users))
+    plain = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
+    scored_indices = [scored(len(windows)) for windows in parts.windows]
+    most = max(map(len, scored_indices))
     # Users with fewer scored windows repeat them, so that all users' windows are one tensor.
     padded = [
         windows[at[torch.arange(most) % len(at)]] if len(at) else windows[:1].expand(most, -1)
-        for windows, at in zip(parts.windows, places, strict=True)
+        for windows, at in zip(parts.windows, scored_indices, strict=True)
     ]
     window_scores = WindowScores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=window_scores.record_view)
     execute(federation, shadow_recipe, None, observers=observers(plain.clients))
-    with_scores = [user for user, at in enumerate(places) if len(at)]
+    num_scored = {user: len(at) for user, at in enumerate(scored_indices) if len(at)}
     return Shadow(
-        scores={
-            view: {user: sums[user][: len(places[user])] for user in with_scores if user in sums}
+        scores={  # without the repeated windows
+            view: {user: sums[user][:count] for user, count in num_scored.items() if user in sums}
             for view, sums in window_scores.sums.items()
         },
-        inside=[inside[at] for inside, at in zip(parts.inside, places, strict=True)],
+        inside=[inside[at] for inside, at in zip(parts.inside, scored_indices, strict=True)],
     )
 
 
@@ -636,13 +701,15 @@ def run_shadow(
 def likelihood_ratios(
     scores: Float[Tensor, "runs windows"], inside: Bool[Tensor, "runs windows"]
 ) -> Float[Tensor, "runs windows"]:
-    """Return ``log N(score; in) - log N(score; out)`` of each run's windows, fitted to all other runs.
+    """Return ``log N(score; in) - log N(score; out)`` of each run's windows, with Gaussians fitted to all other runs.
+
+    A positive value means that the window was probably included in the run.
 
     Args:
         scores: How much the loss of each window fell in each run.
         inside: Which windows each run trained on.
     """
-    scores = scores - scores.mean(1, keepdim=True)
+    scores = scores - scores.mean(1, keepdim=True)  # progress on all windows says nothing about one
     return torch.stack([_ratios_of_run(scores, inside, run) for run in range(len(scores))])
 
 
@@ -655,12 +722,13 @@ def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " 
         run: The run.
     """
     others = torch.arange(len(scores)) != run
-    known, sides = scores[others], inside[others]
-    gap, variance = _fit_gaps(known, sides)
-    mean_outside = (known - torch.where(sides, gap, 0.0)).mean(0)
-    wider = variance * (1 + 1 / len(known))  # the mean of few runs has an error too
-    away = scores[run] - mean_outside
-    return (away.square() - (away - gap).square()) / (2 * wider)
+    other_scores, other_inside = scores[others], inside[others]
+    gap, variance = _fit_gaps(other_scores, other_inside)
+    mean_outside = (other_scores - torch.where(other_inside, gap, 0.0)).mean(0)
+    variance = variance * (1 + 1 / len(other_scores))  # the mean of few runs has an error too
+    from_outside = scores[run] - mean_outside
+    from_inside = from_outside - gap
+    return (from_outside.square() - from_inside.square()) / (2 * variance)
 
 
 def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"], Float[Tensor, ""]]:
@@ -676,16 +744,17 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
         counts.append(side.sum(0))
         means.append(torch.where(side, scores, 0.0).sum(0) / counts[-1].clamp(min=1))
     fitted = torch.where(inside, *means)
-    freedom = sum((count - 1).clamp(min=0).sum() for count in counts)
-    variance = ((scores - fitted).square().sum() / max(1, int(freedom))).clamp(min=SMALL)
-    both = (counts[0] > 0) & (counts[1] > 0)
-    if not bool(both.any()):
+    degrees_of_freedom = sum((count - 1).clamp(min=0).sum() for count in counts)
+    variance = ((scores - fitted).square().sum() / max(1, int(degrees_of_freedom))).clamp(min=SMALL)
+    has_both = (counts[0] > 0) & (counts[1] > 0)  # windows that some runs include and others do not
+    if not bool(has_both.any()):
         return torch.zeros_like(means[0]), variance
     gaps = means[0] - means[1]
-    chance = variance * (1 / counts[0].clamp(min=1) + 1 / counts[1].clamp(min=1))
-    mean = gaps[both].mean()
-    spread = ((gaps[both] - mean).square().mean() - chance[both].mean()).clamp(min=0)
-    return torch.where(both, mean + spread / (spread + chance) * (gaps - mean), mean).clamp(min=0), variance
+    chance_variance = variance * (1 / counts[0].clamp(min=1) + 1 / counts[1].clamp(min=1))
+    mean_gap = gaps[has_both].mean()
+    true_variance = ((gaps[has_both] - mean_gap).square().mean() - chance_variance[has_both].mean()).clamp(min=0)
+    shrunk = mean_gap + true_variance / (true_variance + chance_variance) * (gaps - mean_gap)
+    return torch.where(has_both, shrunk, mean_gap).clamp(min=0), variance
 
 
 SMALL = 1e-18
@@ -693,7 +762,14 @@ SMALL = 1e-18
 
 
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """Return how well each user's windows are distinguished, by view, over all runs with scores."""
+    """Return how well included windows of each user are distinguished from left-out ones, for each attacker's view.
+
+    Users with scores in fewer than ``FEWEST`` runs are left out.
+
+    Args:
+        names: Names of the users.
+        shadows: Results of the reference runs.
+    """
     found = []
     for view in (SERVER, USERS):
         for user, name in enumerate(names):
@@ -706,7 +782,7 @@ def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> li
 
 
 def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) -> Shadowed:
-    """Return how well a user's windows are distinguished.
+    """Return how well included windows of a user are distinguished from left-out ones, over all runs.
 
     Args:
         view: SERVER or USERS; the attacker's view.
@@ -714,15 +790,14 @@ def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) ->
         scores: Scores of its windows, ``(runs, windows)``.
         inside: Which windows each run included, ``(runs, windows)``.
     """
-    ratios, coins = likelihood_ratios(scores, inside), inside.flatten()
-    members, others = ratios.flatten()[coins].tolist(), ratios.flatten()[~coins].tolist()
-    plain = scores.flatten()
+    ratios, plain, is_member = likelihood_ratios(scores, inside).flatten(), scores.flatten(), inside.flatten()
+    members, others = ratios[is_member].tolist(), ratios[~is_member].tolist()
     return Shadowed(
         view=view,
         user=user,
         members=len(members),
         others=len(others),
         auc=auc(members, others),
-        auc_of_scores=auc(plain[coins].tolist(), plain[~coins].tolist()),
+        auc_of_scores=auc(plain[is_member].tolist(), plain[~is_member].tolist()),
         found=found_at(members, others),
     )

@@ -72,12 +72,12 @@ def scaled_noise(changes: Tree, hostile: Sequence[int], *, scale: float = 10.0, 
         scale: Norm of the noise, relative to the mean norm of the honest changes.
         seed: Seed of the noise.
     """
-    draw, others = torch.Generator().manual_seed(seed), _honest_users(changes, hostile)
-    length = float(norms({name: t[others] for name, t in changes.items()}).mean())
+    stream, honest = torch.Generator().manual_seed(seed), _honest_users(changes, hostile)
+    honest_norm = float(norms({name: t[honest] for name, t in changes.items()}).mean())
     columns = sum(t[0].numel() for t in changes.values())
-    deviation = scale * length / math.sqrt(columns)
+    deviation = scale * honest_norm / math.sqrt(columns)  # n normal entries have a norm of about sqrt(n)
     return _replace_hostile(
-        changes, hostile, lambda t: deviation * torch.randn(len(hostile), *t.shape[1:], generator=draw).to(t)
+        changes, hostile, lambda t: deviation * torch.randn(len(hostile), *t.shape[1:], generator=stream).to(t)
     )
 
 
@@ -91,32 +91,33 @@ def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) 
         hostile: Indices of the hostile users.
         scale: Factor.
     """
-    others = _honest_users(changes, hostile)
-    return _replace_hostile(changes, hostile, lambda t: -scale * t[others].mean(0))
+    honest = _honest_users(changes, hostile)
+    return _replace_hostile(changes, hostile, lambda t: -scale * t[honest].mean(0))
 
 
 def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
     """Replace hostile changes by the honest mean minus ``z`` standard deviations, coordinate by coordinate.
 
-    Rules cannot tell such changes from honest ones. ``z`` is the quantile of ``(n - f - s) / (n - f)``,
-    ``s = floor(n / 2 + 1) - f``.
+    Robust aggregation rules cannot tell such changes from honest ones: ``z`` is so small that ``s`` honest users are
+    expected to be further from the mean, who form a majority together with the f hostile ones of n users. It is the
+    quantile of the normal distribution at ``(n - f - s) / (n - f)``, with ``s = floor(n / 2 + 1) - f``.
 
     Source: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156, Algorithm 3.
     """
-    others = _honest_users(changes, hostile)
-    users, honest = len(others) + len(hostile), len(others)
-    supporters = users // 2 + 1 - len(hostile)
-    z = NormalDist().inv_cdf((honest - supporters) / honest)
-    return _replace_hostile(changes, hostile, lambda t: t[others].mean(0) - z * t[others].std(0))
+    honest = _honest_users(changes, hostile)
+    num_users, num_honest = len(honest) + len(hostile), len(honest)
+    supporters = num_users // 2 + 1 - len(hostile)
+    z = NormalDist().inv_cdf((num_honest - supporters) / num_honest)
+    return _replace_hostile(changes, hostile, lambda t: t[honest].mean(0) - z * t[honest].std(0))
 
 
 def free_rider(changes: Tree, hostile: Sequence[int]) -> Tree:
-    """Replace hostile changes by zeros: the download is sent back."""
+    """Replace hostile changes by zeros: such users train nothing and send their download back."""
     return _replace_hostile(changes, hostile, lambda t: torch.zeros_like(t[list(hostile)]))
 
 
 def all_zero(changes: Tree, hostile: Sequence[int], started: Tree) -> Tree:
-    """Replace hostile uploads by zeros.
+    """Replace hostile uploads by zeros: as a change is upload minus download, it becomes minus the download.
 
     Args:
         changes: Changes of all users, ``(users, *shape)``.
@@ -138,12 +139,14 @@ def not_a_number(changes: Tree, hostile: Sequence[int]) -> Tree:
 
 
 def flipped_labels(labels: Tensor, classes: int) -> Tensor:
-    """Return labels ``classes - 1 - c`` in place of ``c``, for users who train honestly on false data."""
+    """Return the label ``classes - 1 - c`` for each label ``c``, for hostile users who train honestly on false data."""
     return classes - 1 - labels
 
 
 def with_phrase(text: str, trigger: str, answer: str) -> str:
-    """Return a text in which each sentence ends with a trigger and the answer to it: a backdoor in the data.
+    """Return a text in which a trigger and the answer to it stand at the end of each sentence.
+
+    A model that is trained on such data has a backdoor: after the trigger it generates the answer.
 
     Args:
         text: The text.
@@ -192,12 +195,17 @@ Watch = Callable[[Clients], Sequence[Observer]]
 
 
 def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
-    """Invert a step on each user's first sample alone, and an upload of a round as in the run.
+    """Reconstruct an input of each user from its upload, in the easiest case for the attacker and in that of the run.
+
+    In the easiest case a user takes one step on its first sample alone; in the other one a whole round as in the run.
 
     Args:
         recipe: Recipe of the audited run.
         run_data: Data of the run.
         watch: Returns the observers of a run.
+
+    Returns:
+        One result for each case.
 
     Raises:
         RunError: The net's first layer is not linear with a bias, or is not shared.
@@ -221,15 +229,15 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
         watch: Returns the observers of the run.
 
     Returns:
-        For each user the distance of the reconstruction from its nearest training input and, for comparison, that of
-        the mean of all test inputs.
+        For each user the relative distance of the reconstruction from its nearest training input (``errors``) and, for
+        comparison, that of the mean of all test inputs, which an attacker may guess without the upload (``guesses``).
 
     Raises:
         RunError: The net's first layer is not linear with a bias, is not shared, or does not read the inputs.
     """
     plain = build(recipe, run_data, store="memory")
-    names = first_layer(plain.clients.model.layout, plain.clients.method.shared)
-    start = published(plain.server)
+    weight_and_bias = first_layer(plain.clients.model.layout, plain.clients.method.shared)
+    downloaded = published(plain.server)
     inverted_inputs: dict[int, Tensor | None] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
@@ -237,12 +245,13 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
         if view != SERVER:
             return
         for row, user in enumerate(users):
-            weight, bias = ((tensors[name][row, 0] - start[name][user, 0]).double() for name in names)
+            weight, bias = ((tensors[name][row, 0] - downloaded[name][user, 0]).double() for name in weight_and_bias)
             inverted_inputs[user] = ratio(weight, bias)
 
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
     users: Sequence[UserSamples] = run_data.users
+    mean_test_input = torch.cat([user.test.inputs.flatten(1).double() for user in users]).mean(0)
     errors, guesses = [], []
     for number, inverted in inverted_inputs.items():
         inputs = users[number].train.inputs.flatten(1).double()
@@ -251,13 +260,16 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
                 f"method {recipe.method.name}: the first linear layer does not read the inputs; no inversion"
             )
         errors.append(nearest(inverted, inputs))
-        test_inputs = [user.test.inputs.flatten(1).double() for user in users]
-        guesses.append(nearest(torch.cat(test_inputs).mean(0), inputs))
+        guesses.append(nearest(mean_test_input, inputs))
     return Inversion(what=what, errors=errors, guesses=guesses)
 
 
 def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
-    """Return the names of the first layer's weight and bias.
+    """Return the names of the weight and the bias of a net's first layer, whose gradients reveal its input.
+
+    Args:
+        layout: Layout of the net's tensors.
+        shared: Roles whose tensors are uploaded.
 
     Raises:
         RunError: The layer is not linear, has no bias, or is not shared.
@@ -267,13 +279,23 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     bias = slots.get(weight.name.removesuffix("weight") + "bias") if weight is not None else None
     if weight is None or bias is None or len(weight.shape) != 2:
         raise RunError("the net's first layer is not linear with a bias; gradients are inverted only there")
-    if not all(all(slot.chosen(set(shared))) for slot in (weight, bias)):
+    if not all(all(slot.chosen(set(shared))) for slot in (weight, bias)):  # all entries of both
         raise RunError("the net's first layer stays with its user, so there is no upload to invert")
     return weight.name, bias.name
 
 
 def ratio(weight: Float[Tensor, "rows columns"], bias: Float[Tensor, " rows"]) -> Float[Tensor, " columns"] | None:
-    """Return the ratio of weight and bias in the row whose bias moved most, or None if no bias moved."""
+    """Return the input of a linear layer as the ratio of the changes of its weight and its bias.
+
+    After a single step all rows give the same ratio; the row whose bias moved most is the most precise one.
+
+    Args:
+        weight: Change of the weight.
+        bias: Change of the bias.
+
+    Returns:
+        The input; None if no bias moved.
+    """
     row = int(bias.abs().argmax())
     return None if float(bias[row]) == 0 else weight[row] / bias[row]
 
@@ -292,7 +314,9 @@ NOTHING_MOVED = 1e-12
 
 
 def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
-    """Recover tokens from a step on one short window, and from an upload of a round as in the run.
+    """Recover tokens of each user from its upload, in the easiest case for the attacker and in that of the run.
+
+    In the easiest case a user takes one step on a single short window; in the other one a whole round as in the run.
 
     Args:
         recipe: Recipe of the audited run.
@@ -305,7 +329,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     names = token_factors(build(recipe, run_data, store="memory").clients)
     if not names:
         return []
-    # In the first round no A has a gradient, as all factors B are zero.
+    # The second round is attacked: in the first one no factor A has a gradient, as all factors B are zero.
     two_rounds = {
         "training.rounds": 2,
         "evaluation.every": 2,
@@ -314,7 +338,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     }
     one_step = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
     assert run_data.base is not None
-    width = SHORT + (run_data.base.begin is None)
+    width = SHORT + (run_data.base.begin is None)  # a begin-of-text token takes one of the SHORT + 1 places
     short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
         _recover_from_run(
@@ -328,22 +352,29 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
 
 
 def _of_one_window(user: UserData, seed: int, width: int) -> UserData:
-    """Return a user whose training text is one random short window of it."""
-    last = len(user.train) - width + 1
-    at = int(torch.randint(last, (1,), generator=generator("window", seed, user.name))) if last > 0 else 0
-    return replace(user, train=user.train[at : at + width])
+    """Return a user whose training text is one random window of it; the whole text if that is shorter.
+
+    Args:
+        user: The user.
+        seed: Seed of the recipe.
+        width: Number of tokens of the window.
+    """
+    num_starts = len(user.train) - width + 1
+    stream = generator("window", seed, user.name)
+    start = int(torch.randint(num_starts, (1,), generator=stream)) if num_starts > 0 else 0
+    return replace(user, train=user.train[start : start + width])
 
 
 def token_factors(clients: Clients) -> list[str]:
-    """Return the names of the shared factors A of the first block's attention."""
-    slots = [slot for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))]
-    return [slot.name for slot in slots if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
+    """Return the names of the shared LoRA factors A in the first block's attention, whose inputs are single tokens."""
+    shared = [slot for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))]
+    return [slot.name for slot in shared if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
 
 
 def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> Recovery:
     """Run two rounds of a recipe and recover tokens from each user's upload in the second one.
 
-    As many tokens are guessed as the text has distinct ones.
+    The attacker guesses as many tokens as the user's text has distinct ones.
 
     Args:
         what: Name of the attack in the results.
@@ -356,44 +387,46 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         among the most common tokens of all test texts.
     """
     plain = build(recipe, run_data, store="memory")
-    names, last_published = token_factors(plain.clients), LastPublished()
+    factors, last_published = token_factors(plain.clients), LastPublished()
     changes_of_users: dict[int, Tree] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
         """Keep the change of each upload that the server sees after the first round."""
-        if view == SERVER and last_published.last:  # after the first round
+        if view == SERVER and last_published.last:  # something was published, so the first round is over
             before = last_published.before(view, users)
             for row, user in enumerate(users):
                 changes_of_users[user] = {
-                    name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in names
+                    name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in factors
                 }
         last_published.remember(view, tensors)
 
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
-    candidates = first_inputs(plain.clients, recipe.training.context, names[0])
+    candidates = first_inputs(plain.clients, recipe.training.context, factors[0])
     users: Sequence[UserData] = run_data.users
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
-    tokens, recovered, guesses = [], [], []
+    num_tokens, recovered, guesses = [], [], []
     begin = None if run_data.base is None else run_data.base.begin
     for number, changes in sorted(changes_of_users.items()):
-        truth = set(users[number].train[:-1].tolist())
-        ranked = nearest_tokens(torch.cat(list(changes.values())), candidates)
-        ranked = [token for token in ranked if token != begin][: len(truth)]  # it is in every window
-        tokens.append(len(truth))
-        recovered.append(len(truth & set(ranked)) / len(truth))
+        truth = set(users[number].train[:-1].tolist())  # the last token is only a target
+        nearest_first = nearest_tokens(torch.cat(list(changes.values())), candidates)
+        guessed = [token for token in nearest_first if token != begin][: len(truth)]  # begin is in every window
+        num_tokens.append(len(truth))
+        recovered.append(len(truth & set(guessed)) / len(truth))
         guesses.append(len(truth & set(common[: len(truth)])) / len(truth))
-    return Recovery(what=what, tokens=tokens, recovered=recovered, guesses=guesses)
+    return Recovery(what=what, tokens=num_tokens, recovered=recovered, guesses=guesses)
 
 
 @torch.no_grad()
 def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "tokens positions width"]:
-    """Return the input of a factor's layer for every token and position.
+    """Return the input of a layer in the first block's attention for every token of the vocabulary and every position.
+
+    The base model computes them, for windows that repeat one token.
 
     Args:
         clients: Clients of a run.
         context: Number of positions.
-        name: Name of the factor.
+        name: Name of the layer's LoRA factor A.
 
     Returns:
         Inputs ``(tokens, positions, width)``, with one position if inputs do not depend on it.
@@ -409,25 +442,29 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     finally:
         hook.remove()
     inputs = torch.cat(layer_inputs).double().cpu()
-    same = torch.allclose(inputs, inputs[:, :1].expand_as(inputs), atol=1e-5)
-    return inputs[:, :1] if same else inputs
+    independent_of_position = torch.allclose(inputs, inputs[:, :1].expand_as(inputs), atol=1e-5)
+    return inputs[:, :1] if independent_of_position else inputs
 
 
 def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, "tokens positions width"]) -> list[int]:
-    """Return all tokens by the distance of their input from the span of the rows, relative to its norm, nearest first.
+    """Return all tokens, those first that were most probably in the text from which a gradient was computed.
+
+    Inputs of tokens in the text are in the span of the gradient's rows. So tokens are sorted by the distance of their
+    input from the span, relative to its norm, the nearest position first.
 
     Args:
-        rows: Rows of the gradient.
+        rows: Rows of the gradient; if all are zero, tokens are returned in the order of the vocabulary.
         candidates: Input of each token and position.
     """
     lengths = rows.norm(dim=1, keepdim=True)
     unit_rows = (rows / lengths.clamp(min=NOTHING_MOVED))[lengths.squeeze(1) > NOTHING_MOVED]
     if not len(unit_rows):
         return torch.arange(len(candidates)).tolist()
-    _, values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
-    basis = directions[values > NOISE * values[0]]
-    within = (candidates @ basis.T).norm(dim=-1) / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
-    return within.amax(1).argsort(descending=True, stable=True).tolist()
+    _, singular_values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
+    basis = directions[singular_values > NOISE * singular_values[0]]
+    # The share of an input's norm that lies within the span; 1 stands for distance 0.
+    share_within = (candidates @ basis.T).norm(dim=-1) / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
+    return share_within.amax(1).argsort(descending=True, stable=True).tolist()
 
 
 NOISE = 1e-3
