@@ -103,31 +103,34 @@ def find_suspects(
         row: Tensors of the user.
         trained: Roles that each optimizer trains.
     """
-    magnitudes = {name: row[layout.mask(roles).to(row.device)].abs() for name, roles in trained.items()}
-    sizes = {
-        name: magnitude.nan_to_num(nan=torch.inf).max().item()
-        for name, magnitude in magnitudes.items()
-        if len(magnitude)
-    }
-    return tuple(name for name, size in sizes.items() if size >= max(sizes.values()) / 10)
+    largest: dict[str, float] = {}
+    for name, roles in trained.items():
+        magnitudes = row[layout.mask(roles).to(row.device)].abs()
+        if len(magnitudes):
+            largest[name] = magnitudes.nan_to_num(nan=torch.inf).max().item()
+    return tuple(name for name, magnitude in largest.items() if magnitude >= max(largest.values()) / 10)
 
 
 def find_broken(
     losses: Float[Tensor, "steps users"], rows: Float[Tensor, "users columns"], round_number: int
 ) -> dict[int, str]:
-    """Return the users of a cohort whose losses or tensors are not finite, by place in the cohort, with the reason.
+    """Return the users of a cohort whose losses or tensors are not finite.
 
     Args:
         losses: Training losses in nats.
         rows: Tensors of the users after their local steps.
         round_number: The round, counted from 0.
+
+    Returns:
+        A sentence with the reason, by the user's place in the cohort.
     """
     broken: dict[int, str] = {}
     for step, user in (~losses.isfinite()).nonzero().tolist():
         what = f"training loss is {losses[step, user].item()} in round {round_number + 1}, local step {step + 1}"
         broken.setdefault(user, what)
     # Rows are checked too: a failure in the last step shows in no loss of this round, and would be uploaded.
-    for user in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():  # one pass, without a copy
+    # The sum of a row is finite only if all entries are; computing it needs no copy of the rows.
+    for user in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():
         broken.setdefault(user, f"not all tensors are finite after round {round_number + 1}")
     return broken
 
@@ -146,9 +149,10 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """Return the first loss scale to try for each user.
+    """Return the first loss scale to try for each user, for loss scaling in float16.
 
-    It is ``2^4`` times the largest power of two that is at most the number of targets.
+    It is ``2^4`` times the largest power of two that is at most the number of targets: the loss is a mean over targets,
+    so gradients at the head then have about the same magnitude for every batch size.
     """
     return _TARGET_SCALE * torch.exp2(torch.log2(targets.clamp(min=1).float()).floor())
 
@@ -169,11 +173,11 @@ def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " u
         unscaled = Tree({n: g / scales.to(g.device).view(-1, *[1] * (g.dim() - 1)) for n, g in gradients.items()})
         if any(isinstance(g, FakeTensor) for g in unscaled.values()):  # shapes only, to count costs
             return losses, unscaled
-        done = ~losses.isfinite()  # no scale would help, as the loss itself is not scaled
-        done |= torch.stack([g.flatten(1).isfinite().all(1).cpu() for g in unscaled.values()]).all(0)
-        if bool((done | (scales <= _SMALLEST_SCALE)).all()):
+        keeps_scale = ~losses.isfinite()  # no scale would help, as the loss itself is not scaled
+        keeps_scale |= torch.stack([g.flatten(1).isfinite().all(1).cpu() for g in unscaled.values()]).all(0)
+        if bool((keeps_scale | (scales <= _SMALLEST_SCALE)).all()):
             return losses, unscaled
-        scales = torch.where(done, scales, scales * _SCALE_DECAY)
+        scales = torch.where(keeps_scale, scales, scales * _SCALE_DECAY)
 
 
 TUNING = "tuning"
@@ -198,26 +202,37 @@ class PrivateSteps:
     plan: RunPlan
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
-        """Return whether a phase trains tensors that are shared."""
+        """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded."""
         return phase.label != TUNING and bool(self.leaves(phase, layout))
 
     def leaves(self, phase: Phase, layout: Layout) -> list[str]:
-        """Return the names of the tensors with entries that a phase trains and users share."""
-        shared, roles = self.plan.method.shared, phase.roles
-        flags = ((slot.name, zip(slot.chosen(shared), slot.chosen(roles), strict=True)) for slot in layout.slots)
-        return [name for name, entries in flags if any(sent and trained for sent, trained in entries)]
+        """Return the names of the tensors with entries that a phase trains and users share.
+
+        A tensor may have entries of several roles, of which only some are shared.
+        """
+        names = []
+        for slot in layout.slots:
+            entries = zip(slot.chosen(self.plan.method.shared), slot.chosen(phase.roles), strict=True)
+            if any(is_shared and is_trained for is_shared, is_trained in entries):
+                names.append(slot.name)
+        return names
 
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
-        """Return the names of the tensors whose gradients need no noise.
+        """Return the names of the tensors of which a phase needs gradients without noise.
+
+        They are the tensors with entries that the phase uses gradients of and users do not share.
 
         Args:
             phase: The phase.
             layout: Layout of the columns.
-            everything: Return all tensors that the phase trains, not only those with local entries.
+            everything: Return all tensors of which the phase uses gradients, not only those with local entries.
         """
-        slots, shared, reached = layout.touching(phase.reached).slots, self.plan.method.shared, phase.reached
-        flags = ((slot.name, zip(slot.chosen(shared), slot.chosen(reached), strict=True)) for slot in slots)
-        return [name for name, entries in flags if everything or any(used and not sent for sent, used in entries)]
+        names = []
+        for slot in layout.touching(phase.reached).slots:
+            entries = zip(slot.chosen(self.plan.method.shared), slot.chosen(phase.reached), strict=True)
+            if everything or any(is_used and not is_shared for is_shared, is_used in entries):
+                names.append(slot.name)
+        return names
 
     def local_roles(self, layout: Layout) -> frozenset[str]:
         """Return the roles that are trained without noise."""
@@ -228,7 +243,11 @@ class PrivateSteps:
         return {trainer.name: self.work(batch_source, number) for number, trainer in enumerate(batch_source.trainers)}
 
     def work(self, batch_source: BatchSource, trainer: int) -> Work:
-        """Return the work of one trainer, from which its privacy loss follows.
+        """Return the number of examples, batch size, steps and rounds of one trainer, for its privacy accounting.
+
+        Args:
+            batch_source: Source that knows the trainer's data.
+            trainer: Number of the trainer.
 
         Raises:
             RecipeError: The trainer has too many examples for delta, which would allow publishing one of them.
@@ -259,7 +278,7 @@ class PrivateSteps:
             pass_size: Number of sequences in one pass.
             cohort: The cohort.
             phase: Phase of the step.
-            place: Step of the round and repeat within the phase.
+            place: Number of the local step in the round, and of the repeat of the phase within the step.
             at: Places in the cohort of the users whose shared gradients are noised; those of other users are plain.
             plain: Losses and gradients without noise, for all other entries; None if the phase trains only shared
                 entries.
@@ -285,7 +304,9 @@ class PrivateSteps:
         phase: Phase,
         place: Sequence[int],
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return mean losses, estimated from the batches, and noised gradients of the shared entries.
+        """Return mean losses of the drawn examples, and noised gradients of the shared entries.
+
+        The privacy mechanism draws the examples of each user, has their clipped gradients summed, and adds noise.
 
         Args:
             model: The model.
@@ -293,27 +314,30 @@ class PrivateSteps:
             pass_size: Number of sequences in one pass.
             cohort: Users of the step.
             phase: Phase of the step.
-            place: Step of the round and repeat within the phase.
+            place: Number of the local step in the round, and of the repeat of the phase within the step.
 
         Returns:
             Losses, and gradients ``(users, ...)`` cut to the shared entries of each tensor.
         """
         layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
-        kept_roles = layout.roles - self.local_roles(layout)
+        used_roles = layout.roles - self.local_roles(layout)
         works = [self.work(batch_source, owner) for owner in cohort.owners]
-        # A digest of the shared tensors: a repeated step from other tensors must not reuse noise.
         shared = self._shared_tensors(layout, rows)
-        digests = [digest({n: t[i] for n, t in shared.items()}) for i in range(len(rows))]
-        streams = [(name, number, phase.purpose, *place, d) for name, d in zip(cohort.names, digests, strict=True)]
-        tensors, leaves = restrict(model.tensors(rows), layout, kept_roles), self.leaves(phase, layout)
+        # The key of a user's noise has a digest of its shared tensors: if a round is repeated from other tensors after
+        # an interruption, the same noise would reveal the difference of their gradients.
+        streams = []
+        for i, name in enumerate(cohort.names):
+            tensors_digest = digest({n: t[i] for n, t in shared.items()})
+            streams.append((name, number, phase.purpose, *place, tensors_digest))
+        tensors, leaves = restrict(model.tensors(rows), layout, used_roles), self.leaves(phase, layout)
 
         def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
             return self.clipped_sums(model, batch_source, tensors, leaves, cohort, examples, bound)
 
         step = PrivateStep(works=works, streams=streams, batch=pass_size.sequences, clipped_sums=sums)
-        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # no public seed
-            means, gradients = self.mechanism.client_gradients(step)
-        return means.float(), {name: t.to(rows.dtype) for name, t in gradients.items()}
+        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # a secret key, not the public seed
+            mean_losses, gradients = self.mechanism.client_gradients(step)
+        return mean_losses.float(), {name: t.to(rows.dtype) for name, t in gradients.items()}
 
     def clipped_sums(
         self,
@@ -325,7 +349,7 @@ class PrivateSteps:
         numbers: Int[Tensor, "u n"],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """Return sums over examples, given by number, of clipped gradients and of losses, both float64.
+        """Return sums over examples of clipped gradients ``(users, ...)`` and of losses ``(users,)``, both float64.
 
         Args:
             model: The model.
@@ -351,7 +375,8 @@ class PrivateSteps:
     ) -> tuple[Tree, Float[Tensor, " u"]]:
         """Return sums over drawn examples of clipped gradients and of losses, from a single pass, both float64.
 
-        Rows of the pass are examples, those of the first user first.
+        Every example is a row of the pass with its own copy of the user's tensors, so that one backward pass yields the
+        gradient of each example. Rows are in the order of the users.
 
         Args:
             model: The model.
@@ -370,11 +395,12 @@ class PrivateSteps:
         examples = drawn.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
         batch: Any = batch_source.read("train", owner_of_example, examples)
         losses = model.without(self.local_roles(model.layout)).losses_of_each(repeated, owner_of_example, batch)
-        means = losses.flatten(1).sum(1) / batch_source.counted(examples).clamp(min=1)
-        gradients = torch.autograd.grad(means.sum(), [repeated[n] for n in leaves], materialize_grads=True)
+        mean_losses = losses.flatten(1).sum(1) / batch_source.counted(examples).clamp(min=1)  # of each example
+        # Rows do not mix, so the gradient of the sum has the gradient of each example in its row.
+        gradients = torch.autograd.grad(mean_losses.sum(), [repeated[n] for n in leaves], materialize_grads=True)
         bounded = clipped(dict(zip(leaves, gradients, strict=True)), bound)
         sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in bounded.items()}
-        return sums, means.detach().double().view(users, count).sum(1).cpu()
+        return sums, mean_losses.detach().double().view(users, count).sum(1).cpu()
 
     def _shared_tensors(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
         """Return views of the shared entries of the tensors, by name."""
@@ -400,9 +426,9 @@ class PrivateSteps:
             gradient = plain.get(slot.name)
             gradient = noised_entries.new_zeros(users, *slot.shape) if gradient is None else gradient.clone()
             shared_entries = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
-            if len(shared_entries) == len(slot.roles):
+            if len(shared_entries) == len(slot.roles):  # the whole tensor is shared
                 gradient[list(at)] = noised_entries
-            else:
+            else:  # only some entries of the leading dimension, such as the generalists among all experts
                 gradient[torch.tensor(at).unsqueeze(1), torch.tensor(shared_entries)] = noised_entries
             merged[slot.name] = gradient
         return merged
@@ -499,6 +525,8 @@ class Steps:
     ) -> Float[Tensor, " users"]:
         """Take one local step of a cohort: each phase that is due, for the users that are active.
 
+        A phase may take only every n-th round (``turns``) and every n-th local step of a user (``every``).
+
         Args:
             cohort: The cohort, updated in place.
             phases: Phases of the method.
@@ -509,11 +537,12 @@ class Steps:
             Training losses in nats; 0 for users that are not active.
         """
         losses = torch.zeros(len(cohort.rows))
-        numbered = list(enumerate(zip(cohort.part.iterations.tolist(), active.tolist(), strict=True)))
+        steps_of_users = (cohort.part.iterations + 1).tolist()  # in the whole run, with this one
+        is_active = active.tolist()
         for phase in phases:
             if cohort.round_number % phase.turns != phase.turn:  # another phase has this round
                 continue
-            due = [i for i, (steps_done, is_active) in numbered if is_active and (steps_done + 1) % phase.every == 0]
+            due = [i for i, steps in enumerate(steps_of_users) if is_active[i] and steps % phase.every == 0]
             if not due:
                 continue
             step_losses = torch.zeros(len(due))
@@ -525,7 +554,7 @@ class Steps:
         return losses
 
     def take(self, cohort: CohortTensors, phase: Phase, step: int) -> Float[Tensor, " users"]:
-        """Take the optimizer steps of one phase, in place.
+        """Take the optimizer steps of one phase, in place, each on a batch of its own.
 
         Args:
             cohort: The cohort.
@@ -536,16 +565,15 @@ class Steps:
             Mean loss of each user over these steps.
         """
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
+        other_roles = self.model.layout.beside(phase.roles)  # columns of other roles in the same tensors
         for repeat in range(phase.steps):
-            with freeze_columns(
-                self.frozen_columns, cohort, self.trainers, self.model.layout.beside(phase.roles)
-            ) as frozen_columns:
+            with freeze_columns(self.frozen_columns, cohort, self.trainers, other_roles) as frozen_columns:
                 if self.private is not None and self.private.applies(phase, self.model.layout):
                     losses, gradients = self._private_gradients(self.private, cohort, phase, step, repeat)
                 else:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
-                for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spreads NaN
-                    self.suspects(cohort.rows[place], cohort.part.rows[place])
+                for place in (~losses.isfinite()).nonzero().flatten().tolist():
+                    self.suspects(cohort.rows[place], cohort.part.rows[place])  # cached before the step spreads NaN
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
@@ -574,7 +602,9 @@ class Steps:
     def _private_gradients(
         self, private: PrivateSteps, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients; those of shared entries that are uploaded come from a privacy mechanism.
+        """Return losses and gradients; a privacy mechanism noises gradients of entries that are uploaded.
+
+        A method may keep several copies of the model per user, of which only the first one is uploaded.
 
         Args:
             private: The private steps.
@@ -583,23 +613,25 @@ class Steps:
             step: Local step within the round.
             repeat: Repeat of the phase within the step.
         """
-        at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]  # only first copies are uploaded
+        at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]  # rows of first copies
         names = private.local_leaves(phase, self.model.layout, everything=len(at) < len(cohort.rows))
         plain = self._batch_gradients(cohort, phase, step, repeat, names) if names else None
         return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
-        """Return the optimizers that may have made a row non-finite; the first result of a round is cached.
+        """Return the optimizers that may have made the loss of a user infinite or NaN, for the error message.
+
+        The first result of a round is cached: later all parameters of the user may be NaN.
 
         Args:
-            row: Number of the row.
+            row: Row of the user.
             values: Its parameters.
         """
         if row not in self.known_suspects:
-            trained: dict[str, frozenset[str]] = {}
+            roles_by_optimizer: dict[str, frozenset[str]] = {}
             for name, roles in self.plan.method.client.optimizers:
-                trained[name] = trained.get(name, frozenset()) | roles
-            self.known_suspects[row] = find_suspects(self.model.layout, values, trained)
+                roles_by_optimizer[name] = roles_by_optimizer.get(name, frozenset()) | roles
+            self.known_suspects[row] = find_suspects(self.model.layout, values, roles_by_optimizer)
         return self.known_suspects[row]
 
     def _router_noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
@@ -639,10 +671,11 @@ class Steps:
         for name, roles in phase.optimizers:
             if name == "router":
                 part.router_steps += 1
-            settings = self.plan.training.router if name == "router" else self.plan.training.experts
-            count = part.router_steps if name == "router" else part.iterations + 1
+                settings, step_count = self.plan.training.router, part.router_steps
+            else:
+                settings, step_count = self.plan.training.experts, part.iterations + 1
             trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
-            take_step(trained, cohort, gradients, settings, rate, count, frozen_columns)
+            take_step(trained, cohort, gradients, settings, rate, step_count, frozen_columns)
             for hook in self.plan.method.client.parts:
                 hook.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
 
@@ -656,10 +689,10 @@ class Steps:
         noise: Float[Tensor, "users *layers clusters"] | None = None,
         names: Collection[str] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return mean losses, and gradients at the tensors that a phase trains or leaves to other phases.
+        """Return the mean loss of each user, and gradients at the tensors that a phase trains or leaves to other phases.
 
-        In float16 losses are scaled during the pass. Gradients have the dtype of the rows, or that of the model if
-        nothing changes them before the step.
+        In float16 losses are scaled during the pass. Gradients have the dtype of the parameters (at least float32), or
+        that of the model if nothing changes them before the step.
 
         Args:
             cohort: The cohort; running statistics of its nets are updated.
@@ -699,7 +732,7 @@ class Steps:
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
         num_targets, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
-        if self.model.batchwise and len(num_targets.unique()) > 1:
+        if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
         if noise is not None:  # noise is added, so gradients at the noisy logits are those of the logits
@@ -717,7 +750,7 @@ class Steps:
         in_dtype_of_rows = is_micro_batched or bool(self.plan.method.client.parts) or names is not None
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
             counted = self.batch_source.counted(micro_batch)
-            share = counted.to(rows.dtype) / num_targets.to(rows)  # of the targets of the whole batch
+            share = counted.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(micro_batch)}
             # Restricted again for each pass: its backward pass frees the buffers of the previous one.
@@ -754,7 +787,9 @@ class Steps:
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Run :meth:`gradient` on users with equal batch sizes at a time: batch norm would see padding.
+        """Return losses and gradients as :meth:`gradient`, computed for users with equal batch sizes at a time.
+
+        In one pass the smaller batches would be padded, and batch norm would count the padding.
 
         Args:
             cohort: The cohort.
@@ -763,14 +798,14 @@ class Steps:
             noise: Noise that is added to router logits.
         """
         sizes, rows = self.batch_source.counted(drawn), cohort.part.rows
-        total, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
+        losses, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
-            noise_of_some = None if noise is None else noise[at]
-            same_size = cohort.only(at.tolist())
-            total[at], new_gradients = self.gradient(same_size, drawn[at, :size], phase, noise_of_some)
-            rows[at] = same_size.part.rows  # with updated running statistics
-            for name, gradient in new_gradients.items():
+            noise_of_group = None if noise is None else noise[at]
+            group = cohort.only(at.tolist())
+            losses[at], group_gradients = self.gradient(group, drawn[at, :size], phase, noise_of_group)
+            rows[at] = group.part.rows  # with updated running statistics
+            for name, gradient in group_gradients.items():
                 gradients[name][at] = gradient
-        return total, gradients
+        return losses, gradients
