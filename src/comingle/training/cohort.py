@@ -48,19 +48,19 @@ class Scorer:
     def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
         """Return the final score of test set i with model ``numbers[i]``, and its mean gates.
 
+        Unlike :meth:`score`, it may generate text if a measure requires that, and records gates of routers.
+
         Args:
             models: Models to choose from.
             sets: Test sets.
             numbers: Number of the model for each set.
         """
-        batch_source = self.steps.batch_source
-        score = partial(
-            batch_source.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers
-        )
+        predict, generate = partial(self.predict, models), partial(self.generate, models)
+        examine = partial(self.steps.batch_source.examine, predict, generate, sets, numbers, self.steps.pass_size)
         if not self.routed:
-            return score(self.steps.pass_size, None)
+            return examine(None)
         with self.steps.model.record_gates() as gates:
-            return score(self.steps.pass_size, gates)
+            return examine(gates)
 
     def score(
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
@@ -136,20 +136,32 @@ class TrainSweep:
         return [part for batch in drawn for part in batch.split(self.pass_size.sequences, dim=1)]
 
     def losses_by_batch(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
-        """Return the losses of each batch; 0 at padding."""
+        """Return the losses of each batch under several models, as ``losses`` computes them; 0 at padding."""
         return [losses(self.batch_source.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
 
     def responsibilities(
         self, prior: Float[Tensor, "users models"], losses: Losses
     ) -> list[Float[Tensor, "models samples"]]:
-        """Return ``q_m(s) ~ prior_m exp(-loss_m(s))``, normalised over models, for each training sample s in order."""
-        shares = (prior.log().unsqueeze(2) - torch.cat(self.losses_by_batch(losses), 2)).softmax(1)
+        """Return for each training sample s the probability of each model m to have generated it.
+
+        ``q_m(s) = prior_m exp(-loss_m(s)) / sum_n prior_n exp(-loss_n(s))``, as in the E-step of a mixture.
+
+        Args:
+            prior: Mixture weights of each user.
+            losses: Computes the losses of a batch under all models.
+
+        Returns:
+            One tensor for each user, with its samples in order.
+        """
+        all_losses = torch.cat(self.losses_by_batch(losses), 2)  # (users, models, samples)
+        shares = (prior.log().unsqueeze(2) - all_losses).softmax(1)
         counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
         return [user_shares[:, :count] for user_shares, count in zip(shares, counts, strict=True)]  # without padding
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
-        """Return the mean loss of each user under each model."""
-        total = torch.stack([batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]).sum(0)
+        """Return the mean training loss of each user under each model; ``losses`` computes those of a batch."""
+        batch_totals = [batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]
+        total = torch.stack(batch_totals).sum(0)
         counts = torch.stack([self.batch_source.counted(drawn).cpu() for drawn in self._batches]).sum(0)
         return total / counts.to(total).unsqueeze(1)
 
@@ -200,12 +212,12 @@ class Cohort(CohortTensors):
         """
         columns = self.layout.mask(roles).to(self.part.rows.device)
         for moments in (self.part.first, self.part.second):
-            moments[:, columns[: moments.shape[1]]] = 0
-        for name, count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
+            moments[:, columns[: moments.shape[1]]] = 0  # moments that no optimizer uses have no columns
+        for name, step_count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
             optimizers = self.steps.plan.method.client.optimizers
             trained_roles = {role for optimizer, trained in optimizers if optimizer == name for role in trained}
-            resets_all = bool(columns[self.layout.mask(trained_roles)].all())
-            count.mul_(0 if resets_all else 1)
+            if bool(columns[self.layout.mask(trained_roles)].all()):
+                step_count.zero_()
 
     def take_steps(self, phase: Phase) -> None:
         """Take the optimizer steps of a phase before the local steps of the round."""
@@ -213,7 +225,9 @@ class Cohort(CohortTensors):
 
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
-        """Return the mean training loss in nats under each component; 0 for users without data.
+        """Return each user's mean training loss in nats under each component of the mixture; 0 for users without data.
+
+        All training data is read once, in groups of users that fit into a pass.
 
         Raises:
             RuntimeError: The method has no mixture.
@@ -225,27 +239,30 @@ class Cohort(CohortTensors):
                 "use training_losses for the losses of downloaded models"
             )
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
-        for some, owners in self._with_data():
-            tensors = self.steps.tensors(self.part.rows[some])
+        for places, owners in self._with_data():
+            tensors = self.steps.tensors(self.part.rows[places])
             sweep = self._train_sweep(owners)
             means = sweep.means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
-            losses[some] = means.to(losses)
+            losses[places] = means.to(losses)
         return losses
 
     @torch.no_grad()
     def divide_samples(self) -> None:
         """Set mixture weights for each training sample in this round, and the mixture of a user to their mean.
 
-        Source: FedEM, eq. 7 and 8.
+        The weight of a component is the probability that it generated the sample, by its loss and the user's mixture.
+
+        Source: FedEM (Marfoq et al. 2021, arXiv:2108.10252), eq. 7 and 8.
         """
         tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
         sweep = self._train_sweep(owners)
         prior = model.shares(tensors)
-        shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
-        self.sample_shares = shares
-        means = torch.stack([of_user.mean(1) for of_user in shares])
+        self.sample_shares = sweep.responsibilities(
+            prior, lambda batch: model.component_losses(tensors, owners, batch)
+        )
+        means = torch.stack([users_shares.mean(1) for users_shares in self.sample_shares])
         smallest = torch.finfo(means.dtype).tiny  # a weight of exactly 0 could never grow again
-        self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
+        self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())  # logits, of which a softmax is taken
 
     @torch.no_grad()
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
@@ -258,27 +275,30 @@ class Cohort(CohortTensors):
             Mean losses; 0 for users without data.
         """
         layout, shared = self.layout, self.steps.plan.method.shared
-        count = next(iter(models.values())).shape[1]
-        losses = torch.zeros(len(self.rows), count, dtype=self.part.rows.dtype)
-        for some, owners in self._with_data():
+        num_models = next(iter(models.values())).shape[1]
+        losses = torch.zeros(len(self.rows), num_models, dtype=self.part.rows.dtype)
+        for places, owners in self._with_data():
             sweep = self._train_sweep(owners)
-            for number in range(count):
-                with_model = self.part.rows[some]
-                assign(layout.views(with_model), layout, shared, {n: t[some, number] for n, t in models.items()})
-                losses[some, number] = sweep.means(self._loss_function(with_model, owners))[:, 0].to(losses)
+            for number in range(num_models):
+                rows = self.part.rows[places]  # a copy, in which the shared tensors are replaced by those of the model
+                assign(layout.views(rows), layout, shared, {n: t[places, number] for n, t in models.items()})
+                losses[places, number] = sweep.means(self._loss_function(rows, owners))[:, 0].to(losses)
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Return the mean validation loss in nats of each model on the data of each user.
 
+        A model is completed by the user's own local tensors. Pairs of user and model are scored as if each was a user.
+
         Args:
             models: Shared tensors ``(users, models, *shape)``.
         """
         layout, shared = self.layout, self.steps.plan.method.shared
-        count = next(iter(models.values())).shape[1]
-        pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
+        num_models = next(iter(models.values())).shape[1]
+        pairs = [(user, model) for user in range(len(self.rows)) for model in range(num_models)]
 
         def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+            """Return all tensors for some pairs, by the number of the pair."""
             users, chosen = [pairs[n][0] for n in numbers], [pairs[n][1] for n in numbers]
             with_model = self.part.rows[users]
             assign(layout.views(with_model), layout, shared, {n: t[users, chosen] for n, t in models.items()})
@@ -287,26 +307,32 @@ class Cohort(CohortTensors):
         owners = [self.owners[user] for user, _ in pairs]
         sets = [self.trainers[owner].valid for owner in owners]
         scores = self.scorer.score(Models(rows=rows, owners=owners), sets, range(len(pairs)))
-        return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
+        return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, num_models)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Return every loss in nats on the validation data of each user under each component, padded with zeros.
+        """Return the loss in nats of each validation token or sample of each user under each component.
 
         Args:
-            powers: Exponents of the probabilities of each component, in which the losses are differentiable.
+            powers: Exponents of the probabilities of each component, in which the losses are differentiable; None for
+                no exponents.
+
+        Returns:
+            Losses in float64; rows of users with less data are padded with zeros.
         """
         model, batch_source, tensors = self.steps.model, self.steps.batch_source, self.steps.tensors(self.part.rows)
         device, losses = self.part.rows.device, []
         options = {} if powers is None else dict[str, Any](powers=powers)
         for drawn in batch_source.held_out(self.owners):
-            for part in drawn.to(device).split(self.steps.pass_size.sequences, dim=1):
-                batch: Any = batch_source.read("valid", self.owners, part)
+            for micro_batch in drawn.to(device).split(self.steps.pass_size.sequences, dim=1):
+                batch: Any = batch_source.read("valid", self.owners, micro_batch)
                 losses.append(model.component_losses(tensors, self.owners, batch, **options).flatten(2).double())
         return torch.cat(losses, 2)
 
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
-        """Return the mean direction of the inputs of each router; zeros for users without training data.
+        """Return the mean direction of the inputs of each token router; zeros for users without training data.
+
+        Each input is scaled to a unit vector. The inputs are those of random training instances.
 
         Args:
             instances: Number of training instances of each user.
@@ -316,29 +342,36 @@ class Cohort(CohortTensors):
             Means of unit vectors ``(users, width)``, by the name of the router's tensor.
         """
         directions = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
-        for some, owners in self._with_data():
-            tensors, seen = self.steps.tensors(self.part.rows[some]), self.part.rows.new_zeros(len(some), 1)
+        for places, owners in self._with_data():
+            tensors, counts = self.steps.tensors(self.part.rows[places]), self.part.rows.new_zeros(len(places), 1)
             for drawn in self._instances(owners, instances):
-                for part in drawn.split(self.steps.pass_size.sequences, dim=1):
-                    for name, x in self.steps.model.router_inputs(tensors, owners, part, whole=whole).items():
-                        directions[name][some] += F.normalize(x.to(directions[name]), dim=-1).sum(1)
-                seen += (drawn != PAD).any(-1).sum(1, keepdim=True)
+                for micro_batch in drawn.split(self.steps.pass_size.sequences, dim=1):
+                    inputs = self.steps.model.router_inputs(tensors, owners, micro_batch, whole=whole)
+                    for name, x in inputs.items():
+                        directions[name][places] += F.normalize(x.to(directions[name]), dim=-1).sum(1)
+                counts += (drawn != PAD).any(-1).sum(1, keepdim=True)
             for t in directions.values():
-                t[some] /= seen.clamp(min=1)
+                t[places] /= counts.clamp(min=1)
         return directions
 
     def _instances(self, owners: Sequence[int], count: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield batches with ``count`` random training instances of each user, padded with ``PAD``."""
+        """Yield batches with ``count`` random training instances of each user, padded with ``PAD``.
+
+        Batches may have padding of their own, so instances are counted per user, and those after ``count`` are masked.
+        """
         # The label gives these batches a random stream that no phase of training uses.
-        batch_source, phase, seen = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
+        batch_source, phase, num_before = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
         for repeat in range(-(-count // batch_source.batch_size)):  # rounded up
             drawn = batch_source.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
-            instance_number = seen + (drawn != PAD).any(-1).cumsum(1)
-            seen = instance_number[:, -1:]
+            instance_number = num_before + (drawn != PAD).any(-1).cumsum(1)  # counted from 1
+            num_before = instance_number[:, -1:]
             yield drawn.masked_fill((instance_number > count).unsqueeze(-1), PAD)
 
     def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Return the tensors of all copies; the cohort holds the copies one after another."""
+        """Return a clone of the tensors, split by copy, for methods that keep several models per user.
+
+        In the cohort the first copies of all users come first, then all second copies, and so on.
+        """
         return self.part.rows.clone().view(self.steps.plan.method.placement.copies, -1, self.part.rows.shape[1])
 
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
@@ -350,7 +383,11 @@ class Cohort(CohortTensors):
     # ---------------------------------------------------------------- helpers
 
     def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the places and the trainers of users with training data, as many as fit one pass at a time."""
+        """Yield groups of the users with training data, as many as fit one pass.
+
+        Yields:
+            Their places in the cohort, and the numbers of their trainers.
+        """
         trainers, owners = self.trainers, self.owners
         places = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
         for group in cohorts(places, self.steps.pass_size.users):

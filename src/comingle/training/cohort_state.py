@@ -108,7 +108,7 @@ class CohortTensors(base.Cohort):
 
     @contextmanager
     def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
-        """Yield a cohort of the users at some places; on exit, write their changes back."""
+        """Yield a cohort of the users at the places ``at``; on exit, write their changes back into this one."""
         if list(at) == list(range(len(self.rows))):
             yield self
             return
@@ -117,19 +117,26 @@ class CohortTensors(base.Cohort):
         self.part.put(at, subset.part)
 
     def only(self, at: Sequence[int]) -> CohortTensors:
-        """Return a read-only copy of the users at some places, without moments."""
-        no_moments = self.part.rows.new_empty(len(at), 0)
-        counters = {
-            name: getattr(self.part, name)[list(at)] for name in ("iterations", "router_steps", "versions", "ranks")
-        }
-        rows = self.part.rows[list(at)]
-        kept = {name: t[list(at)] for name, t in self.part.kept.items()}
-        return self._subset(
-            at, replace(self.part, rows=rows, first=no_moments, second=no_moments, kept=kept, **counters)
+        """Return a copy of the users at the places ``at``, without moments, for passes without an optimizer step.
+
+        Changes are not written back into this cohort.
+        """
+        index, no_moments = list(at), self.part.rows.new_empty(len(at), 0)
+        part = replace(
+            self.part,
+            rows=self.part.rows[index],
+            first=no_moments,
+            second=no_moments,
+            iterations=self.part.iterations[index],
+            router_steps=self.part.router_steps[index],
+            ranks=self.part.ranks[index],
+            versions=self.part.versions[index],
+            kept={name: t[index] for name, t in self.part.kept.items()},
         )
+        return self._subset(at, part)
 
     def _subset(self, at: Sequence[int], part: State) -> CohortTensors:
-        """Return the users at some places, with ``part`` as their state."""
+        """Return a cohort of the users at the places ``at``, with ``part`` as their state."""
         return replace(
             self,
             rows=[self.rows[i] for i in at],
@@ -166,10 +173,11 @@ def freeze_columns(
     Weight decay and running statistics would change them even with zero gradients.
 
     Args:
-        newcomer: Columns that are frozen in the first ``trainers`` rows.
+        newcomer: Columns of a user who joins a finished federation: what the federation has trained is frozen in its
+            first copy during the first rounds. None for users of a federation.
         cohort: The cohort.
-        trainers: Number of trainers.
-        beside: Columns that are frozen in all rows: other roles in the tensors that are trained.
+        trainers: Number of trainers; rows below it are first copies.
+        beside: Columns that are frozen in all rows: other roles in the tensors that are trained; None for none.
 
     Yields:
         True on frozen entries; None if nothing is frozen.
@@ -179,15 +187,15 @@ def freeze_columns(
     if newcomer is None and beside is None:
         yield None
         return
-    frozen_columns = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
+    is_frozen = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
     if beside is not None:
-        frozen_columns |= beside.to(frozen_columns.device)
+        is_frozen |= beside.to(is_frozen.device)
     if newcomer is not None:
-        firsts = torch.tensor([row < trainers for row in cohort.rows], device=frozen_columns.device)
-        frozen_columns |= firsts.unsqueeze(1) & newcomer.columns.to(frozen_columns.device)
-    before = cohort.part.rows[frozen_columns]
-    yield frozen_columns
-    cohort.part.rows[frozen_columns] = before
+        is_first_copy = torch.tensor([row < trainers for row in cohort.rows], device=is_frozen.device)
+        is_frozen |= is_first_copy.unsqueeze(1) & newcomer.columns.to(is_frozen.device)
+    before = cohort.part.rows[is_frozen]
+    yield is_frozen
+    cohort.part.rows[is_frozen] = before
 
 
 Rows = Float[Tensor, "users columns"]
@@ -203,8 +211,9 @@ def learning_rate(settings: OptimizerSection, step: int, total: int) -> float:
     """
     if settings.schedule == "constant":
         return settings.learning_rate
-    low = settings.final_fraction * settings.learning_rate
-    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, total))))
+    lowest = settings.final_fraction * settings.learning_rate
+    progress = min(1.0, step / max(1, total))
+    return lowest + (settings.learning_rate - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def clip(gradient: Rows, norm: float) -> Rows:
@@ -229,8 +238,10 @@ def descend(settings: OptimizerSection, rate: float, values: Tensor, gradient: T
     """
     if settings.weight_decay:
         values.mul_(1 - rate * settings.weight_decay)
-    users = len(values) if gradient.dtype == values.dtype else max(1, PIECE // max(1, values[:1].numel()))
-    for value_piece, gradient_piece in zip(values.split(users), gradient.split(users), strict=True):
+    users_at_once = len(values)
+    if gradient.dtype != values.dtype:  # convert the gradient in pieces, instead of a copy of all of it
+        users_at_once = max(1, PIECE // max(1, values[:1].numel()))
+    for value_piece, gradient_piece in zip(values.split(users_at_once), gradient.split(users_at_once), strict=True):
         value_piece.sub_(gradient_piece.to(values.dtype), alpha=rate)
 
 
@@ -244,7 +255,7 @@ def update(
     second: Float[Tensor, "users _"],
     steps: Int[Tensor, " users"],
 ) -> None:
-    """Take one optimizer step of every user, in place.
+    """Take one step of SGD or AdamW for every user, in place, after clipping the gradient of each user.
 
     Args:
         settings: Settings of the optimizer.
@@ -273,14 +284,16 @@ def update(
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Add the gradients that other phases left for this phase, and store those that it leaves to others.
+    """Exchange gradients with other phases: use those that they left to this one, and store those for them.
 
-    Entries of a user that has nothing for a phase to train (one expert and no router) are dropped.
+    A backward pass of one phase may also compute gradients of tensors that another phase trains later. All gradients of
+    a tensor since its last step are added up and used in its next step. A user that has nothing for a phase to train
+    (one expert and no router) leaves no gradients.
 
     Args:
-        cohort: The cohort, whose stored gradients are updated.
+        cohort: The cohort, whose stored gradients are updated; nothing is done for methods that store none.
         phase: The phase that is about to take a step.
-        gradients: Gradients by tensor name, updated in place.
+        gradients: Gradients by tensor name, updated in place; those for other phases are removed.
     """
     if GRADIENTS not in cohort.kept:
         return
@@ -291,7 +304,8 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
         if name in gradients:
             view.copy_(gradients.pop(name))
     if cohort.mask is not None:
-        new *= cohort.mask & cohort.mask[:, span].any(1, keepdim=True)
+        has_trained_entries = cohort.mask[:, span].any(1, keepdim=True)
+        new *= cohort.mask & has_trained_entries
     stored += new
     gradients |= trained.views(stored[:, span].clone())
     stored[:, span] = 0
@@ -318,7 +332,8 @@ def take_step(
         frozen_columns: True on entries that do not move.
     """
     layout, part = cohort.layout, cohort.part
-    # Gradients of whole nets are large; do not copy them.
+    # SGD without clipping and momentum treats each tensor on its own. Gradients of whole nets are large, so it does not
+    # join them in a copy.
     if settings.memoryless and cohort.mask is None and frozen_columns is None:
         views = layout.views(part.rows)
         for slot in trained.slots:
@@ -333,15 +348,15 @@ def take_step(
     all_columns = (part.rows, part.first, part.second)
     values, first, second = [t[:, span] if t.shape[1] else t for t in all_columns]  # moments may have no columns
     update(settings, rate, values, gradient, first, second, count)
-    if isinstance(span, slice):  # updated in place through views
+    if isinstance(span, slice):  # views, so the update was in place
         return
     for t, updated in zip(all_columns, (values, first, second), strict=True):
-        if t.shape[1]:  # indexing with a list made a copy
+        if t.shape[1]:  # indexing with a tensor made a copy
             t[:, span] = updated
 
 
 def keep_statistics(layout: Layout, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:
-    """Copy the running statistics that a forward pass has updated back to the rows.
+    """Copy the running statistics of batch norm, which a forward pass has updated, back to the rows.
 
     Args:
         layout: Layout of the columns.

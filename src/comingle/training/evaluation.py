@@ -45,40 +45,44 @@ TRAIN_COST = Fraction(23, 10)
 
 
 def amounts_of(clients: Clients) -> list[int]:
-    """Return the amounts from which the evaluation interval follows.
+    """Return the amounts of data from which the evaluation interval follows.
 
     Returns:
-        Number of evaluated trainers, tokens or samples that they train on per round, and amount of one evaluation.
+        Number of evaluated trainers, tokens or samples that they train on per round, and tokens or samples that one
+        evaluation scores.
     """
-    trainers, splits = (
-        clients.scored_trainers,
-        ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",),
-    )
-    scored = [clients.batch_source.scoring(getattr(user, split)) for user in clients.scored_users for split in splits]
-    return [len(trainers), sum(map(clients.batch_source.seen, trainers)), sum(scored)]
+    batch_source, trainers = clients.batch_source, clients.scored_trainers
+    splits = ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",)
+    scored = sum(batch_source.scoring(getattr(user, split)) for user in clients.scored_users for split in splits)
+    return [len(trainers), sum(map(batch_source.seen, trainers)), scored]
 
 
 def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
-    """Return the number of rounds between evaluations.
+    """Return the number of rounds between evaluations: 5, or more so that they take at most 10% of training time.
 
-    Logs a warning if the evaluations that every run has take more than :data:`EVALUATION_SHARE`.
+    Logs a warning if even the evaluations that every run has, such as that after the last round, exceed this share.
 
     Args:
         plan: Plan of the run.
         amounts: Result of :func:`amounts_of`, for trainers that represent all users.
         users: Number of all users.
     """
-    (trainers, trained, scored), part = amounts, plan.participation
+    trainers, trained, scored = amounts
     if not trained or not scored:
         return SHORTEST
-    present = sample_size(part, users) if isinstance(part, float | int) else Fraction(sum(map(len, part)), len(part))
-    room = EVALUATION_SHARE * TRAIN_COST * plan.training.rounds * present * Fraction(trained, trainers) / scored
+    rounds, participation = plan.training.rounds, plan.participation
+    if isinstance(participation, float | int):
+        mean_participants = sample_size(participation, users)
+    else:
+        mean_participants = Fraction(sum(map(len, participation)), len(participation))
+    train_amount = rounds * mean_participants * Fraction(trained, trainers)
+    affordable = EVALUATION_SHARE * TRAIN_COST * train_amount / scored  # number of evaluations within the share
     others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
-    every = max(SHORTEST, math.ceil(plan.training.rounds / max(1, math.floor(room) - others)))
-    if (count := others + math.ceil(plan.training.rounds / every)) > room:
+    every = max(SHORTEST, math.ceil(rounds / max(1, math.floor(affordable) - others)))
+    if (count := others + math.ceil(rounds / every)) > affordable:
         less = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
         first = " or set evaluation.first: false" if plan.evaluation.first else ""
-        _warn_once(float(100 * count * EVALUATION_SHARE / room), less + first)
+        _warn_once(float(100 * count * EVALUATION_SHARE / affordable), less + first)
     return every
 
 
@@ -93,55 +97,69 @@ PRECISION = 6
 
 
 def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
-    """Return the mixture, true cluster and number of training items of each evaluated user of this process."""
-    known = mixture_at_users(clients)
-    rows = [None] * len(clients.scored) if known is None else known.tolist()
+    """Return the mixture weights, true cluster and amount of training data of each evaluated user of this process.
+
+    The mixture is None if the users of the method have none; the cluster is None for data without known clusters.
+    """
+    mixtures = mixture_at_users(clients)
+    weights_of_users = [None] * len(clients.scored) if mixtures is None else mixtures.tolist()
     return {
-        user.name: {"mixture": row, "cluster": getattr(user, "cluster", None), "count": len(user.train)}
-        for user, row in zip(clients.scored_users, rows, strict=True)
+        user.name: {"mixture": weights, "cluster": getattr(user, "cluster", None), "count": len(user.train)}
+        for user, weights in zip(clients.scored_users, weights_of_users, strict=True)
     }
 
 
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
-    """Return the mixtures of all users, as part of an evaluation event.
+    """Return the mixtures of all users, as part of an evaluation event; empty if the method has none.
+
+    If true clusters are known, they are part of it, and so is the distance of the learned mixtures from them.
 
     Args:
         clients: Clients of this process.
         server: The server, which may know mixtures.
         users: Results of :func:`own_mixtures` of all processes, by user.
     """
-    shares, names = _known(server, users), list(users)
+    shares, names = _mixture_weights(server, users), list(users)
     if shares is None or not (event := mixtures_event(names, shares, clients.method)):
         return {}
-    truth = [of_user["cluster"] for of_user in users.values()]
-    if None not in truth:
-        event["clusters"] = dict(zip(names, truth, strict=True))
-    if None not in truth and _are_shares(shares):
-        weights = _sizes([of_user["count"] for of_user in users.values()], clients.plan)
-        event["aggregation_mismatch"] = round(float(mismatch(shares, torch.tensor(truth), weights).mean()), PRECISION)
+    clusters = [of_user["cluster"] for of_user in users.values()]
+    if None not in clusters:
+        event["clusters"] = dict(zip(names, clusters, strict=True))
+    if None not in clusters and _are_shares(shares):
+        weights = _data_shares([of_user["count"] for of_user in users.values()], clients.plan)
+        mismatches = mismatch(shares, torch.tensor(clusters), weights)
+        event["aggregation_mismatch"] = round(float(mismatches.mean()), PRECISION)
     return event
 
 
-def _known(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
-    """Return the mixture of each user as the server knows it, otherwise as the users do."""
+def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
+    """Return each user's mixture weights: those with which the server merges models, otherwise the users' own.
+
+    Args:
+        server: The server.
+        users: Results of :func:`own_mixtures`, by user.
+    """
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
         return merging[server.numbers(list(users))].double().cpu()
-    rows = [of_user["mixture"] for of_user in users.values()]
-    return None if None in rows else torch.tensor(rows, dtype=torch.float64)
+    own_weights = [of_user["mixture"] for of_user in users.values()]
+    return None if None in own_weights else torch.tensor(own_weights, dtype=torch.float64)
 
 
 def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
-    """Return mixtures, their component kind and mean entropy, as part of an event; empty with a single component.
+    """Return mixtures, the name of what they mix and their mean entropy, as part of an evaluation event.
 
     Args:
         names: Names of the users.
         shares: Mixture weights of the users.
         method: Method of the run.
+
+    Returns:
+        Entries of the event; empty with a single component.
     """
     if shares.shape[1] < 2:
         return {}
-    rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
-    event: JsonObject = {"mixtures": dict(zip(names, rows, strict=True)), "component": method.components}
+    rounded = [[round(weight, PRECISION) for weight in weights] for weights in shares.tolist()]
+    event: JsonObject = {"mixtures": dict(zip(names, rounded, strict=True)), "component": method.components}
     if _are_shares(shares):
         event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
     return event
@@ -153,23 +171,24 @@ def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
 
 
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
-    """Return the mixture of each evaluated user without noise, or its choice of model; None if the method has none.
+    """Return the mixture weights of each evaluated user of this process, from the logits that the user has learned.
 
-    Mixtures per layer are averaged over layers.
+    No router noise is added. Mixtures per layer are averaged over layers. For methods without a mixture whose users choose among several models,
+    the weights are those of the choice. None if the method has neither, or no user is evaluated.
     """
     mixture = clients.method.placement.mixture
     if not clients.scored:
         return None
     if mixture is not None:
-        theta = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
-        shares = mixture.shares(theta.double()).cpu()
+        logits = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
+        shares = mixture.shares(logits.double()).cpu()
         return shares.mean(1) if mixture.per_layer else shares
-    chosen = [part.shares(clients.cohort(clients.scored_rows, 0)) for part in clients.method.client.parts]
-    return next((shares.double().cpu() for shares in chosen if shares is not None), None)
+    choices = [hook.shares(clients.cohort(clients.scored_rows, 0)) for hook in clients.method.client.parts]
+    return next((shares.double().cpu() for shares in choices if shares is not None), None)
 
 
-def _sizes(counts: Sequence[int], plan: RunPlan) -> Float[Tensor, " users"]:
-    """Return each user's share of the training data, p(k); equal shares if means are uniform."""
+def _data_shares(counts: Sequence[int], plan: RunPlan) -> Float[Tensor, " users"]:
+    """Return each user's share of the training data, p(k); equal shares if means over users are unweighted."""
     return averaging_weights(torch.tensor(counts) if plan.training.weighting != "uniform" else torch.ones(len(counts)))
 
 
@@ -181,19 +200,20 @@ def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]
 def mismatch(
     mixture: Float[Tensor, "users clusters"], truth: Tensor, weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """Return ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` of each component (FLoRAL, section 4).
+    """Return how far the weights with which users contribute to each component are from those of the true clusters.
 
-    Components have no fixed order, so each is compared with the nearest true cluster.
+    ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` (FLoRAL, section 4), where p(k|c) is the weight of user k in the mean
+    of component c. It is at most 2. Components have no fixed order, so each is compared with the nearest true cluster.
 
     Args:
         mixture: Learned mixture weights.
         truth: True cluster of each user.
         weights: Share of each user in the training data.
     """
-    clusters = int(truth.max()) + 1
-    true = aggregation_weights(torch.nn.functional.one_hot(truth, clusters).to(mixture), weights)
+    num_clusters = int(truth.max()) + 1
+    true = aggregation_weights(torch.nn.functional.one_hot(truth, num_clusters).to(mixture), weights)
     learned = aggregation_weights(mixture, weights)
-    distances = (learned.unsqueeze(2) - true.unsqueeze(1)).abs().sum(0)
+    distances = (learned.unsqueeze(2) - true.unsqueeze(1)).abs().sum(0)  # (components, true clusters)
     return distances.min(1).values
 
 
@@ -204,12 +224,18 @@ def users_report(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> JsonObject:
-    """Merge nested mappings of several processes, in the order of the processes."""
+    """Merge nested mappings of several processes, in the order of the processes.
+
+    Of other values under the same key, that of the first process is kept.
+
+    >>> merged([{"users": {"ann": 1.0}, "unit": "tokens"}, {"users": {"bob": 2.0}, "unit": "tokens"}])
+    {'users': {'ann': 1.0, 'bob': 2.0}, 'unit': 'tokens'}
+    """
     if len(parts) == 1:
         return dict(parts[0])
-    names = dict.fromkeys(name for part in parts for name in part)
-    whole = {name: [part[name] for part in parts if name in part] for name in names}
-    return {name: merged(some) if isinstance(some[0], Mapping) else some[0] for name, some in whole.items()}
+    keys = dict.fromkeys(key for part in parts for key in part)
+    values = {key: [part[key] for part in parts if key in part] for key in keys}
+    return {key: merged(found) if isinstance(found[0], Mapping) else found[0] for key, found in values.items()}
 
 
 def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: int, iterations: int) -> JsonObject:
@@ -236,6 +262,10 @@ def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) ->
         clients: Clients of the run.
         users: Scores of the evaluated users, by name.
         measure: Name of the measure.
+
+    Returns:
+        Entry "sample" of an evaluation event; empty if all users were evaluated. The interval is None for a single
+        user or if a score is not finite.
     """
     count, population = len(users), len(clients.population_names)
     if clients.method.placement.pooled or count >= population:
@@ -245,9 +275,9 @@ def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) ->
     if count > 1 and all(map(math.isfinite, values)):
         from scipy.special import stdtrit  # slow to import
 
-        error = statistics.stdev(values) * math.sqrt((1 - count / population) / count)
-        reach, mean = float(stdtrit(count - 1, 0.975)) * error, statistics.fmean(values)
-        interval = [mean - reach, mean + reach]
+        standard_error = statistics.stdev(values) * math.sqrt((1 - count / population) / count)
+        half_width, mean = float(stdtrit(count - 1, 0.975)) * standard_error, statistics.fmean(values)
+        interval = [mean - half_width, mean + half_width]
     return {"sample": {"users": count, "of": population, "interval": interval}}
 
 
@@ -272,23 +302,29 @@ def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
     """Return the experts of each user and their mean gates per layer over the test data; empty without routers."""
     if not clients.scorer.routed:
         return {}
-    rows = zip(clients.scored_users, clients.scored_rows, strict=True)
-    names = {user.name: clients.model.expert_names(row) for user, row in rows}
-    by_user = {
-        name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
-        for (name, experts), score in zip(names.items(), scores, strict=True)
-    }
-    return {"experts": names, "expert_scores": by_user}
+    experts, gates = {}, {}
+    for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
+        experts[user.name] = clients.model.expert_names(row)
+        num_experts = len(experts[user.name])  # gates are padded to the largest number of any user
+        gates[user.name] = [[round(gate, 4) for gate in layer[:num_experts]] for layer in score.expert_scores]
+    return {"experts": experts, "expert_scores": gates}
 
 
 def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
-    """Return the mean gates ``(layers, experts)`` over the test data and the mixture of each evaluated user."""
+    """Return how the model of each evaluated user weights its components, by user name.
+
+    Entries are "gates", the mean gates ``(layers, experts)`` over the test data, if tokens are routed to experts, and
+    "mixture", the weights of the user's mixture, if the method has one.
+    """
     gates = experts_event(clients, scores).get("expert_scores", {})
-    mixed = mixture_at_users(clients)
-    of_users: dict[str, JsonObject] = {name: {"gates": layers} for name, layers in gates.items()}
-    for user, mixture in zip(clients.scored_users, [] if mixed is None else mixed.tolist(), strict=False):
-        of_users.setdefault(user.name, {})["mixture"] = mixture
-    return {user.name: of_users.get(user.name, {}) for user in clients.scored_users}
+    mixtures = mixture_at_users(clients)
+    routing: dict[str, JsonObject] = {user.name: {} for user in clients.scored_users}
+    for name, layers in gates.items():
+        routing[name]["gates"] = layers
+    if mixtures is not None:
+        for user, weights in zip(clients.scored_users, mixtures.tolist(), strict=True):
+            routing[user.name]["mixture"] = weights
+    return routing
 
 
 def measured(score: AnyScore) -> dict[str, float]:
@@ -341,9 +377,9 @@ def mean_of(users: Mapping[str, JsonMapping], measure: str) -> float:
 
 
 def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, JsonObject]:
-    """Return the entry of each evaluated user in the run's metrics."""
-    parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
-    unit = clients.batch_source.unit
+    """Return the entry of each evaluated user in the run's metrics, by name: scores, amounts of data and costs."""
+    parameters, upload_bytes = clients.trainable_parameters(), clients.upload_bytes()
+    unit = clients.batch_source.unit  # "tokens" or "samples"
     return {
         user.name: {
             **measured(score),
@@ -351,7 +387,7 @@ def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Jso
             f"train_{unit}": len(user.train),
             f"valid_{unit}": len(user.valid),
             "trainable_parameters": parameters[i],
-            "upload_bytes_per_round": sent[i],
+            "upload_bytes_per_round": upload_bytes[i],
         }
         for i, (user, score) in enumerate(zip(clients.scored_users, scores, strict=True))
     }

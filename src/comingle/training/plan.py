@@ -29,14 +29,12 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
     Raises:
         RecipeError: ``participation`` names an unknown user, or no amount of noise is enough.
     """
-    listed = recipe.training.participation
-    if isinstance(listed, list):
-        for name in (n for members in listed for n in members):
+    participation = recipe.training.participation
+    if isinstance(participation, list):  # names of the participants of each round
+        for name in (name for names_of_round in participation for name in names_of_round):
             if name not in names:
                 raise RecipeError(f"training.participation: no user {name!r}; allowed: {list_names(names)}")
-        participation = tuple(tuple(names.index(n) for n in members) for members in listed)
-    else:
-        participation = listed
+        participation = tuple(tuple(map(names.index, names_of_round)) for names_of_round in participation)
     plan = RunPlan(
         method=method,
         training=recipe.training,
@@ -65,6 +63,8 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
+    With privacy of single examples, the noise depends on the user and is computed later; the plan then has the names.
+
     Args:
         plan: The plan.
         users: Names of all users.
@@ -77,21 +77,30 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
         return replace(plan, users=tuple(users))
     if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
         return plan
-    count = planned_releases(plan, users)
-    multiplier = calibrate(privacy, plan.participation, len(users), count)
+    num_releases = planned_releases(plan, users)
+    multiplier = calibrate(privacy, plan.participation, len(users), num_releases)
     return replace(plan, privacy=privacy.model_copy(update={"noise_multiplier": multiplier}))
 
 
 def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
-    """Return the largest number of rounds of a run in which something about one user is released."""
+    """Return the largest number of rounds of a run in which something about one user is released.
+
+    If participants are drawn in secret, all rounds with an exchange count, as the accountant handles the sampling.
+    Otherwise only those count in which the user takes part.
+
+    Args:
+        plan: The plan; its privacy section is not None.
+        users: Names of all users.
+    """
     privacy = plan.privacy
     assert privacy is not None
     rounds, shares = plan.training.rounds if plan.method.trains else 0, bool(plan.method.shared)
-    exchanging = [n for n in range(rounds) if exchanged_after(plan, shares, n + 1)]
-    known = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or 1.0})
-    if release_of(known, plan.participation, len(users)).sampled:
-        return len(exchanging)
-    return most_releases([participants(plan, number, users) for number in exchanging])
+    rounds_with_exchange = [number for number in range(rounds) if exchanged_after(plan, shares, number + 1)]
+    # Whether participants are sampled does not depend on the noise multiplier, which may not be known yet.
+    with_multiplier = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or 1.0})
+    if release_of(with_multiplier, plan.participation, len(users)).sampled:
+        return len(rounds_with_exchange)
+    return most_releases([participants(plan, number, users) for number in rounds_with_exchange])
 
 
 def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
@@ -107,7 +116,7 @@ def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     privacy = plan.privacy
     if privacy is None or privacy.secure_aggregation is None:
         return plan
-    weighted = plan.training.weighting != "uniform" and not privacy.noisy
+    weighted = plan.training.weighting != "uniform" and not privacy.noisy  # with noise no amounts are reported
     sums = Sums(privacy=privacy, participation=plan.participation, users=tuple(users), weighted=weighted)
     sums.check()
     return replace(plan, sums=sums)
@@ -131,7 +140,7 @@ def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMecha
 
 
 def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
-    """Return the terms of a secure sum that users and server know before it begins.
+    """Return the public parameters of the secure sum of a round, on which users and server agree before it begins.
 
     Args:
         plan: Plan of the run.
@@ -141,12 +150,12 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
     """
     assert plan.sums is not None
     names = plan.sums.users
-    asked = tuple(names[user] for user in participants(plan, done - 1, names))
-    return plan.sums.terms(run, done, size, asked)
+    participants_of_round = tuple(names[user] for user in participants(plan, done - 1, names))
+    return plan.sums.terms(run, done, size, participants_of_round)
 
 
 def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
-    """Set the key of privacy mechanisms to the one stored in a folder; make a key if there is none.
+    """Set the key of privacy mechanisms, which seeds their noise, to the one in a folder; store a new one if none is.
 
     Args:
         folder: Run folder.
@@ -177,6 +186,9 @@ def set_key(key: str, *mechanisms: PrivacyMechanism) -> None:
 
 
 def _key(plan: RunPlan) -> str:
-    """Return a new key, used until a stored key replaces it; derived from the seed in reproducible simulations."""
+    """Return a new key, which seeds the noise; derived from the seed in reproducible simulations.
+
+    A run with a folder replaces it by the stored key (:func:`keep_key`).
+    """
     reproducible = plan.privacy is not None and plan.privacy.noise == "reproducible"
     return f"seed {plan.seed}" if reproducible else new_key()

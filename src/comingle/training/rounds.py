@@ -49,7 +49,7 @@ class Evaluations:
 
 
 def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapping) -> dict[str, list[str]]:
-    """Return ``{"warnings": [...]}`` to merge into the metrics of a finished run, or an empty dict.
+    """Return warnings about the outcome of a finished run, to merge into its metrics.
 
     Warns if test results got worse, or if learned mixtures stayed uniform.
 
@@ -57,13 +57,21 @@ def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapp
         method: Method of the run.
         evaluations: First and last evaluation events of the run.
         metrics: Metrics of the finished run.
+
+    Returns:
+        ``{"warnings": [...]}``, or an empty dict.
     """
-    found = [*_worse(evaluations.first, metrics), *_uniform(method, evaluations)]
+    found = [*_warn_if_worse(evaluations.first, metrics), *_warn_if_uniform(method, evaluations)]
     return {"warnings": found} if found else {}
 
 
-def _worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
-    """Compare the mean over users with that of the first evaluation."""
+def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
+    """Return a warning if the final mean over users is worse than that of the first evaluation; otherwise nothing.
+
+    Args:
+        first: First evaluation event of the run; None without one.
+        metrics: Metrics of the finished run.
+    """
     measure = metrics["measure"]
     key, ended = f"mean_test_{measure}", metrics["rounds"]
     if first is None or not ended or first["round"] >= ended or not metrics["users"]:
@@ -72,15 +80,17 @@ def _worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
     began = "before training" if first["round"] == 0 else f"after round {first['round']}"
     if before is None or not math.isfinite(before):
         return ()
-    if first["round"] == metrics["selected_round"] == 0:
+    if first["round"] == metrics["selected_round"] == 0:  # evaluation.select: best has chosen the start
         return (f"no round is better than the start, so the run ends with the models {began}. {_remedy(metrics)}",)
     if not _is_worse(before, after, measure):
         return ()
     users = [name for name in metrics["users"] if name in first["users"]]
-    worse = [name for name in users if _is_worse(_of(first, name, measure), _of(metrics, name, measure), measure)]
+    worse_users = [
+        name for name in users if _is_worse(_result(first, name, measure), _result(metrics, name, measure), measure)
+    ]
     return (
         f"the run ends worse than it began: mean test {measure} {number(_finite(after), measure)} after round {ended}, "
-        f"{number(before, measure)} {began}; worse for {len(worse)} of {len(users)} users. {_remedy(metrics)}",
+        f"{number(before, measure)} {began}; worse for {len(worse_users)} of {len(users)} users. {_remedy(metrics)}",
     )
 
 
@@ -95,7 +105,7 @@ def _remedy(metrics: JsonMapping) -> str:
     return f"The privacy noise ({settings}) may be the cause; try {fewer}{example}. {rate} help, too"
 
 
-def _of(record: JsonMapping, name: str, measure: str) -> float | None:
+def _result(record: JsonMapping, name: str, measure: str) -> float | None:
     return record["users"][name][f"test_{measure}"]
 
 
@@ -109,19 +119,24 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
-    """Warn if the method learns mixtures and they are uniform at the end."""
-    learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
+def _warn_if_uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
+    """Return a warning if the method learns mixture weights and they are still uniform at the end; otherwise nothing.
+
+    Args:
+        method: Method of the run.
+        evaluations: First and last evaluation events of the run; the last one has the mixture weights of each user.
+    """
+    is_learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
     mixtures = (evaluations.last or {}).get("mixtures", {})
-    if not learned or not mixtures or evaluations.last is evaluations.first:
+    if not is_learned or not mixtures or evaluations.last is evaluations.first:
         return ()
-    if any(abs(share * len(row) - 1) > _UNIFORM for row in mixtures.values() for share in row):
+    if any(abs(weight * len(weights) - 1) > _UNIFORM for weights in mixtures.values() for weight in weights):
         return ()
-    count = len(next(iter(mixtures.values())))
+    num_components = len(next(iter(mixtures.values())))
     return (
-        f"mixtures have stayed uniform: every user weights each of the {count} components by about {1 / count:.3g}, as "
-        "at the start, so no user has a mixture of its own. A higher training.router.learning_rate or more rounds may "
-        "help",
+        f"mixtures have stayed uniform: every user weights each of the {num_components} components by about "
+        f"{1 / num_components:.3g}, as at the start, so no user has a mixture of its own. A higher "
+        "training.router.learning_rate or more rounds may help",
     )
 
 
@@ -167,6 +182,7 @@ def run_rounds(
     scores: S | None = None
 
     def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
+        """Evaluate, log the event, and return the new scores, or the previous ones if no user was scored."""
         found, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
         if event and not silent:
             observe(event)
@@ -180,6 +196,7 @@ def run_rounds(
         if participants is None:
             planned = run.training.rounds
             logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, round_number, planned)
+            # The final models may not have been scored: make and score them now.
             finishes = exchanged and bool(method.client.finishing)
             if backend.remote or finishes or round_number % run.period:
                 scores = None
@@ -187,6 +204,7 @@ def run_rounds(
             rounds = round_number
             checkpoint(round_number, clock)
             break
+        # Numbers are those of the messages in the docstring of the module.
         log_round(backend.train(plan, participants), plan.done, observe, clock)  # 1, 2 and 3
         if plan.evaluates == "local":
             scores = evaluate(plan.done)
@@ -205,10 +223,10 @@ def run_rounds(
     if scores is not None:
         return scores
     # A run without rounds is evaluated once here. A run that was resumed after its last round has logged its event.
-    counted = clock.upload_bytes, clock.download_bytes
+    bytes_before = clock.upload_bytes, clock.download_bytes
     scores = evaluate(rounds, receives=exchanged or not stopped, silent=first_round > 0)
-    if first_round or not backend.remote:  # counted before, or never sent
-        clock.upload_bytes, clock.download_bytes = counted
+    if first_round or not backend.remote:  # the messages were counted before, or were not sent over a network
+        clock.upload_bytes, clock.download_bytes = bytes_before
     return scores
 
 
@@ -221,13 +239,13 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
         round_number: The round, counted from 0.
     """
     done = round_number + 1
-    ends, counts = done == run.training.rounds, "exchanged" if counts_exchanged(run) else "local"
+    is_last, evaluated_models = done == run.training.rounds, "exchanged" if counts_exchanged(run) else "local"
     return RoundPlan(
         number=round_number,
-        ends=ends,
+        ends=is_last,
         exchanges=exchanged_after(run, shares, done),
-        evaluates=counts if ends or done % run.period == 0 else None,
-        saves=ends or done % run.checkpoints.every == 0,
+        evaluates=evaluated_models if is_last or done % run.period == 0 else None,
+        saves=is_last or done % run.checkpoints.every == 0,
     )
 
 

@@ -220,12 +220,12 @@ class PrivateSteps:
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
         """Return the names of the tensors of which a phase needs gradients without noise.
 
-        They are the tensors with entries that the phase uses gradients of and users do not share.
+        They are the tensors with entries for which the phase computes gradients and which users do not share.
 
         Args:
             phase: The phase.
             layout: Layout of the columns.
-            everything: Return all tensors of which the phase uses gradients, not only those with local entries.
+            everything: Return all tensors for which the phase computes gradients, not only those with local entries.
         """
         names = []
         for slot in layout.touching(phase.reached).slots:
@@ -689,7 +689,7 @@ class Steps:
         noise: Float[Tensor, "users *layers clusters"] | None = None,
         names: Collection[str] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return the mean loss of each user, and gradients at the tensors that a phase trains or leaves to other phases.
+        """Return mean losses ``(users,)``, and gradients at the tensors that a phase trains or leaves to other phases.
 
         In float16 losses are scaled during the pass. Gradients have the dtype of the parameters (at least float32), or
         that of the model if nothing changes them before the step.
