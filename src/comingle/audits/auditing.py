@@ -386,9 +386,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
     else:
         release = release_of(plan.privacy, plan.participation, len(names))
     counts_replacing = MECHANISMS[privacy.mechanism].load().account_type.replaces
-    return epsilon_of_replacing(
-        release, num_releases, privacy.delta, plan.privacy.accountant, counted=counts_replacing
-    )
+    return epsilon_of_replacing(release, num_releases, privacy.delta, plan.privacy.accountant, counted=counts_replacing)
 
 
 @torch_defaults()

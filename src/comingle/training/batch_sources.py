@@ -54,12 +54,15 @@ class BatchShapes:
     """Whether scoring passes are larger than training passes, so that they may set the peak memory."""
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches of one epoch that a user trains on, and of those it sweeps over."""
+        """Return the sizes of the batches of one epoch that a user trains on, and of those that :meth:`sweep` yields.
+
+        Sources without epochs, such as text, count one batch for each.
+        """
         one_step = (self.batch_size,)
         return one_step, one_step
 
     def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
-        """Return a fake batch in the shape of :meth:`Batches.draw`, with ``context + 1`` tokens per window.
+        """Return a fake batch, with a shape but no data, as :meth:`Batches.draw` would return it.
 
         Args:
             users: Number of users.
@@ -134,7 +137,9 @@ class BatchSource(Batches, BatchShapes):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Return training examples by number, in the form of :meth:`draw`. Each is read as if it were alone.
+        """Return training examples by number, in the form of :meth:`draw`, for example-level privacy.
+
+        An example is the same whichever others are drawn with it.
 
         Args:
             trainers: Numbers of the trainers.
@@ -145,7 +150,7 @@ class BatchSource(Batches, BatchShapes):
 
     @abstractmethod
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
-        """Yield batches that contain each loss of the validation data once, padded with ``PAD``."""
+        """Yield batches of the whole validation data, each token or sample once, padded with ``PAD``."""
 
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
         """Return a drawn batch in the form that the model takes; windows of tokens are returned unchanged.
@@ -173,7 +178,7 @@ class BatchSource(Batches, BatchShapes):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> Sequence[AnyScore]:
-        """Score set i with the model of row ``rows[i]``.
+        """Score held-out split ``sets[i]`` with the model of row ``rows[i]``, many of them in one pass.
 
         Args:
             predict: Predictions of the models.
@@ -239,13 +244,14 @@ class PassBatchSource(BatchSource):
         return full + (rest >= self.least)
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches in one pass that are trained on, and of all batches.
+        """Return the sizes of the batches in one pass over a user's samples: of those trained on, and of all.
 
         A last batch of fewer than ``least`` samples is not trained on.
         """
-        count, size = len(user.train), self.batch_size
-        every = tuple(min(size, count - first) for first in range(0, count, size))
-        return tuple(batch for batch in every if batch == size or batch >= self.least), every
+        count, batch_size = len(user.train), self.batch_size
+        sizes = tuple(min(batch_size, count - first) for first in range(0, count, batch_size))
+        trained_sizes = tuple(size for size in sizes if size == batch_size or size >= self.least)
+        return trained_sizes, sizes
 
     def steps(self, trainer: int) -> int:
         """Return the number of batches of all local epochs."""
@@ -259,9 +265,9 @@ class PassBatchSource(BatchSource):
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers of the next batch of each trainer, padded with ``PAD``.
+        """Return the sample numbers of a batch of each trainer, padded with ``PAD``.
 
-        The batch is as wide as the largest of these batches; if ``even``, as the batch size.
+        The batch is as wide as the largest batch of any of these trainers; if ``even``, as the batch size.
 
         Args:
             trainers: Numbers of the trainers.
@@ -271,10 +277,12 @@ class PassBatchSource(BatchSource):
             repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
+        # Steps before the first local step have a random order of their own.
         purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
-        place = repeat if step < 0 else step * phase.steps + repeat
-        drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, place) for trainer in trainers])
-        return drawn if self.even else drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
+        number = repeat if step < 0 else step * phase.steps + repeat  # of the batch within the round
+        drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, number) for trainer in trainers])
+        largest_batch = int((drawn != PAD).sum(1).max())
+        return drawn if self.even else drawn[:, : max(1, largest_batch)]
 
     def enter(self, round_number: int) -> None:
         """Set the current round, and drop the cached orders of earlier rounds."""
@@ -282,7 +290,7 @@ class PassBatchSource(BatchSource):
             self._epoch_batches, self._round = {}, round_number
 
     def _batch(
-        self, trainer: int, stream: Stream, purpose: str, round_number: int, place: int
+        self, trainer: int, stream: Stream, purpose: str, round_number: int, number: int
     ) -> Int64[Tensor, " batch"]:
         """Return the sample numbers of one batch of a trainer, padded with ``PAD``; shuffle a new epoch when needed.
 
@@ -291,22 +299,22 @@ class PassBatchSource(BatchSource):
             stream: Split to draw from.
             purpose: Name of the random stream.
             round_number: The round, counted from 0.
-            place: Number of the batch within the round, counted from 0 over all epochs.
+            number: Number of the batch within the round, counted from 0 over all epochs.
         """
         count = self.count(trainer, stream)
-        epoch_number, at = divmod(place, max(1, self._batches(count)))
+        epoch_number, number_in_epoch = divmod(number, max(1, self._batches(count)))
         key = (trainer, purpose, epoch_number)
         if key not in self._epoch_batches:
             random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
             self._epoch_batches[key] = epoch(count, self.batch_size, random)
-        return self._epoch_batches[key][at]
+        return self._epoch_batches[key][number_in_epoch]
 
     def every(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
-        """Yield the numbers of all samples of each trainer, in order, padded with ``PAD``."""
+        """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``."""
         counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)
         for first in range(0, int(counts.max()), self.batch_size):
-            at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
-            yield torch.where(at < counts, at, PAD)
+            numbers = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
+            yield torch.where(numbers < counts, numbers, PAD)
 
 
 Drawn = Int[Tensor, "users batch ..."]
@@ -338,7 +346,7 @@ class Prefetcher(Batches):
         self.ready: dict[Phase, Batch] = {}
 
     def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
-        """Return the batch that the source draws, prefetched if possible."""
+        """Return the batch that the source draws, prefetched if possible; :meth:`move` expects it next."""
         place = (tuple(trainers), phase, round_number, step, repeat)
         batch = self.ready.pop(phase, None)
         if batch is None or batch.place != place:  # not prefetched, or the cohort has changed
@@ -350,18 +358,18 @@ class Prefetcher(Batches):
         """Return the batch on the device; copy it now unless it was prefetched."""
         if self.current is None or drawn is not self.current.drawn or self.current.on_device is None:
             return drawn.to(device)
-        computing = torch.cuda.current_stream(device)
-        computing.wait_stream(self.stream)
-        self.current.on_device.record_stream(computing)  # so that its memory is not reused while it is read
+        compute_stream = torch.cuda.current_stream(device)
+        compute_stream.wait_stream(self.stream)  # for the end of the copy
+        self.current.on_device.record_stream(compute_stream)  # so that its memory is not reused while it is read
         return self.current.on_device
 
     def prefetch(self) -> None:
-        """Draw the next batch of the current phase and start to copy it."""
+        """Draw the batch that the current phase probably needs next, and start to copy it to the device."""
         place = None if self.current is None else self._next_place(self.current.place)
         if place is None:
             return
         phase = place[1]
-        if phase in self.ready and self.ready[phase].place == place:
+        if phase in self.ready and self.ready[phase].place == place:  # prefetched before
             return
         drawn = self.batch_source.draw(*place)
         with torch.cuda.stream(self.stream):
@@ -371,12 +379,13 @@ class Prefetcher(Batches):
     def _next_place(self, place: Place) -> Place | None:
         """Return the place of the batch that the same phase needs next; None if there is none in this round.
 
-        Trainers without further local steps are left out.
+        It is the next repeat of the phase in the same local step, or the first one of the next step for the trainers
+        that have one.
         """
-        trainers, phase, number, step, repeat = place
+        trainers, phase, round_number, step, repeat = place
         if step < 0:  # before the first step, each batch is for a different phase
             return None
         if repeat + 1 < phase.steps:
-            return trainers, phase, number, step, repeat + 1
+            return trainers, phase, round_number, step, repeat + 1
         active = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > step + 1)
-        return (active, phase, number, step + 1, 0) if active else None
+        return (active, phase, round_number, step + 1, 0) if active else None

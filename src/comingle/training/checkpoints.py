@@ -115,7 +115,7 @@ class Progress:
 
 
 _COUNTED = {one.name for one in fields(Clock)} & {one.name for one in fields(Progress)}
-"""Attributes that :class:`Clock` and :class:`Progress` have in common."""
+"""Attributes that :class:`Clock` and :class:`Progress` have in common: seconds of training, tokens, bytes, rounds."""
 
 
 def progress_of(
@@ -129,7 +129,7 @@ def progress_of(
     population: str = "",
     stopped: bool = False,
 ) -> Progress:
-    """Return the progress of a run.
+    """Return the progress of a run, to write into a checkpoint; the counts are those of the clock.
 
     Args:
         done: Number of rounds that are done.
@@ -188,9 +188,11 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
         draft.mkdir(parents=True)
 
         def write_all() -> list[str]:
+            """Write users and server into one file, and return its name."""
             write_tensors(draft / STATE, named_tensors(layout, state, kept))
             return [STATE]
 
+        # Users in memory call write_all. A store on disk writes its own files instead, without the server.
         if STATE not in state.save(draft, list_checkpoints(run), write_all):
             write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in kept.items()})
         finish_checkpoint(draft, folder, progress)
@@ -198,7 +200,12 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
 
 
 def folder_and_draft(run: Path, done: int) -> tuple[Path, Path]:
-    """Return the folder of a checkpoint and that of its draft; delete an existing draft."""
+    """Return the folder of a checkpoint, and that in which it is written before it is renamed; delete an old draft.
+
+    Args:
+        run: Run folder.
+        done: Number of rounds that are done.
+    """
     folder = run / "checkpoints" / f"round-{done:04d}"
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)  # of a killed process with the same process id, as in containers
@@ -235,14 +242,17 @@ def write_tensors(path: Path, tensors: Tree) -> None:
 def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequence[bytes] | None = None) -> None:
     """Complete a checkpoint whose tensors are on disk, and rename it to its final name.
 
+    Everything is flushed to disk before the rename, so that a checkpoint under its final name is complete even after a
+    power failure.
+
     Args:
         draft: Folder of the draft.
-        folder: Final folder.
+        folder: Final folder; replaced if it exists.
         progress: Progress of the run.
-        lines: Checksums of the tensor files; computed here if None.
+        lines: Lines of the file of checksums for the tensor files; computed here if None.
     """
     content = asdict(progress)
-    for key in ("shards", "population", "stopped"):
+    for key in ("shards", "population", "stopped"):  # written only by runs that use them
         if not content[key]:
             del content[key]
     write_json(draft / "checkpoint.json", content)
@@ -275,11 +285,11 @@ def read_progress(folder: Path) -> Progress:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         for name, kind in get_type_hints(Progress).items():
             if name not in content:
-                continue  # the constructor raises
-            if not _has_type(got := content[name], kind):
-                raise TypeError(f"{name} is {got!r}")
-            if kind in (int, float) and not 0 <= got < math.inf:
-                raise ValueError(f"{name} is {got!r}")
+                continue  # has a default, or the constructor raises
+            if not _has_type(value := content[name], kind):
+                raise TypeError(f"{name} is {value!r}")
+            if kind in (int, float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{folder}: not a comingle checkpoint ({error}); {advise(folder)}") from None
@@ -298,8 +308,8 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
     Args:
         folder: Folder of the checkpoint.
         layout: Layout of the columns.
-        like: State of the same recipe.
-        kept: Server state of the same recipe.
+        like: State of a new run of the same recipe, whose names, shapes and dtypes are expected.
+        kept: Server state of that run, likewise.
 
     Raises:
         RunError: The files are damaged, or a tensor has another shape or dtype, is not finite or has negative counts;
@@ -308,8 +318,8 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
     verify(folder)
     expected = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(layout, like, kept).items()}
     tensors = read_tensors(folder / STATE, expected, like.rows.device)
-    server = {name: tensors.pop(OF_SERVER + name) for name in kept}
-    return _fill_state(layout, like, tensors), server
+    server_state = {name: tensors.pop(OF_SERVER + name) for name in kept}
+    return _fill_state(layout, like, tensors), server_state
 
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -325,7 +335,8 @@ def read_tensors(
         path: The file.
         expected: Shape and dtype of each tensor.
         device: Device to load to.
-        besides: Prefix of names that may be in the file without being expected; None for no such names.
+        besides: Prefix of the names of tensors that may be in the file although they are not expected, and are ignored.
+            An empty string allows all other tensors, None allows none.
 
     Raises:
         RunError: See :func:`load_checkpoint`.
@@ -342,29 +353,38 @@ def read_tensors(
         wanted = expected.get(name)
         if not _same_shape_and_dtype(got, wanted):
             raise RunError(f"{path}: tensor {name!r}: got {got or 'nothing'}; this recipe has {wanted or 'nothing'}")
-        if wrong := _find_impossible(name, tensors[name]):
-            raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
+        if problem := _problem_of_values(name, tensors[name]):
+            raise RunError(f"{path}: tensor {name!r} {problem}; {advise(folder)}")
     return {name: tensors[name].to(device, dtype) for name, (_, dtype) in expected.items()}
 
 
 def _same_shape_and_dtype(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
-    """Return whether shape and dtype are equal; all floating dtypes match, as ``runtime.dtype`` may change."""
+    """Return whether two pairs of shape and dtype match; None stands for a missing tensor.
+
+    All floating dtypes match each other, as ``runtime.dtype`` may change when a run is resumed.
+    """
     if got is None or wanted is None or got == wanted:
         return got == wanted
     return got[0] == wanted[0] and got[1].is_floating_point and wanted[1].is_floating_point
 
 
-def _find_impossible(name: str, tensor: Tensor) -> str:
-    """Return why a tensor is invalid, or an empty string. The lowest loss is infinite until there is one."""
+def _problem_of_values(name: str, tensor: Tensor) -> str:
+    """Return why the values of a tensor in a checkpoint cannot be right, as the end of a sentence; empty if they can.
+
+    Floating-point tensors must be finite, except the lowest validation loss, which is infinite until there is one.
+    Integer tensors are counts.
+    """
     if tensor.is_floating_point():
-        broken = tensor.isnan() if name == OF_SERVER + LOWEST else ~tensor.isfinite()
-        return "is not finite" if bool(broken.any()) else ""
-    least = -1 if name.removeprefix(_BEST) == "versions" else 0  # -1: has not downloaded the initial model
-    return "has a negative count" if bool((tensor < least).any()) else ""
+        is_wrong = tensor.isnan() if name == OF_SERVER + LOWEST else ~tensor.isfinite()
+        return "is not finite" if bool(is_wrong.any()) else ""
+    smallest = -1 if name.removeprefix(_BEST) == "versions" else 0  # -1: has not downloaded the initial model
+    return "has a negative count" if bool((tensor < smallest).any()) else ""
 
 
 def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
-    """Return all tensors of a state by their names in a file.
+    """Return all tensors of users and server by their names in a file of a checkpoint.
+
+    The matrix of all parameters is split into the named tensors of the model.
 
     Args:
         layout: Layout of the columns.
@@ -372,9 +392,10 @@ def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tenso
         server: State of the server.
     """
     tensors = state.tensors()
-    rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
-    kept = {OF_SERVER + name: t for name, t in server.items()}
-    return rows | tensors | kept | {_BEST + name: t for name, t in state.best.items()}
+    parameters = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
+    server_tensors = {OF_SERVER + name: t for name, t in server.items()}
+    best_tensors = {_BEST + name: t for name, t in state.best.items()}
+    return parameters | tensors | server_tensors | best_tensors
 
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:
@@ -398,13 +419,16 @@ def shard_file(number: int, count: int) -> str:
 
 
 def load_users(folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> State:
-    """Return the state of some users from all files that have them.
+    """Return the state of some users from all files of a checkpoint that have them.
+
+    A run may have been written by another number of processes than now, so the users of a file need not be those of
+    this process.
 
     Args:
         folder: Folder of the checkpoint.
-        progress: Its progress.
+        progress: Its progress, with the trainers of each file.
         layout: Layout of the columns.
-        like: State of these users.
+        like: State of these users in a new run, whose names, shapes and dtypes are expected.
         names: Names of these users.
 
     Raises:
@@ -413,14 +437,14 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
     copies = len(like.rows) // len(names)
     tensors = {name: t.clone() for name, t in named_tensors(layout, like, {}).items()}
     for file, trainers in _trainers_by_file(progress):
-        if not (wanted := [name for name in trainers if name in set(names)]):
+        if not (users := [name for name in trainers if name in set(names)]):
             continue
         verify(folder, file)
         num_rows = copies * len(trainers)
         expected = {name: (_shape_in_file(name, t, num_rows), t.dtype) for name, t in tensors.items()}
         stored = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
-        rows_in_file = _rows_of_names(trainers, wanted, copies)
-        rows_here = _rows_of_names(names, wanted, copies)
+        rows_in_file = _rows_of_names(trainers, users, copies)
+        rows_here = _rows_of_names(names, users, copies)
         for name, t in tensors.items():
             if name == _BEST_ROUND:
                 t.copy_(stored[name])
@@ -430,12 +454,12 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
 
 
 def load_server(folder: Path, progress: Progress, like: Tree, device: torch.device) -> Tree:
-    """Return the state of the server at a checkpoint.
+    """Return the state of the server at a checkpoint, from a file of its own or from the one with all users.
 
     Args:
         folder: Folder of the checkpoint.
         progress: Its progress.
-        like: Server state of the same recipe.
+        like: Server state in a new run of the same recipe, whose names, shapes and dtypes are expected.
         device: Device to load to.
 
     Raises:
@@ -450,23 +474,27 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
 
 
 def _trainers_by_file(progress: Progress) -> list[tuple[str, list[str]]]:
-    """Return each file with the names of the trainers whose rows it has."""
+    """Return the name of each file with users, and the names of the trainers whose rows it has, in order."""
     if not progress.shards:
         return [(STATE, progress.trainers)]
     files, start = [], 0
-    for number, count in enumerate(progress.shards):
-        files.append((shard_file(number, len(progress.shards)), progress.trainers[start : start + count]))
-        start += count
+    for process, num_trainers in enumerate(progress.shards):
+        file = shard_file(process, len(progress.shards))
+        files.append((file, progress.trainers[start : start + num_trainers]))
+        start += num_trainers
     return files
 
 
 def _rows_of_names(names: Sequence[str], wanted: Sequence[str], copies: int) -> list[int]:
-    """Return the rows of all copies of some users, copy after copy.
+    """Return the numbers of the rows of some users, in a matrix with all users' first copies, then second ones, etc.
 
     Args:
-        names: Names of the users in the order of the rows.
+        names: Names of all users in the matrix, in order.
         wanted: Names of the users to find.
         copies: Number of copies of each user.
+
+    Returns:
+        Rows of the first copies, then of the second ones, and so on.
     """
     numbers = {name: i for i, name in enumerate(names)}
     return [copy * len(names) + numbers[name] for copy in range(copies) for name in wanted]
@@ -478,12 +506,12 @@ def _shape_in_file(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
 
 
 def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> State:
-    """Return a state with tensors of a checkpoint.
+    """Return a state of users from the tensors in a checkpoint; the reverse of :func:`named_tensors`.
 
     Args:
         layout: Layout of the columns.
-        like: State of the same recipe.
-        tensors: Tensors under the names of :func:`named_tensors`.
+        like: State of the same recipe, which has all names.
+        tensors: Tensors of users by name; emptied.
     """
     rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
     best = {name: tensors.pop(_BEST + name) for name in like.best}

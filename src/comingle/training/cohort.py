@@ -257,9 +257,7 @@ class Cohort(CohortTensors):
         tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
         sweep = self._train_sweep(owners)
         prior = model.shares(tensors)
-        self.sample_shares = sweep.responsibilities(
-            prior, lambda batch: model.component_losses(tensors, owners, batch)
-        )
+        self.sample_shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
         means = torch.stack([users_shares.mean(1) for users_shares in self.sample_shares])
         smallest = torch.finfo(means.dtype).tiny  # a weight of exactly 0 could never grow again
         self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())  # logits, of which a softmax is taken

@@ -173,8 +173,9 @@ def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
     """Return the mixture weights of each evaluated user of this process, from the logits that the user has learned.
 
-    No router noise is added. Mixtures per layer are averaged over layers. For methods without a mixture whose users choose among several models,
-    the weights are those of the choice. None if the method has neither, or no user is evaluated.
+    No router noise is added. Mixtures per layer are averaged over layers. For methods without a mixture whose users
+    choose among several models, the weights are those of the choice. None if the method has neither, or no user is
+    evaluated.
     """
     mixture = clients.method.placement.mixture
     if not clients.scored:
