@@ -66,7 +66,9 @@ def check_all(
     coupled: CoupledSettings,
     clusters: ClusterSettings,
 ) -> list[Curve]:
-    """Run every scheme of a theory recipe; each instance has its own random stream.
+    """Run every alternating scheme of a theory recipe and measure it against the bounds of the papers.
+
+    Each instance of a random problem has its own random stream.
 
     Args:
         seed: Seed of the random streams.
@@ -88,7 +90,7 @@ def check_all(
 
 
 def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
-    """Return rows and curves as plain data.
+    """Return the content of ``theory.json``: the seed, a summary row for each statement, and all curves.
 
     Args:
         seed: Seed of the random streams.
@@ -105,7 +107,10 @@ def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
 
 
 def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]:
-    """Yield the curve of each mismatch and instance; instances are the same quadratics for all mismatches.
+    """Yield the curve of each mismatch and instance of two quadratics.
+
+    ``mismatch`` says how much the training objective differs from the validation objective. An instance has the same
+    random stream, and so the same validation objective and start, for all mismatches.
 
     Args:
         seed: Seed of the random streams.
@@ -130,9 +135,10 @@ def quadratic_curve(
     start: Float[np.ndarray, " experts"],
     steps: int,
 ) -> Curve:
-    """Run eq. 12 on one pair of quadratics, in the norms of Theorem F.1's constants.
+    """Minimise two quadratics by router and experts in turn (eq. 12), and check Theorem F.1 and Example 1 of CoMiGS.
 
-    The residual is the experts' distance from the fixed point in the norm of the training objective's curvature.
+    The theorem bounds the factor by which distances from the fixed point shrink in a step, in the norms of the two
+    objectives' curvatures. The curve's residual is the experts' distance in the norm of the training objective.
 
     Args:
         scheme: Name of the scheme.
@@ -175,9 +181,10 @@ def quadratic_curve(
 
 
 def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
-    """Yield the curve of each loss, decay and instance.
+    """Yield the curve of each loss, weight decay and instance of the linear experts.
 
-    The decay is set after the problem is drawn, as the smallest decay that satisfies eq. 27 depends on the problem.
+    Settings give the decay as a multiple of the smallest one that satisfies eq. 27. That one depends on the problem, so
+    the decay is set after the problem is drawn.
 
     Args:
         seed: Seed of the random streams.
@@ -211,7 +218,9 @@ def linear_curve(
     router: linear.Weights,
     steps: int,
 ) -> Curve:
-    """Run eq. 28 on one problem; the residual is ``F - F*``, taken where the shares are optimal.
+    """Alternate between shares, router and experts on one problem (eq. 28), and check Theorem F.2 and Proposition 1.
+
+    The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares.
 
     Args:
         scheme: Name of the scheme.
@@ -314,12 +323,14 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
 
 
 def _legend_entries(place: Axes) -> Any:
-    """Return the lines of a panel and their labels."""
+    """Return the lines of a panel and their labels; matplotlib does not annotate the type."""
     return place.get_legend_handles_labels()
 
 
 def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
-    """Draw the curves of one scheme: one instance with its predicted rates, the others as thin lines.
+    """Draw the measured residuals of one scheme on a logarithmic axis.
+
+    The first instance with a proved rate is drawn with all its predicted rates, the others as thin grey lines.
 
     Args:
         axes: The panel.
@@ -375,7 +386,7 @@ def _relative_residuals(curve: Curve) -> list[float]:
 
 
 def _count_visible(curve: Curve) -> int:
-    """Return the number of residuals to draw: up to and including the first that is all rounding."""
+    """Return the number of residuals to draw: up to and including the first at the floor, where all is rounding."""
     relative = _relative_residuals(curve)
     return next((k + 1 for k, value in enumerate(relative) if value <= FLOOR), len(relative))
 

@@ -33,14 +33,17 @@ class Claim:
 
     @property
     def tightness(self) -> float:
-        """Share of the bound that is used; above 1 the statement fails."""
+        """Share of the bound that the measured value uses, 1 if they are equal; above 1 the statement fails.
+
+        It is 0 if the statement does not apply.
+        """
         if self.bound is None:
             return 0.0
         return self.bound / self.measured if self.at_least else self.measured / self.bound
 
     @property
     def holds(self) -> bool:
-        """True if the measured value obeys the bound, up to rounding."""
+        """True if the measured value obeys the bound, up to rounding, or if the statement does not apply."""
         if self.bound is None:
             return True
         slack = ROUNDING * abs(self.bound)
@@ -103,7 +106,7 @@ def worst_step(residuals: Float[np.ndarray, " steps"], floor: float | None = Non
 
 
 def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
-    """Return the row of one statement about one scheme, from the claims of all instances.
+    """Summarise one statement about one scheme over all instances: how many obey it, and the closest to its bound.
 
     Args:
         scheme: Name of the scheme.

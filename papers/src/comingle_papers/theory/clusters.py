@@ -37,7 +37,11 @@ Joint = Float[np.ndarray, "clients clusters"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Clients' Hessians and minimisers, shares of the data p(k), true routers, and how many numbers are the base."""
+    """Clients with quadratic losses in clusters whose models share their first ``base`` entries.
+
+    Client k has the loss ``<A_k (w - m_k), w - m_k> / 2``: ``hessians`` are the A_k, ``centres`` the minimisers m_k.
+    ``amounts`` are the clients' shares p(k) of all data, ``routers`` the true routers pi_c^k.
+    """
 
     hessians: Float[np.ndarray, "clients size size"]
     centres: Float[np.ndarray, "clients size"]
@@ -58,7 +62,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """The expected squared error of the aggregated gradient, and what eq. 31 makes its bound of, at given models.
+    """The expected squared error of the aggregated gradient at given models, and the constants of its bound (eq. 31).
 
     ``adaptors`` are the sigma_c^2 of eq. 27, ``base`` the sigma^2 of eq. 28, ``heterogeneity`` the Delta^2 of eq. 29,
     ``moment`` G^2; all are the largest, or the mean that the assumption names, over the models of all clients.
@@ -77,30 +81,37 @@ def sharing_bound(
 ) -> float:  # fmt: skip
     """Return the bound of eq. 31 on the expected squared error of the aggregated gradient.
 
-    ``2 G^2 E_k |delta^k|_1^2 + 2 E_c[|p_c|^2 sigma_c^2] + 4 sigma^2 sum_c |p o pi_c|^2 + 4 Delta^2``.
+        2 G^2 sum_k p(k) |delta^k|_1^2 + 2 sum_c p(c) |p(.|c)|^2 sigma_c^2 + 4 sigma^2 sum_kc p(k, c)^2 + 4 Delta^2
+
+    with ``delta^k`` the difference between client k's true and estimated router. The terms come from wrong routers,
+    from drawn gradients of the adaptors and of the base, and from clusters that share one base although they differ.
 
     Args:
         problem: Clients and their true routers.
         guessed: Estimated routers, (clients, clusters).
         moment: G^2, the second moment of the gradients.
-        adaptors: sigma_c^2, variance of the adapters' gradients.
-        base: sigma^2, variance of the base's gradient.
-        heterogeneity: Delta^2, distance between the clusters' gradients of the base.
+        adaptors: sigma_c^2, the variance of the adaptors' gradients in each cluster.
+        base: sigma^2, the variance of the base's gradient.
+        heterogeneity: Delta^2, the mean squared distance of a cluster's gradient of the base from that of all clients.
     """
-    away = np.abs(problem.routers - guessed).sum(1)
-    of_clusters = problem.joint.sum(0) * (problem.of_cluster**2).sum(0) * adaptors
+    router_errors = np.abs(problem.routers - guessed).sum(1)
+    cluster_shares = problem.joint.sum(0)
+    adaptor_noise = cluster_shares * (problem.of_cluster**2).sum(0) * adaptors
     return float(
-        2 * moment * (problem.amounts * away**2).sum()
-        + 2 * of_clusters.sum()
+        2 * moment * (problem.amounts * router_errors**2).sum()
+        + 2 * adaptor_noise.sum()
         + 4 * base * (problem.joint**2).sum()
         + 4 * heterogeneity
     )
 
 
 def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "clients clusters size"]) -> Errors:
-    """Return ``E |g_bar - g~|^2`` (eq. 25, 26) in closed form, and the terms of its bound.
+    """Return the expected squared error of the aggregated gradient (eq. 25, 26), and the constants of its bound.
 
-    One client is drawn for each client, cluster and part of the model (base, adapters).
+    The error is ``E |g_bar - g~|^2``: ``g_bar`` is the mean of exact gradients, weighted by the true routers; ``g~``
+    is the mean of drawn gradients, weighted by the estimated routers. For each client, cluster and part of the model
+    (base, adaptors), one client is drawn that computes the gradient. The expectation over the draws is a closed form:
+    squared bias plus variance.
 
     Args:
         problem: Clients and their true routers.
@@ -108,8 +119,8 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
         models: Model of each client and cluster.
     """
     base, adaptor = slice(None, problem.base), slice(problem.base, None)
-    away = models[:, :, None] - problem.centres  # (client, cluster, drawn client, size)
-    gradients = np.einsum("dij,kcdj->kcdi", problem.hessians, away)
+    offsets = models[:, :, None] - problem.centres  # (client, cluster, drawn client, size)
+    gradients = np.einsum("dij,kcdj->kcdi", problem.hessians, offsets)
     mean_of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, gradients)
     mean_of_all = np.einsum("d,kcdi->kci", problem.amounts, gradients)
     guessed_joint = problem.amounts[:, None] * guessed
@@ -122,26 +133,14 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
     noise = (guessed_joint**2 * (base_variance + adaptor_variance)).sum()
     base_difference = ((mean_of_cluster - mean_of_all)[..., base] ** 2).sum(-1)
     base_moment = ((gradients[..., base] ** 2).sum(-1) @ problem.amounts).max()
+    adaptor_moments = np.einsum("dc,kcd->kc", problem.of_cluster, (gradients[..., adaptor] ** 2).sum(-1))
     return Errors(
         error=float((bias**2).sum() + noise),
         adaptors=adaptor_variance.max(0),
         base=float(base_variance.max()),
         heterogeneity=float((problem.joint * base_difference).sum()),
-        moment=float(base_moment + _largest_adaptor_moment(gradients, problem, adaptor)),
+        moment=float(base_moment + adaptor_moments.max()),
     )
-
-
-def _largest_adaptor_moment(
-    gradients: Float[np.ndarray, "clients clusters drawn size"], problem: Shared, adaptor: slice
-) -> float:
-    """Return the largest second moment of an adaptor's gradient, over the models of all clients and clusters.
-
-    Args:
-        gradients: Gradients of every drawn client at every model.
-        problem: Clients and their true routers.
-        adaptor: The adaptor's entries.
-    """
-    return float(np.einsum("dc,kcd->kc", problem.of_cluster, (gradients[..., adaptor] ** 2).sum(-1)).max())
 
 
 Points = Float[np.ndarray, "*batch size"]
@@ -170,21 +169,24 @@ class Cluster:
 
     @property
     def moduli(self) -> tuple[float, float]:
-        """Mu and L of f_c (Assumption 4.2)."""
+        """Strong convexity mu and smoothness L of f_c (Assumption 4.2)."""
         eigenvalues = linalg.eigvalsh(self.hessian)
         return float(eigenvalues[0]), float(eigenvalues[-1])
 
     def gap(self, points: Points) -> Numbers:
-        """Return ``f_c(w) - f_c(w*)``."""
-        away = points - self.minimiser
-        return np.asarray(np.einsum("...i,ij,...j->...", away, self.hessian, away) / 2)
+        """Return by how much f_c at each point exceeds its minimum."""
+        offsets = points - self.minimiser
+        return np.asarray(np.einsum("...i,ij,...j->...", offsets, self.hessian, offsets) / 2)
 
     def gradients(self, points: Points) -> Float[np.ndarray, "*batch clients size"]:
         """Return every client's gradient at each point."""
         return np.einsum("kij,...kj->...ki", self.hessians, points[..., None, :] - self.centres)
 
     def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
-        """Return ``grad f_c``, and the variance and second moment of a drawn gradient (Assumptions 4.4 and 4.3)."""
+        """Return mean, variance and second moment of the gradient of a client drawn by weight, at each point.
+
+        The mean is ``grad f_c``. Assumptions 4.4 and 4.3 bound the variance and the second moment.
+        """
         gradients = self.gradients(points)
         mean = np.einsum("k,...ki->...i", self.weights, gradients)
         second_moment = np.einsum("k,...ki,...ki->...", self.weights, gradients, gradients)
@@ -202,12 +204,21 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """Means over replicas, by step: what each statement of appendix A is about.
+    """Measured quantities of a run, by step, about which appendix A makes statements; means over replicas.
 
-    ``next_squared`` is ``E |w~_(t+1) - w*|^2`` over the step's draws, ``error`` is ``E |g_bar - g~|^2``, ``drift`` is
-    ``E_hat |w~ - w^k|^2``, ``gaps`` and ``trusted_gaps`` are the clients' mean gap by ``p`` and by ``p_hat``, ``slack``
-    is the last sum of Lemma A.4; ``averaged`` is the gap of the average that ends at each step. ``variance`` and
-    ``moment`` are sigma^2 and G^2 over all points that were visited.
+    ``p`` are the true weights of clients, ``p_hat`` the estimated ones, w^k the clients' models, ``w~`` their mean
+    by ``p_hat``, w* the minimiser of f_c; a gap is ``f_c(w) - f_c(w*)``.
+
+    * ``rates``: step sizes eta. ``mismatch``: ``|delta|_1 = |p_hat - p|_1``.
+    * ``squared``: ``|w~ - w*|^2``; ``next_squared``: its expectation after the step, over the step's draws.
+    * ``error``: ``E |g_bar - g~|^2``, the squared error of the aggregated gradient.
+    * ``drift``: the mean of ``|w~ - w^k|^2`` by ``p_hat``.
+    * ``gaps`` and ``trusted_gaps``: the mean gap of the clients' models by ``p`` and by ``p_hat``.
+    * ``slack``: ``sum_k (4 L eta p^k - p_hat^k)`` times the gap of w^k, the last sum of Lemma A.4.
+    * ``averaged``: the gap of the average of all ``w~`` so far with weights ``(t + s)^2``.
+
+    ``variance`` and ``moment`` are sigma^2 and G^2, the largest variance and second moment of a drawn gradient at any
+    point of the run.
     """
 
     rates: Float[np.ndarray, " steps"]
@@ -225,17 +236,18 @@ class Descent:
 
 
 def guess(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
-    """Return ``p_hat`` at the beginning of a round, on the line from its start to ``p``.
+    """Return the estimated weights ``p_hat`` of the clients at the beginning of a round.
 
-    ``|delta|^2`` falls as ``(1 + t / s)^-decay``. Theorem A.10 has ``(t + s)^-decay`` times the first, which only the
-    start ``p`` itself satisfies.
+    They move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
+    ``(1 + t / s)^-decay`` times its first value. Theorem A.10 assumes ``(t + s)^-decay`` times the first value, which
+    at t = 0 and s > 1 holds for a mismatch of 0 only.
 
     Args:
         cluster: The cluster with the true weights p.
         start: First estimate of p.
-        step: Step of the round's beginning, t.
+        step: Number of steps before the round, t.
         shift: Shift of the schedule, s.
-        decay: Exponent of the decrease of ``|delta|^2``.
+        decay: Exponent with which the squared mismatch decreases.
     """
     return cluster.weights + (1 + step / shift) ** (-decay / 2) * (start - cluster.weights)
 
@@ -251,7 +263,10 @@ def descend(
     replicas: int,
     rng: np.random.Generator,
 ) -> Descent:
-    """Run eq. 4 with steps ``eta_t`` in many replicas at once.
+    """Run FLoRAL's local SGD (eq. 4) on one cluster in many replicas at once, and measure it before every step.
+
+    In each step each client takes an SGD step on the loss of a client that it draws with probability p(k|c). After
+    every H local steps all clients' models are replaced by their mean with the estimated weights ``p_hat``.
 
     Args:
         cluster: The cluster whose clients take part.
@@ -261,7 +276,7 @@ def descend(
         start: First model of all clients.
         steps: Number of steps.
         replicas: Number of independent runs that are averaged.
-        rng: Generator of the gradient noise.
+        rng: Generator of the drawn clients.
     """
     mu, smoothness = cluster.moduli
     num_clients, weights, optimum = len(cluster.weights), cluster.weights, cluster.minimiser
@@ -273,11 +288,12 @@ def descend(
         if step % schedule.local_steps == 0:
             trusted = guess(cluster, guessed, step, schedule.shift, decay)
         rate = schedule.scale / (mu * (step + schedule.shift))
-        average = np.einsum("k,rki->ri", trusted, models)
+        average = np.einsum("k,rki->ri", trusted, models)  # w~
         mean, gradient_variance, second_moment = cluster.moments(models)
         # Theorems A.9 and A.10 bound the gap of the average with weights (t + s)^2.
         weight_sum = weight_sum + (step + schedule.shift) ** 2
         weighted_sum = weighted_sum + (step + schedule.shift) ** 2 * average
+        # Expectations over the draws of this step: clients draw independently, so their variances add up.
         noise = (trusted**2 * gradient_variance).sum(-1)
         error = _squared_norms(np.einsum("k,rki->ri", weights - trusted, mean)) + noise
         next_mean = average - rate * np.einsum("k,rki->ri", trusted, mean)
@@ -301,8 +317,8 @@ def descend(
         variance = max(variance, float(gradient_variance.max()))
         moment = max(moment, float(second_moment.max()))
         drawn = rng.choice(num_clients, size=(replicas, num_clients), p=weights)
-        away = models - cluster.centres[drawn]
-        models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], away)
+        offsets = models - cluster.centres[drawn]
+        models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], offsets)
         if (step + 1) % schedule.local_steps == 0:
             models = np.broadcast_to(np.einsum("k,rki->ri", trusted, models)[:, None], models.shape).copy()
     return Descent(**dict(zip(_BY_STEP, np.array(rows).T, strict=True)), variance=variance, moment=moment)
@@ -332,17 +348,26 @@ def _squared_norms(vectors: Points) -> Numbers:
 
 
 def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.2 (eq. 15) on the gradient's error, ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``."""
+    """Return the bound of Lemma A.2 (eq. 15) on the aggregated gradient's expected squared error, for each step.
+
+    ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``: gradient variance, and the mismatch ``delta = p_hat - p`` of the weights.
+    """
     return 2 * run.variance * _squared_norms(cluster.weights) + 2 * run.moment * run.mismatch**2
 
 
 def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.3 on the clients' drift, ``4 eta^2 H^2 G^2``."""
+    """Return the bound of Lemma A.3 on the clients' mean squared distance from their average, for each step.
+
+    ``4 eta^2 H^2 G^2`` with step size eta, H local steps and second moment G^2 of the gradients.
+    """
     return 4 * run.rates**2 * local_steps**2 * run.moment
 
 
 def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.4 on ``E |w~_(t+1) - w*|^2``.
+    """Return the bound of Lemma A.4 on ``E |w~_(t+1) - w*|^2``, the squared distance to the minimum after each step.
+
+        (1 - eta mu) |w~ - w*|^2 + eta^2 (4 sigma^2 |p|^2 + 4 G^2 |delta|_1^2) + 8 L eta^3 H^2 G^2
+            + eta sum_k (4 L eta p^k - p_hat^k) (f_c(w^k) - f_c*)
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -359,9 +384,9 @@ def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.
 def routed_descent_bound(
     run: Descent, cluster: Cluster, local_steps: int, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``.
+    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``, the squared distance to the minimum after each step.
 
-    For K clients and C clusters it is
+    Unlike :func:`descent_bound` it does not use the mismatch ``delta``. For K clients and C clusters it is
 
         (1 - eta mu) |w~ - w*|^2 - eta / 2 E_hat [f_c(w^k) - f_c*]
             + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
@@ -383,7 +408,9 @@ def routed_descent_bound(
 
 
 def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
-    """Return ``16 G^2 log(K C)``, which Lemma A.6 leaves of ``4 G^2 |delta|_1^2``.
+    """Return ``16 G^2 log(K C)``, by which Lemma A.7 replaces the term ``4 G^2 |delta|_1^2`` of Lemma A.4.
+
+    Lemma A.6 bounds the squared mismatch ``|delta|_1^2`` of K clients' weights by ``4 log(K C)`` and smaller terms.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -394,10 +421,13 @@ def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
 
 
 def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Return local SGD's bound (Stich 2019, Lemma 3.1) on ``E |w~_(t+1) - w*|^2`` for ``p_hat = p`` (Corollary A.5).
+    """Return local SGD's bound (Stich 2019, Lemma 3.1) on ``E |w~_(t+1) - w*|^2``, for each step.
 
-    ``(1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f*) / 2 + 2 eta L E |w~ - w^k|^2``, here with
-    the clients' mean gap, which is no smaller, in the place of ``f_c(w~) - f*``; it asks for ``eta <= 1 / (4 L)``.
+    It holds without mismatch (``p_hat = p``, Corollary A.5) and for ``eta <= 1 / (4 L)``:
+
+        (1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f_c*) / 2 + 2 eta L E |w~ - w^k|^2.
+
+    Here the clients' mean gap replaces ``f_c(w~) - f_c*``. It is no smaller, since f_c is convex.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -410,7 +440,10 @@ def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps
 
 
 def uniformity(weights: Weights, start: Weights) -> float:
-    """Return the U with ``p_hat >= U p`` as long as p_hat stays between its start and p; U_c of eq. 24."""
+    """Return the largest U in (0, 1] with ``p_hat >= U p`` in every entry, U_c of eq. 24.
+
+    It holds for all estimated weights ``p_hat`` on the line from ``start`` to the true weights p.
+    """
     return float(min(1.0, (start / weights).min()))
 
 
@@ -433,9 +466,10 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
 
 
 def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
-    """Return the corrected bound of Theorem A.9: that of :func:`rate_bound`, but from Lemma A.7 instead of Lemma A.4.
+    """Return the corrected bound of Theorem A.9 on the gap of the average after each step.
 
-    ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` for all routers.
+    It has the formula of :func:`rate_bound`, with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2``
+    from Lemma A.7 instead of A.4. It does not depend on the mismatch, so it holds for all routers.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -450,27 +484,29 @@ def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, cluste
 def _rate_bound_of(
     run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound in the docstring of :func:`rate_bound`: one-step inequalities, summed with weights (t + s)^2.
+    """Return the bound of :func:`rate_bound` on the gap of the average after each step, with its A_t and B given.
+
+    It sums the inequality of a single step (Lemma A.4 or A.7) over all steps so far, with weights ``(t + s)^2``.
 
     Args:
         run: Measured quantities of the run, for each step; ``moment`` is G^2.
         cluster: The cluster whose clients take part, with moduli mu and L.
         schedule: Step sizes, shift s and local steps H.
-        noise: A_t.
-        drifts: Factor of ``L H^2 G^2`` in B.
+        noise: A_t, the noise term of the inequality of step t.
+        drifts: Factor of ``L H^2 G^2`` in the drift term B.
     """
     mu, smoothness = cluster.moduli
     times = np.arange(len(run.rates)) + schedule.shift
-    drifted = drifts * smoothness * schedule.local_steps**2 * run.moment
+    drift = drifts * smoothness * schedule.local_steps**2 * run.moment  # B
     start = schedule.shift**2 * (schedule.shift - 3) * mu * run.squared[0] / 3
     steps = np.arange(1, len(times) + 1)
-    return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * steps * drifted / mu**2)
+    return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * steps * drift / mu**2)
 
 
 def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.10 as printed, which need not hold.
+    """Return the bound of Theorem A.10 as printed, on the gap of the average after each step; it can be violated.
 
-    Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``.
+    It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``. :func:`rate_bound` is the correction.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -481,19 +517,21 @@ def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: floa
     mu, smoothness = cluster.moduli
     s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
     noise, moment = run.variance * _squared_norms(cluster.weights), run.moment
-    first = run.mismatch[0] ** 2
-    of_noise = 12 * noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
-    of_mismatch = 48 * moment * first / (mu * steps ** (1 + decay))
-    of_start = 24 * moment * (s - 1 + 2 * first * s**-decay) * s**2 / (mu * steps**3)
-    return of_noise + of_mismatch + of_start + 48 * smoothness * schedule.local_steps**2 * moment / (mu**2 * steps**2)
+    first_mismatch = run.mismatch[0] ** 2
+    noise_term = 12 * noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
+    mismatch_term = 48 * moment * first_mismatch / (mu * steps ** (1 + decay))
+    start_term = 24 * moment * (s - 1 + 2 * first_mismatch * s**-decay) * s**2 / (mu * steps**3)
+    drift_term = 48 * smoothness * schedule.local_steps**2 * moment / (mu**2 * steps**2)
+    return noise_term + mismatch_term + start_term + drift_term
 
 
 def printed_routed_rate(
     run: Descent, cluster: Cluster, schedule: Schedule, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.9 as printed, which need not hold.
+    """Return the bound of Theorem A.9 as printed, on the gap of the average after each step; it can be violated.
 
-    Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``.
+    It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``, and for all routers.
+    :func:`routed_rate_bound` is the correction.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -504,9 +542,10 @@ def printed_routed_rate(
     mu, smoothness = cluster.moduli
     s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
     noise = 8 * run.variance * _squared_norms(cluster.weights) + 2 * _router_noise(run, cluster, clusters)
-    of_noise = noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
-    of_drift = 18 * smoothness / mu * schedule.local_steps**2 * run.moment / (mu * steps**2)
-    return of_noise + of_drift + 24 * (s - 1) * s**2 * run.moment / (mu * steps**3)
+    noise_term = noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
+    drift_term = 18 * smoothness / mu * schedule.local_steps**2 * run.moment / (mu * steps**2)
+    start_term = 24 * (s - 1) * s**2 * run.moment / (mu * steps**3)
+    return noise_term + drift_term + start_term
 
 
 # ---------------------------------------------------------------- Lemma A.8
@@ -514,7 +553,10 @@ def printed_routed_rate(
 
 @dataclass(frozen=True, kw_only=True)
 class Recursion:
-    """Non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``; ``a`` has one more."""
+    """Non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
+
+    ``rates`` are the eta_t; ``a`` has one entry more than the others.
+    """
 
     rates: Float[np.ndarray, " steps"]
     a: Float[np.ndarray, " more"]
@@ -523,14 +565,15 @@ class Recursion:
 
 
 def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
-    """Draw sequences that obey Lemma A.8's recursion with equality, for steps ``1 / (mu (t + s))``.
+    """Draw random sequences to test Lemma A.8, for step sizes ``eta_t = 1 / (mu (t + s))``.
 
-    The last ``b`` takes all that is left, so that the lemma's two sides are equal as well.
+    They obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. In the last step b takes all that is
+    available and leaves a = 0, so that both sides of the lemma's inequality are equal.
 
     Args:
         rng: Source of the draws.
         mu: The modulus of strong convexity.
-        shift: s.
+        shift: Shift s of the step sizes.
         steps: Number of steps.
     """
     rates = 1 / (mu * (np.arange(steps) + shift))
@@ -550,7 +593,7 @@ def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
     Args:
         sequences: The sequences.
         mu: The modulus of strong convexity.
-        shift: s.
+        shift: Shift s of the step sizes ``eta_t = 1 / (mu (t + s))``.
     """
     return float((shift - 1) * mu * sequences.a[0] + sequences.rates @ sequences.c)
 
@@ -559,17 +602,31 @@ Losses = Float[np.ndarray, "*users clusters"]
 Shares = Float[np.ndarray, "*users clusters"]
 
 
-def router(losses: Losses, temperature: float) -> Shares:
-    """Return the router of eq. 5, ``pi_c ~ exp(-eta f(w_c))``.
+def router(losses: Losses, inverse_temperature: float) -> Shares:
+    """Return users' weights of the clusters by eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``, eta a step size.
 
-    As printed the loss is the cluster's, f_c: after an exchange, when all users have the same models, it has the same
-    value for all of them, and so has every router. Appendix C.1 derives it with the user's own loss, f^k.
+    In the paper f is the cluster's loss f_c. Right after aggregation all users have the same models and then the same
+    router. Appendix C.1 derives the formula with the user's own loss f^k instead.
+
+    Args:
+        losses: Loss of each cluster's model; for each user, or for one.
+        inverse_temperature: eta.
     """
-    return special.softmax(-temperature * losses, axis=-1)
+    return special.softmax(-inverse_temperature * losses, axis=-1)
 
 
 def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
-    """Return ``p(k|c)`` of eq. 2, in proportion to ``N^k pi_c^k``, for every user (row) and cluster (column)."""
+    """Return the weights with which users' models are averaged in each cluster (eq. 2).
+
+    ``p(k|c)`` is in proportion to ``N^k pi_c^k``: the user's amount of data times its router's share of the cluster.
+
+    Args:
+        shares: The users' routers.
+        amounts: Amount of data of each user.
+
+    Returns:
+        One row for each user; each column (cluster) sums to 1.
+    """
     weighted = amounts[:, None] * shares
     return weighted / weighted.sum(0)
 
@@ -577,19 +634,19 @@ def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.n
 def mismatch_bound(
     rate: float, final: float, gap: float, lowest: float, users: int, clusters: int, drift: float
 ) -> float:
-    """Return the bound of Lemma A.6 on ``|delta_c|_1^2``.
+    """Return the bound of Lemma A.6 on ``|delta_c|_1^2``, the mismatch of estimated and true weights p(k|c).
 
-    ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. It says little: no two distributions are further
-    apart than ``|delta|_1^2 = 4``, which is less for all ``K C >= 3``.
+    ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. For ``K C >= 3`` it says nothing: the squared L1
+    distance of two distributions is at most 4, and the logarithm alone exceeds that.
 
     Args:
-        rate: Step size, eta.
-        final: eta_bar.
-        gap: Gap of the cluster's loss.
+        rate: Step size eta, also the inverse temperature of the estimated routers (eq. 5).
+        final: eta_bar, the inverse temperature of the true routers.
+        gap: By how much the cluster's mean loss exceeds its lowest loss.
         lowest: Lowest loss of the cluster, f_c*.
         users: Number of users, K.
         clusters: Number of clusters, C.
-        drift: ``10 L eta^3 H^2 G^2``.
+        drift: The term ``10 L eta^3 H^2 G^2`` of the drift between averages; 0 right after one.
     """
     return 4 * rate * gap + final * lowest + 4 * float(np.log(users * clusters)) + drift
 
@@ -599,14 +656,18 @@ def mixed_loss(
     models: Float[np.ndarray, "clusters size"],
     shares: Float[np.ndarray, " clusters"],
 ) -> tuple[float, float]:
-    """Return a user's loss under FML, ``f(sum_c pi_c w_c)``, and MFL, ``sum_c pi_c f(w_c)``: no less if f is convex.
+    """Return the loss of a user's mixed model, and its mean loss over the clusters' models.
+
+    The first, ``f(sum_c pi_c w_c)``, is what the paper's FML minimises; the second, ``sum_c pi_c f(w_c)``, is that of
+    its MFL. For a convex f the second is no smaller (Jensen).
 
     Args:
-        loss: f.
-        models: The model of each cluster.
-        shares: The user's router.
+        loss: The user's loss f.
+        models: The model w_c of each cluster.
+        shares: The user's router pi.
     """
-    return loss(shares @ models), float(sum(share * loss(model) for share, model in zip(shares, models, strict=True)))
+    mean_loss = sum(share * loss(model) for share, model in zip(shares, models, strict=True))
+    return loss(shares @ models), float(mean_loss)
 
 
 def logit_gradient(
@@ -614,7 +675,9 @@ def logit_gradient(
     models: Float[np.ndarray, "clusters size"],
     shares: Float[np.ndarray, " clusters"],
 ) -> Float[np.ndarray, " clusters"]:
-    """Return the gradient of FML by the router's logits, ``pi_c <grad f(w_hat), w_c - w_hat>`` (Appendix C.2).
+    """Return the gradient of a mixed model's loss with respect to the router's logits (Appendix C.2).
+
+    For the mixture ``w_hat = sum_c pi_c w_c`` it is ``pi_c <grad f(w_hat), w_c - w_hat>`` in entry c.
 
     Args:
         gradient: Gradient of the loss at the mixture w_hat.
@@ -630,21 +693,23 @@ def logit_step(
     models: Float[np.ndarray, "clusters size"],
     rate: float,
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
-    """Return the router after one step on FML from equal logits, and that of eq. 5 for ``eta = rate / C`` (eq. 35).
+    """Return two routers: that of a gradient step on the logits, and that of eq. 5, which approximates it (eq. 35).
 
-    They are equal where the loss is affine; otherwise their logits differ, up to a constant, by at most ``rate / C``
-    times half the largest curvature times the squared distances of the models from their mean.
+    The gradient step is on the mixed model's loss, from equal logits; eq. 5 is taken at ``eta = rate / C``. The two
+    are equal if the loss is affine. Otherwise their logits differ, up to a constant, by at most ``rate / C`` times half
+    the largest curvature times the squared distances of the models from their mean.
 
     Args:
         loss: The user's loss.
         gradient: Its gradient.
-        models: The model of each cluster.
-        rate: Step size.
+        models: The model of each of C clusters.
+        rate: Step size of the gradient step.
     """
     clusters = len(models)
     equal = np.full(clusters, 1 / clusters)
-    step = special.softmax(-rate * logit_gradient(gradient(equal @ models), models, equal))
-    return step, router(np.array([loss(model) for model in models]), rate / clusters)
+    after_step = special.softmax(-rate * logit_gradient(gradient(equal @ models), models, equal))
+    from_losses = router(np.array([loss(model) for model in models]), rate / clusters)
+    return after_step, from_losses
 
 
 A2, A3, A4, A5 = "Lemma A.2, gradients", "Lemma A.3, drift", "Lemma A.4, descent", "Corollary A.5, local SGD"
@@ -659,9 +724,10 @@ CLUSTERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Which clusters. ``mismatches``: how far routers start from the truth, 0 at it, 1 where all are uniform.
+    """Settings of the checks on clusters of clients.
 
-    ``condition`` is that of each client's Hessian; ``decay`` is beta, by which the mismatch falls.
+    ``mismatches``: how far routers start from the truth; 0 is the truth, 1 is uniform routers. ``condition`` is the
+    condition number of each client's Hessian. ``decay`` is beta, the exponent with which the squared mismatch falls.
     """
 
     instances: int
@@ -676,7 +742,9 @@ class ClusterSettings:
 
 
 def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
-    """Yield runs of clusters with noise, and of one client without noise, which tests the printed rate.
+    """Yield the curves of drawn clusters, for each start of the routers, and of one client without gradient noise.
+
+    The last one is a counterexample to the rates as printed in the paper.
 
     Args:
         seed: Seed of the random streams.
@@ -709,7 +777,7 @@ def draw_clients(
 def cluster_curve(
     scheme: str, instance: int, mismatch: float, settings: ClusterSettings, rng: np.random.Generator
 ) -> Curve:
-    """Run one of two clusters whose clients' shares, amounts of data and objectives are drawn.
+    """Draw clients of two clusters, run local SGD on the first cluster, and check the paper's statements on the run.
 
     Args:
         scheme: Name of the scheme.
@@ -720,10 +788,10 @@ def cluster_curve(
     """
     hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
     amounts = rng.dirichlet(np.full(settings.clients, 4.0))
-    shares = rng.uniform(0.05, 0.95, settings.clients)
+    shares = rng.uniform(0.05, 0.95, settings.clients)  # of the first cluster in each client's router
     weights = amounts * shares / (amounts @ shares)
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
-    guessed = weights + mismatch * (amounts - weights)
+    guessed = weights + mismatch * (amounts - weights)  # uniform routers give the weights ``amounts``
     mu, smoothness = cluster.moduli
     shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, guessed))
     schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)
@@ -745,10 +813,10 @@ def cluster_curve(
 
 
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
-    """Run one noiseless client from a start in the direction of least curvature.
+    """Check Theorems A.9 and A.10 as printed on one client, from a start in the direction of least curvature.
 
-    Eq. 4 is gradient descent there, and the rest of the start falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` with s = 4
-    kappa.
+    Local SGD of one client is gradient descent without noise. The gap of the average then falls as ``9 / 8 mu D^2
+    (s - 1)^2 / T^2`` with s = 4 kappa and D the distance of the start from the minimum. The printed bounds fall faster.
 
     Args:
         scheme: Name of the scheme.
@@ -808,7 +876,9 @@ def _check_sharing(
     mismatch: float,
     rng: np.random.Generator,
 ) -> Claim:
-    """Check eq. 31 where the two clusters' models have the first half of their numbers in common.
+    """Check the bound of eq. 31 on the aggregated gradient's error at drawn models.
+
+    The two clusters' models share a base, the first half of their entries.
 
     Args:
         hessians: Hessian of each client.
@@ -842,9 +912,10 @@ def _check_mismatch(
     shares: Float[np.ndarray, " clients"],
     rng: np.random.Generator,
 ) -> list[Claim]:
-    """Check Lemma A.6 where clients have models of their own, and the first step of its proof.
+    """Check Lemma A.6, and Pinsker's inequality, with which its proof begins, at drawn models.
 
-    Eq. 5 with cluster losses gives all clients one router, unless their models differ (L4).
+    Each client has its own models of both clusters. With equal models all clients would have the same router, as
+    eq. 5 computes it from the clusters' losses.
 
     Args:
         hessians: Hessian of each client.
@@ -859,11 +930,10 @@ def _check_mismatch(
     weights = aggregators(np.stack([shares, 1 - shares], 1), amounts).T
     clusters = [Cluster(hessians=hessians, centres=centres, weights=of_cluster) for of_cluster in weights]
     lowest = np.array([_cluster_loss(cluster, cluster.minimiser) for cluster in clusters])
-    models = np.stack([cluster.minimiser for cluster in clusters]) + rng.standard_normal(
-        (len(amounts), *centres[:CLUSTERS].shape)
-    )
+    minimisers = np.stack([cluster.minimiser for cluster in clusters])
+    models = minimisers + rng.standard_normal((len(amounts), *centres[:CLUSTERS].shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
-    final = float(rng.uniform(0.05, 1.0))
+    final = float(rng.uniform(0.05, 1.0))  # inverse temperature of the true routers
     rate = float(rng.uniform(0.1, 1.0)) * final
     truth = aggregators(np.broadcast_to(router(lowest, final), losses.shape), amounts)
     guessed = aggregators(router(losses, rate), amounts)
@@ -881,14 +951,14 @@ def _check_mismatch(
 
 
 def _cluster_loss(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) -> Float[np.ndarray, "*batch"]:
-    """Return f_c at some points."""
-    away = points[..., None, :] - cluster.centres
-    each = np.einsum("...ki,kij,...kj->...k", away, cluster.hessians, away) / 2
-    return np.asarray(each @ cluster.weights)
+    """Return the cluster's loss f_c, the weighted mean of its clients' losses, at each point."""
+    offsets = points[..., None, :] - cluster.centres
+    client_losses = np.einsum("...ki,kij,...kj->...k", offsets, cluster.hessians, offsets) / 2
+    return np.asarray(client_losses @ cluster.weights)
 
 
 def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
-    """Check Lemma A.8 on drawn sequences.
+    """Check Lemma A.8, the bound on a sum of ``b_t`` in a recursion, on drawn sequences.
 
     Args:
         mu: The modulus of strong convexity.
@@ -901,15 +971,15 @@ def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -
 
 
 def _tightest_claim(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:
-    """Return the claim at the step that uses the largest share of the bound.
+    """Return the claim that a bound holds, at the step where it comes closest to failing: the largest measured / bound.
 
     Args:
-        statement: The statement.
+        statement: Name of the statement.
         measured: The measured value at each step.
         bound: The bound at each step.
     """
-    worst = int(np.argmax(measured / bound))
-    return Claim(statement=statement, measured=float(measured[worst]), bound=float(bound[worst]))
+    tightest = int(np.argmax(measured / bound))
+    return Claim(statement=statement, measured=float(measured[tightest]), bound=float(bound[tightest]))
 
 
 def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:

@@ -125,7 +125,7 @@ class Point:
 
 
 def gates(problem: LinearProblem, router: Weights) -> Shares:
-    """Return ``pi_Phi(x)``, the softmax of eq. 20, for each sample."""
+    """Return the router's softmax weights of the experts for each sample, ``pi_Phi(x)`` of eq. 20."""
     return _softmax(problem.inputs @ router)
 
 
@@ -162,11 +162,11 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
 
 
 def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Shares:
-    """Take the first line of eq. 28: return the best shares of every sample, found by one scalar equation each.
+    """Return the shares of every sample that minimise eq. 25 for given experts and router (first line of eq. 28).
 
     Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with ``a = Theta^T x``, ``b = Phi^T x`` and
-    the output ``t = <lambda, a>``. Put together, ``t - <softmax(b - l'(t) a / mu), a> = 0``: increasing in t, since l'
-    is, with its only root between the smallest and the largest ``a_j``.
+    the output ``t = <lambda, a>``. So each sample's t solves one scalar equation, ``t - <softmax(b - l'(t) a / mu), a>
+    = 0``. The left side increases in t, since l' does, and has its only root between the smallest and the largest a_j.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
@@ -207,7 +207,9 @@ def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: S
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Take the second line of eq. 28: multinomial logistic regression on the shares with weight decay, strongly convex.
+    """Return the router that minimises eq. 25 for given shares (second line of eq. 28).
+
+    This is multinomial logistic regression with the shares as targets and weight decay, which is strongly convex.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
@@ -226,9 +228,10 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
 
 
 def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Take the third line of eq. 28: ridge regression in closed form for the squared loss, convex for the logistic one.
+    """Return the experts that minimise eq. 25 for given shares (third line of eq. 28).
 
-    The output is linear in Theta: ``<lambda, Theta^T x> = <x lambda^T, Theta>``.
+    The output is linear in Theta, ``<lambda, Theta^T x> = <x lambda^T, Theta>``. For the squared loss this is ridge
+    regression in closed form; for the logistic loss it is a convex problem that is solved numerically.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
@@ -238,7 +241,7 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
     Raises:
         DivergenceError: Scipy found no stationary point.
     """
-    features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(len(shares), -1)
+    features = np.einsum("nd,ne->nde", problem.inputs, shares).reshape(len(shares), -1)  # x lambda^T, flat
     samples, decay_matrix = len(features), problem.decay * np.eye(features.shape[1])
     if not isinstance(problem.loss, Logistic):
         normal = features.T @ features / samples + decay_matrix
@@ -253,29 +256,31 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
 
 
 def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
-    """Return the gradient of eq. 25 in Phi, shape (features, experts).
+    """Return the gradient of eq. 25 in the router's weights Phi, shape (features, experts).
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         router: Weights Phi of the router, (features, experts).
     """
-    pull = problem.inputs.T @ (gates(problem, router) - shares)
-    return problem.coupling / len(shares) * pull + problem.decay * router
+    divergence_gradient = problem.inputs.T @ (gates(problem, router) - shares)  # of the KL term, summed over samples
+    return problem.coupling / len(shares) * divergence_gradient + problem.decay * router
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``.
+    """Return the Hessian of eq. 25 in Phi, ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``.
+
+    ``(x)`` is the Kronecker product and pi_i are the gates of sample i.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
         router: Weights Phi of the router, (features, experts).
     """
-    shares_there = gates(problem, router)
-    spread = shares_there[:, :, None] * (np.eye(router.shape[1]) - shares_there[:, None, :])
-    blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, spread, optimize=True)
+    probabilities = gates(problem, router)  # pi
+    softmax_jacobian = probabilities[:, :, None] * (np.eye(router.shape[1]) - probabilities[:, None, :])
+    blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, softmax_jacobian, optimize=True)
     size = router.size
-    return problem.coupling / len(shares_there) * blocks.reshape(size, size) + problem.decay * np.eye(size)
+    return problem.coupling / len(probabilities) * blocks.reshape(size, size) + problem.decay * np.eye(size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,12 +292,10 @@ class Descent:
 
 
 def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
-    """Run eq. 28 from given experts and router: shares, then router and experts, which do not see each other.
+    """Minimise eq. 25 by turns (eq. 28): by the shares, then by router and experts, which do not depend on each other.
 
-    The run ends before ``steps`` if shares no longer move.
-
-    Values are taken after the shares' step. There the shares are optimal from the first point on, which the exponent 2k
-    of Theorem F.2 needs; see :mod:`comingle_papers.theory.linear`.
+    The objective is recorded after each optimisation of the shares. Its values then start at a point with optimal
+    shares, which the exponent 2k of Theorem F.2 requires. The run ends before ``steps`` if shares no longer change.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
@@ -315,31 +318,33 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 
 
 def minimum(problem: LinearProblem, near: Point) -> Point:
-    """Find the fixed point of eq. 28 by many more of its steps, then root finding on the gradient of ``min_Lambda F``.
+    """Return the minimum of eq. 25 to machine precision, from a point near it.
 
-    That gradient is F's at the best shares. Where F is strongly convex the point found is its only minimiser; elsewhere
-    it is one that the scheme falls to.
+    First up to 500 more steps of eq. 28, then root finding on the gradient of ``min_Lambda F`` in (Theta, Phi), which is
+    the gradient of F at the best shares. If F is strongly convex the point is its only minimiser; otherwise it is a
+    stationary point to which the steps converge.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
         near: A point close to the minimum, such as the last of a descent.
 
     Raises:
-        DivergenceError: A convex step failed, or what was found lies above where the steps came to.
+        DivergenceError: A convex step failed, or the objective at the stationary point is above that of the steps.
     """
     for _ in range(_MAX_APPROACHES):
-        further = alternate(problem, near.experts, near.router, 10).points[-1]
-        change, near = float(np.abs(further.shares - near.shares).max()), further
+        nearer = alternate(problem, near.experts, near.router, 10).points[-1]
+        change = float(np.abs(nearer.shares - near.shares).max())
+        near = nearer
         if change < _NEAR_TOLERANCE:
             break
     start = np.stack([near.experts, near.router])
-    flat = _find_stationary(
-        lambda flat: weights_gradient(problem, _point_at_best_shares(problem, *flat.reshape(start.shape))),
-        None,
-        start,
-        "the minimum",
-    )
-    point = _point_at_best_shares(problem, *flat)
+
+    def gradient_at_best_shares(flat: Vector) -> Vector:
+        experts, router = flat.reshape(start.shape)
+        return weights_gradient(problem, _point_at_best_shares(problem, experts, router))
+
+    experts, router = _find_stationary(gradient_at_best_shares, None, start, "the minimum")
+    point = _point_at_best_shares(problem, experts, router)
     excess = decoupled_objective(problem, point) - decoupled_objective(problem, near)
     if excess > _NEAR_TOLERANCE**2:
         raise DivergenceError(
@@ -360,11 +365,12 @@ def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weig
 
 
 def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
-    """Return the gradient of eq. 25 in (Theta, Phi), row-major."""
-    slopes = problem.loss.slope((point.shares * (problem.inputs @ point.experts)).sum(1), problem.targets)
-    pull = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
-    of_experts = pull + problem.decay * point.experts
-    return np.concatenate([of_experts.ravel(), _router_gradient(problem, point.shares, point.router).ravel()])
+    """Return the gradient of eq. 25 in (Theta, Phi) for fixed shares, as one vector, both row-major."""
+    slopes = problem.loss.slope(_outputs(problem, point), problem.targets)
+    loss_gradient = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
+    experts_gradient = loss_gradient + problem.decay * point.experts
+    router_gradient = _router_gradient(problem, point.shares, point.router)
+    return np.concatenate([experts_gradient.ravel(), router_gradient.ravel()])
 
 
 _MAX_APPROACHES, _NEAR_TOLERANCE = 50, 1e-6
@@ -383,9 +389,9 @@ def _find_stationary(
     start: np.ndarray,
     what: str,
 ) -> np.ndarray:
-    """Find where a gradient is zero.
+    """Find a point at which a gradient is zero, by root finding.
 
-    Root finding keeps all digits; minimising the value would lose half of them.
+    Root finding keeps all digits; minimising the objective would lose half of them.
 
     Args:
         gradient: The gradient of a flat vector.
@@ -450,7 +456,7 @@ def draw_linear(
         num_experts: Number of experts.
         loss: Loss of the problem.
         decay: Weight decay of experts and router.
-        coupling: Coupling of the problem.
+        coupling: Weight mu of the divergence between shares and gates in eq. 25.
     """
     inputs = rng.standard_normal((samples, features))
     chosen = (inputs @ rng.standard_normal((features, num_experts))).argmax(1)
@@ -465,23 +471,27 @@ def draw_linear(
 
 
 def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """Return the alpha of Proposition 1, eq. 27: ``2 |x|^2 max(mu, rho^2 / mu)``, rho an absolute value.
+    """Return the smallest weight decay alpha that Proposition 1 allows (eq. 27): ``2 |x|^2 max(mu, rho^2 / mu)``.
+
+    The paper prints rho as a bound of the loss's derivative; it has to be one of the derivative's absolute value.
 
     Args:
-        feature_norm: ``|x|``.
-        slope: rho.
-        coupling: mu.
+        feature_norm: ``|x|``, the norm of a sample's input.
+        slope: rho, the largest absolute derivative of the loss by the output.
+        coupling: mu, the weight of the divergence between shares and gates.
     """
     return 2 * feature_norm**2 * max(coupling, slope**2 / coupling)
 
 
 def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """Return the alpha above which one sample's objective (26) is strongly convex: ``|x|^2 (rho^2 + mu^2) / (2 mu)``.
+    """Return the weight decay alpha above which one sample's objective (eq. 26) is strongly convex.
+
+    It is ``|x|^2 (rho^2 + mu^2) / (2 mu)``, at most half of what the paper asks for (:func:`printed_decay`).
 
     Args:
-        feature_norm: ``|x|``.
-        slope: rho.
-        coupling: mu.
+        feature_norm: ``|x|``, the norm of a sample's input.
+        slope: rho, the largest absolute derivative of the loss by the output.
+        coupling: mu, the weight of the divergence between shares and gates.
     """
     return feature_norm**2 * (slope**2 + coupling**2) / (2 * coupling)
 
@@ -508,11 +518,14 @@ class LinearConstants:
 
     @property
     def smallest_share(self) -> float:
-        """``1 / (1 + N exp(s))``, s the largest difference of two scores ``<phi_j - l' / mu theta_j, x>``."""
+        """Lower bound ``1 / (1 + N exp(s))`` on every optimal share, with N + 1 experts.
+
+        Optimal shares are a softmax of the scores ``<phi_j - l' / mu theta_j, x>``; s bounds the difference of two.
+        """
         ratio = self.slope / self.coupling
-        spread = self.feature_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))
+        max_score_difference = self.feature_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))
         # exp(710) would overflow.
-        return 1 / (1 + (self.num_experts - 1) * float(np.exp(min(spread, 700.0))))
+        return 1 / (1 + (self.num_experts - 1) * float(np.exp(min(max_score_difference, 700.0))))
 
     @property
     def printed_decay(self) -> float:
@@ -521,67 +534,79 @@ class LinearConstants:
 
     @property
     def modulus_weights(self) -> float:
-        """m_Y: strong convexity in (Theta, Phi), whatever the shares do; nothing is proved where it is not positive."""
-        return self.decay - self._pull * self.feature_scale / (2 * self.coupling)
+        """m_Y: modulus of strong convexity in (Theta, Phi) for all shares; nothing is proved if it is not positive."""
+        return self.decay - self._squared_slopes * self.feature_scale / (2 * self.coupling)
 
     @property
     def modulus_shares(self) -> float:
-        """m_X: strong convexity in the shares along the simplex, whatever (Theta, Phi) do."""
-        return (2 * self.coupling - self._pull * self.feature_norm**2 / self.decay) / self.num_samples
+        """m_X: modulus of strong convexity in the shares along the simplex, for all (Theta, Phi)."""
+        return (2 * self.coupling - self._squared_slopes * self.feature_norm**2 / self.decay) / self.num_samples
 
     @property
     def modulus(self) -> float:
-        """mu of Theorem F.2, in all variables: m with ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``."""
-        n, pull = self.num_samples, self._pull * self.feature_norm**2
-        middle = n * self.decay + 2 * self.coupling
-        product = 4 * n * (2 * self.coupling * self.decay - pull)
-        # The smaller root of n m^2 - middle m + product / (4 n), without cancellation.
-        return product / (2 * n * (middle + float(np.sqrt(middle**2 - product))))
+        """Modulus m of strong convexity in all variables (mu of Theorem F.2); not positive if nothing is proved.
+
+        It solves ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)`` for n samples and coupling mu, that is,
+        ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``.
+        """
+        n = self.num_samples
+        linear = n * self.decay + 2 * self.coupling
+        constant = 2 * self.coupling * self.decay - self._squared_slopes * self.feature_norm**2
+        product = 4 * n * constant
+        # The smaller root of the quadratic equation, in a form without cancellation.
+        return product / (2 * n * (linear + float(np.sqrt(linear**2 - product))))
 
     @property
     def smoothness_weights(self) -> float:
-        """L_Y: ``alpha + max(sup l'', mu / 2)`` times the feature scale; a softmax has curvature up to 1/2."""
+        """L_Y: bound on the curvature in (Theta, Phi), ``alpha + max(sup l'', mu / 2) * feature_scale``.
+
+        The curvature of a log-softmax is at most 1/2.
+        """
         return self.decay + max(self.max_curvature, self.coupling / 2) * self.feature_scale
 
     @property
     def smoothness_shares(self) -> float:
-        """L_X, where every share is at least :attr:`smallest_share`."""
+        """L_X: bound on the curvature in the shares, as long as every share is at least :attr:`smallest_share`."""
         outputs = self.radius * self.feature_norm
         return (self.coupling / self.smallest_share + self.max_curvature * outputs**2) / self.num_samples
 
     @property
     def smoothness(self) -> float:
-        """L of Theorem F.2 there: two blocks of a convex function are at most as smooth as their sum."""
+        """L of Theorem F.2: the curvature of a convex function in two blocks is at most the sum of the blocks'."""
         return self.smoothness_weights + self.smoothness_shares
 
     @property
     def theorem_rate(self) -> float | None:
-        """``(1 - mu / L)^2`` of Theorem F.2, repair (a): what one step leaves of ``F - F*``; None if unproved."""
+        """Factor ``(1 - mu / L)^2`` by which a step shrinks ``F - F*`` at least (Theorem F.2); None if unproved."""
         return (1 - self.modulus / self.smoothness) ** 2 if self.modulus > 0 else None
 
     @property
     def block_rate(self) -> float | None:
-        """``(1 - m_Y / L_Y)(1 - m_X / L_X)``, repair (b), the second factor only where m_X > 0; None if unproved."""
+        """Factor by which a step shrinks ``F - F*`` at least, from each block's own constants; None if unproved.
+
+        It is ``(1 - m_Y / L_Y) (1 - m_X / L_X)``, without the second factor if m_X is not positive.
+        """
         if self.modulus_weights <= 0:
             return None
-        of_shares = 1 - max(self.modulus_shares, 0.0) / self.smoothness_shares
-        return (1 - self.modulus_weights / self.smoothness_weights) * of_shares
+        shares_factor = 1 - max(self.modulus_shares, 0.0) / self.smoothness_shares
+        return (1 - self.modulus_weights / self.smoothness_weights) * shares_factor
 
     @property
-    def _pull(self) -> float:
+    def _squared_slopes(self) -> float:
         """``rho^2 + mu^2``, as in :func:`needed_decay`."""
         return self.slope**2 + self.coupling**2
 
 
 def constants(problem: LinearProblem, experts: Weights, router: Weights) -> LinearConstants:
-    """Return the constants for every descent that starts from these experts and this router.
+    """Return the constants that hold on every descent from these experts and this router.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
         experts: The initial experts.
         router: The initial router.
     """
-    start = Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
+    start = _point_at_best_shares(problem, experts, router)
+    # The objective only decreases and contains the weight decay alpha / 2 |(Theta, Phi)|^2.
     radius = float(np.sqrt(2 * decoupled_objective(problem, start) / problem.decay))
     feature_norm = float(linalg.norm(problem.inputs, axis=1).max())
     return LinearConstants(
@@ -598,9 +623,10 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
 
 
 def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the smallest alpha that satisfies eq. 27 with its own rho.
+    """Return the smallest weight decay alpha that satisfies eq. 27, the condition of Proposition 1.
 
-    rho depends on the radius and so on alpha, and falls as alpha grows; hence one scalar equation.
+    The condition contains rho, a bound on the loss's slope, which itself depends on alpha and falls as alpha grows.
+    So alpha is the root of a scalar equation, solved for ``log(alpha)``.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
@@ -633,7 +659,7 @@ def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size siz
 
 
 def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
-    """Return :func:`hessian` along the simplex: in the directions of each sample's shares that sum to zero.
+    """Return :func:`hessian` restricted to the simplex: a sample's shares change only in directions that sum to zero.
 
     Its size is ``2 features experts + samples (experts - 1)``.
 
@@ -648,10 +674,10 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """Return the contraction factor of ``F - F*`` in one step of eq. 28, close to a solution.
+    """Return the factor by which one step of eq. 28 shrinks ``F - F*`` close to a solution.
 
-    Example 2 at the solution: distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian
-    (experts and router; shares; mixed), the objective's residual by ``r^2``.
+    By Example 2 distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian at the solution
+    (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by ``r^2``.
 
     Args:
         problem: The samples, loss and weights alpha and mu of eq. 25.
@@ -659,7 +685,7 @@ def local_rate(problem: LinearProblem, solution: Point) -> float:
     """
     whole = tangent_hessian(problem, solution)
     weights_size = 2 * solution.experts.size
-    # |L_a^-1 C^T L_b^-T| with Cholesky factors equals the norm with symmetric roots.
+    # |L_a^-1 C^T L_b^-T| with Cholesky factors L of A and B equals the norm with symmetric roots.
     lower_a = linalg.cholesky(whole[:weights_size, :weights_size], lower=True)
     lower_b = linalg.cholesky(whole[weights_size:, weights_size:], lower=True)
     half_solved = linalg.solve_triangular(lower_a, whole[:weights_size, weights_size:], lower=True)
@@ -690,11 +716,12 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
     outputs, expert_outputs = _outputs(problem, point), x @ point.experts
     slope = problem.loss.slope(outputs, problem.targets)
     curvature = problem.loss.curvature(outputs, problem.targets)
-    of_same_expert = np.einsum("nd,ef->ndef", x, np.eye(experts))
-    of_experts = slope[:, None, None, None] * of_same_expert + np.einsum(
-        "n,nd,ne,nf->ndef", curvature, x, point.shares, expert_outputs
-    )
-    stacked = np.concatenate([of_experts, -problem.coupling * of_same_expert], axis=1) / samples
+    # Entries (sample, feature, expert of the weight, expert of the share).
+    same_expert = np.einsum("nd,ef->ndef", x, np.eye(experts))
+    through_curvature = np.einsum("n,nd,ne,nf->ndef", curvature, x, point.shares, expert_outputs)
+    experts_rows = slope[:, None, None, None] * same_expert + through_curvature
+    router_rows = -problem.coupling * same_expert
+    stacked = np.concatenate([experts_rows, router_rows], axis=1) / samples
     return stacked.transpose(1, 2, 0, 3).reshape(2 * point.experts.size, samples * experts)
 
 

@@ -21,7 +21,7 @@ Right = Float[np.ndarray, " right"]
 Meeting = Float[np.ndarray, " meeting"]
 Matrix = Float[np.ndarray, "rows columns"]
 
-STEEPEST_BEND = 4 / (3 * np.sqrt(3))
+MAX_TANH_CURVATURE = 4 / (3 * np.sqrt(3))
 """The largest ``|tanh''|``."""
 _GRADIENT_TOLERANCE = 1e-11
 """Largest absolute entry of the gradient at a minimum, relative to the decay where that is above 1."""
@@ -55,34 +55,39 @@ class Coupled:
 
     @property
     def left_lipschitz(self) -> float:
-        """L_A, at most ``|P| |Q|``."""
+        """Bound ``|P| |Q|`` on the Lipschitz constant L_A of A(x)."""
         return _spectral_norm(self.outer_left) * _spectral_norm(self.inner_left)
 
     @property
     def right_lipschitz(self) -> float:
-        """L_B, at most ``|R| |S|``."""
+        """Bound ``|R| |S|`` on the Lipschitz constant L_B of B(y)."""
         return _spectral_norm(self.outer_right) * _spectral_norm(self.inner_right)
 
     @property
-    def bend(self) -> float:
-        """Largest downward curvature of ``<A(x), B(y)>`` along y, for any x."""
-        largest = _spectral_norm(self.outer_left) * np.sqrt(self.inner_left.shape[0])
-        steepest = float(np.linalg.norm(self.outer_right, axis=0).max())
-        return float(STEEPEST_BEND * largest * steepest * _spectral_norm(self.inner_right) ** 2)
+    def max_negative_curvature(self) -> float:
+        """Bound on the negative curvature of ``<A(x), B(y)>`` along y for all x: no eigenvalue lies below its negative.
+
+        The Hessian in y is ``S^T diag(tanh''(S y) * R^T A(x)) S``, with ``|A(x)| <= |P| sqrt(left)``.
+        """
+        max_left_norm = _spectral_norm(self.outer_left) * np.sqrt(self.inner_left.shape[0])
+        max_column_norm = float(np.linalg.norm(self.outer_right, axis=0).max())  # of R
+        return float(MAX_TANH_CURVATURE * max_left_norm * max_column_norm * _spectral_norm(self.inner_right) ** 2)
 
     @property
     def modulus(self) -> float:
-        """mu_1 of Assumption 2: f_1 is strongly convex in y by at least that, for every x, where it is above 0."""
-        return self.decay - self.bend
+        """Bound mu_1 on the strong convexity of f_1 in y, for every x (Assumption 2); none if it is not positive."""
+        return self.decay - self.max_negative_curvature
 
     @property
     def lipschitz(self) -> float:
-        """Eq. 14: ``L_A L_B / mu``, by which two minimisers are further apart than their x at most."""
+        """Bound ``L_A L_B / mu`` on the Lipschitz constant of the minimiser u_1(x) (eq. 14)."""
         return self.left_lipschitz * self.right_lipschitz / self.modulus
 
 
 def minimiser(problem: Coupled, x: Left) -> Right:
-    """Return ``u_1(x)``: the only root of ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``.
+    """Return ``u_1(x)``, the y that minimises f_1 for a given x.
+
+    It is the only root of the gradient ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``, found numerically.
 
     Args:
         problem: f_1, strongly convex in y.
@@ -91,15 +96,15 @@ def minimiser(problem: Coupled, x: Left) -> Right:
     Raises:
         DivergenceError: scipy found no root.
     """
-    pull = problem.outer_right.T @ problem.left(x)  # R^T A(x)
+    coefficients = problem.outer_right.T @ problem.left(x)  # R^T A(x): those of tanh(S y) in f_1
     inner = problem.inner_right  # S
 
     def gradient(y: Right) -> Right:
-        return problem.decay * y + inner.T @ ((1 - np.tanh(inner @ y) ** 2) * pull)
+        return problem.decay * y + inner.T @ ((1 - np.tanh(inner @ y) ** 2) * coefficients)
 
     def hessian(y: Right) -> Float[np.ndarray, "right right"]:
         tanh = np.tanh(inner @ y)
-        return problem.decay * np.eye(len(y)) + inner.T @ np.diag(-2 * tanh * (1 - tanh**2) * pull) @ inner
+        return problem.decay * np.eye(len(y)) + inner.T @ np.diag(-2 * tanh * (1 - tanh**2) * coefficients) @ inner
 
     solution = optimize.root(gradient, np.zeros(inner.shape[1]), jac=hessian, method="hybr", options={"xtol": 1e-14})
     gradient_left = float(np.abs(gradient(solution.x)).max())
@@ -113,13 +118,14 @@ def minimiser(problem: Coupled, x: Left) -> Right:
 def alternate_coupled(
     first: Coupled, second: Coupled, x: Left, steps: int
 ) -> Float[np.ndarray, "steps_and_start left"]:
-    """Run eq. 7: ``y = u_1(x)``, ``x = u_2(y)``; ``second`` has its roles exchanged, as its step is in x.
+    """Minimise two functions in turn (eq. 7), ``y = u_1(x)``, then ``x = u_2(y)``; return the initial x and each new one.
 
     Args:
-        first: f_1, minimised in y.
-        second: f_2, minimised in x.
+        first: f_1, minimised in y for a given x.
+        second: f_2, minimised in x for a given y. As :func:`minimiser` minimises in the second variable, its x and y
+            are exchanged.
         x: The initial x.
-        steps: Number of steps.
+        steps: Number of steps, each of two minimisations.
     """
     points = [x]
     for _ in range(steps):
@@ -128,14 +134,14 @@ def alternate_coupled(
 
 
 def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, lipschitz: float) -> Coupled:
-    """Draw random maps of norm 1 and choose the decay that gives :attr:`Coupled.lipschitz`.
+    """Draw a function with random matrices of norm 1, and with the decay that gives it the wanted Lipschitz constant.
 
     Args:
         rng: Source of the draws.
         left: Entries of x.
         right: Entries of y.
         meeting: Entries of A(x) and B(y).
-        lipschitz: The wanted constant of eq. 14.
+        lipschitz: The wanted :attr:`Coupled.lipschitz`, the bound on the minimiser's Lipschitz constant.
     """
 
     def draw_map(rows: int, columns: int) -> Matrix:
@@ -150,7 +156,7 @@ def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, 
     }
     without_decay = Coupled(**maps, decay=0.0)
     modulus = without_decay.left_lipschitz * without_decay.right_lipschitz / lipschitz  # mu, by eq. 14
-    return Coupled(**maps, decay=without_decay.bend + modulus)
+    return Coupled(**maps, decay=without_decay.max_negative_curvature + modulus)
 
 
 def _spectral_norm(matrix: Matrix) -> float:
@@ -176,7 +182,7 @@ class CoupledSettings:
 
 
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
-    """Yield the curve of each instance, a pair of functions with one function per step.
+    """Yield the curve of each Lipschitz constant and instance, where an instance is a random pair of functions.
 
     Args:
         seed: Seed of the random streams.
@@ -200,9 +206,11 @@ def coupled_curve(
     settings: CoupledSettings,
     rng: np.random.Generator,
 ) -> Curve:
-    """Run eq. 7 and compare its steps, and the quotients of random pairs, with their bounds.
+    """Minimise two functions in turn (eq. 7), and check Propositions 1 and 2 of the earlier version.
 
-    The residual is the distance of x from the fixed point.
+    Proposition 1 bounds the Lipschitz constant of a minimiser, here measured on random pairs of points. Proposition 2
+    bounds the factor by which the distance of x from the fixed point shrinks in one step. The curve's residual is that
+    distance.
 
     Args:
         scheme: Name of the scheme.
@@ -234,7 +242,7 @@ def coupled_curve(
 
 
 def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random.Generator) -> float:
-    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs.
+    """Return the largest ``|u(x) - u(x')| / |x - x'|`` of random pairs, an estimate of the Lipschitz constant of u.
 
     Every second pair is close together, where the quotient approaches the local slope of u.
 
@@ -286,30 +294,33 @@ class Quadratic:
 
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
     """Return ``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12)."""
-    away = experts - valid.centre[: valid.experts_size]
-    return valid.centre[valid.experts_size :] - linalg.solve(
-        valid.router_block, valid.cross_block @ away, assume_a="pos"
-    )
+    experts_centre, router_centre = np.split(valid.centre, [valid.experts_size])
+    pull = valid.cross_block @ (experts - experts_centre)
+    return router_centre - linalg.solve(valid.router_block, pull, assume_a="pos")
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
     """Return ``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12)."""
-    away = router - train.centre[train.experts_size :]
-    return train.centre[: train.experts_size] - linalg.solve(
-        train.experts_block, train.cross_block.T @ away, assume_a="pos"
-    )
+    experts_centre, router_centre = np.split(train.centre, [train.experts_size])
+    pull = train.cross_block.T @ (router - router_centre)
+    return experts_centre - linalg.solve(train.experts_block, pull, assume_a="pos")
 
 
 def alternate(
     valid: Quadratic, train: Quadratic, experts: Float[np.ndarray, " experts"], steps: int
 ) -> tuple[Float[np.ndarray, "steps_and_start experts"], Float[np.ndarray, "steps router"]]:
-    """Run eq. 12 from given experts; return ``Theta_0 .. Theta_steps`` and ``Phi_1 .. Phi_steps`` (no ``Phi_0``).
+    """Minimise by router and by experts in turn (eq. 12), from given experts.
+
+    In each step the router minimises the validation objective, then the experts minimise the training objective.
 
     Args:
         valid: The validation objective.
         train: The training objective.
         experts: The initial experts.
         steps: Number of steps.
+
+    Returns:
+        Experts ``Theta_0 .. Theta_steps`` and routers ``Phi_1 .. Phi_steps``; there is no ``Phi_0``.
     """
     thetas, phis = [experts], []
     for _ in range(steps):
@@ -319,7 +330,10 @@ def alternate(
 
 
 def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
-    """Return the linear part of ``T = u_2 u_1`` (eq. 18): ``A^-1 C^T B^-1 C``, A and C^T of train, B and C of valid."""
+    """Return the matrix of one whole step from experts to experts, ``T = u_2 u_1`` without its constant part (eq. 18).
+
+    It is ``A^-1 C^T B^-1 C`` with A and C^T of the training objective and B and C of the validation objective.
+    """
     inner = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
     return linalg.solve(train.experts_block, train.cross_block.T @ inner, assume_a="pos")
 
@@ -327,10 +341,11 @@ def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "expert
 def fixed_point(
     valid: Quadratic, train: Quadratic
 ) -> tuple[Float[np.ndarray, " experts"], Float[np.ndarray, " router"]]:
-    """Return the point of Assumption 1 (eq. 5, 15): ``Theta = T(Theta)``, ``Phi = u_1(Theta)``, so ``Phi = P(Phi)``.
+    """Return experts and router that a step of eq. 12 does not change (Assumption 1, eq. 5 and 15).
 
-    A contraction always has one, so where Theorem F.1 applies, Assumption 1 asks for nothing more. It is the common
-    minimiser where both functions have the same; otherwise it minimises neither, unlike the text below eq. 5 says.
+    The experts solve ``Theta = T(Theta)`` with ``T = u_2 u_1``, and the router is ``u_1(Theta)``. A contraction always
+    has such a point, so where Theorem F.1 applies, Assumption 1 asks for nothing more. If both objectives have the same
+    minimiser, the point is that minimiser. Otherwise it minimises neither, contrary to the text below eq. 5.
 
     Args:
         valid: The validation objective.
@@ -361,7 +376,7 @@ class QuadraticConstants:
 
     @property
     def rate(self) -> float:
-        """Theorem F.1: ``lambda_1 lambda_2``, a bound on each step's contraction; it says nothing from 1 on.
+        """Bound ``lambda_1 lambda_2`` of Theorem F.1 on the factor by which a step shrinks distances; of use below 1.
 
         With one function for both steps this is the spectral radius of T, so it cannot be improved.
         """
@@ -369,11 +384,11 @@ class QuadraticConstants:
 
     @property
     def example_rate(self) -> float | None:
-        """Example 1: ``(L - mu) / L``, for one function only.
+        """Bound ``(L - mu) / L`` of Example 1 on a step's contraction; None if the two objectives differ.
 
         The paper states it for the spectral norm, by ``|A^-1 M| = |A^-1/2 M A^-1/2|``. These two matrices are similar,
         so they share eigenvalues, not norms. The bound holds in the norm ``|Theta|_A``, in which the right-hand side is
-        the norm of T, and for the spectral radius; a Euclidean step may even expand.
+        the norm of T, and for the spectral radius. In the Euclidean norm a step may even expand.
         """
         return 1 - self.smallest / self.largest if self.same_function else None
 
@@ -384,10 +399,11 @@ class QuadraticConstants:
 
 
 def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
-    """Return the constants of Theorem F.1 from the two Hessians.
+    """Return the constants of Theorem F.1 and Example 1 from the two Hessians.
 
-    In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike for the other operator. The product of
-    the Euclidean constants can exceed 1 where the product in energy norms is far below.
+    lambda_1 is the norm of ``B^-1 C``, which maps a change of the experts to that of the best router; lambda_2 is that
+    of the map back. In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike for the other map. The
+    product of the Euclidean constants can exceed 1 where the product in energy norms is far below.
 
     Args:
         valid: The validation objective, which the router minimises.
@@ -411,7 +427,7 @@ def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
 def energy_norms(
     rows: Float[np.ndarray, "rows size"], curvature: Float[np.ndarray, "size size"]
 ) -> Float[np.ndarray, " rows"]:
-    """Return ``sqrt(<A x, x>)`` of each row x."""
+    """Return the norm ``sqrt(<A x, x>)`` of each row x, with A a positive definite ``curvature``."""
     return np.sqrt(np.einsum("ki,ij,kj->k", rows, curvature, rows))
 
 
@@ -425,7 +441,7 @@ def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int
         condition: The largest eigenvalue.
     """
     size = experts_size + router_size
-    # The smallest and the largest eigenvalue are exactly 1 and ``condition``.
+    # Exponents 0 and 1 make the smallest eigenvalue exactly 1 and the largest exactly ``condition``.
     exponents = np.concatenate([[0.0, 1.0], rng.uniform(size=size - 2)])
     basis, _ = np.linalg.qr(rng.standard_normal((size, size)))
     hessian = (basis * condition**exponents) @ basis.T
