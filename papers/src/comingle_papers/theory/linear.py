@@ -320,7 +320,7 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 def minimum(problem: LinearProblem, near: Point) -> Point:
     """Return the minimum of eq. 25 to machine precision, from a point near it.
 
-    First up to 500 more steps of eq. 28, then root finding on the gradient of ``min_Lambda F`` in (Theta, Phi), which is
+    First up to 500 more steps of eq. 28, then root finding on the gradient of ``min_Lambda F`` in (Theta, Phi). That is
     the gradient of F at the best shares. If F is strongly convex the point is its only minimiser; otherwise it is a
     stationary point to which the steps converge.
 
@@ -577,12 +577,12 @@ class LinearConstants:
 
     @property
     def theorem_rate(self) -> float | None:
-        """Factor ``(1 - mu / L)^2`` by which a step shrinks ``F - F*`` at least (Theorem F.2); None if unproved."""
+        """Bound ``(1 - mu / L)^2`` on the factor by which a step shrinks ``F - F*`` (Theorem F.2); None if unproved."""
         return (1 - self.modulus / self.smoothness) ** 2 if self.modulus > 0 else None
 
     @property
     def block_rate(self) -> float | None:
-        """Factor by which a step shrinks ``F - F*`` at least, from each block's own constants; None if unproved.
+        """Bound on the factor by which a step shrinks ``F - F*``, from each block's own constants; None if unproved.
 
         It is ``(1 - m_Y / L_Y) (1 - m_X / L_X)``, without the second factor if m_X is not positive.
         """
@@ -676,7 +676,7 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 def local_rate(problem: LinearProblem, solution: Point) -> float:
     """Return the factor by which one step of eq. 28 shrinks ``F - F*`` close to a solution.
 
-    By Example 2 distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the Hessian at the solution
+    By Example 2 distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the solution's Hessian
     (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by ``r^2``.
 
     Args:

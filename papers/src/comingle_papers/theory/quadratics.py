@@ -118,7 +118,7 @@ def minimiser(problem: Coupled, x: Left) -> Right:
 def alternate_coupled(
     first: Coupled, second: Coupled, x: Left, steps: int
 ) -> Float[np.ndarray, "steps_and_start left"]:
-    """Minimise two functions in turn (eq. 7), ``y = u_1(x)``, then ``x = u_2(y)``; return the initial x and each new one.
+    """Minimise two functions in turn (eq. 7), ``y = u_1(x)``, then ``x = u_2(y)``; return the initial and each new x.
 
     Args:
         first: f_1, minimised in y for a given x.
