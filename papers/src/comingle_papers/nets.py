@@ -83,7 +83,10 @@ class Residual(nn.Module):
         self.body, self.shortcut = body, shortcut
 
     def forward(self, x: Float[Tensor, "n c_in h w"]) -> Float[Tensor, "n c_out h_out w_out"]:
-        """Add out of place: under ``vmap`` one of the two may be stacked over users where the other is not."""
+        """Return ``relu(body(x) + shortcut(x))``.
+
+        The sum is not in place: under ``vmap`` one of the two may have a dimension of users that the other lacks.
+        """
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -101,7 +104,7 @@ class Average(nn.Module):
 
 
 def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch") -> nn.Module:
-    """Return a net of :data:`STAGES` with :data:`NORMS`; its last layer is named ``head``.
+    """Return a ResNet of four stages for small images, as in the module's docstring; its last layer is named ``head``.
 
     Args:
         layers: A key of :data:`STAGES`.
@@ -167,9 +170,10 @@ _VGG_CHANNELS = (16, 32, 64, 128, 512)
 
 
 def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
-    """Return an MLP with batch norm between the first layer and its activation, as in the true model (appendix F.2).
+    """Return an MLP with batch norm between the hidden layer and its activation, for FLoRAL's task "mlp-norm".
 
-    The public code normalises after the activation.
+    The model that generates the task's targets normalises at the same place (appendix F.2); the paper's public code
+    normalises after the activation.
     """
     (inputs,) = require_shape(input_shape, "mlp-norm", 1)
     hidden = 2 * inputs
@@ -183,9 +187,10 @@ def mnist(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
-    """Return a net of two convolutions without padding and one hidden layer.
+    """Return FLoRAL's net for CIFAR-10: two convolutions without padding, each with max-pooling, and one hidden layer.
 
-    Sides are 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64.
+    Images of 32 x 32 become maps of 28 (convolution), 14 (pooling), 12 and 4, so the hidden layer of 64 units gets
+    64 * 4 * 4 = 1024 features.
 
     Args:
         input_shape: Channels, height and width of the images.
@@ -213,7 +218,7 @@ def _cifar10_side(side: int) -> int:
 
 
 def vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
-    """Return a net of five 3 x 3 convolutions and three linear layers, 512-512-classes.
+    """Return FLoRAL's VGG-8: five 3 x 3 convolutions and three linear layers of 512, 512 and ``outputs`` units.
 
     Max-pooling follows each convolution; dropout precedes each linear layer but the last. The net is expressive enough
     for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5). Convolutions start at N(0, 2 / (k k c_out)) with

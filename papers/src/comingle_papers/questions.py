@@ -36,7 +36,7 @@ from comingle.config.settings import (
     plain_name,
     steps_of,
 )
-from comingle.data.conversations.encoding import Question, UserAnswers, build_answers, check_answers, encode
+from comingle.data.conversations.encoding import Answers, Question, UserAnswers, build_answers, check_answers, encode
 from comingle.data.row_files import BadRows, Row, read_json
 from comingle.data.streaming import Rows
 from comingle.data.text.reading import LanguageReader
@@ -57,13 +57,13 @@ COLUMNS = {"xnli": ("premise", "hypothesis", "label"), "xquad": ("id", "context"
 """Columns read from each set's rows on the hub."""
 
 
-def ask(instruction: str, text: str) -> str:
+def build_prompt(instruction: str, text: str) -> str:
     """Return the prompt for an instruction about a text."""
     return f"### Instruction:\n{instruction}\n\n### Input:\n{text}\n\n### Response:\n"
 
 
 def _xnli_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """Yield the id and the question of a row of XNLI; its label is a word or a number.
+    """Yield id, prompt and answer of the question in a row of XNLI; the answer is the label, a word or a number.
 
     Args:
         row: A row with id, premise, hypothesis and label.
@@ -78,11 +78,11 @@ def _xnli_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]
     if label not in LABELS:
         raise ValueError(f"label is {reprlib.repr(label)}; allowed: {', '.join(LABELS)}, or their numbers 0 to 2")
     text = f"Premise: {_read_text(row, 'premise')}\nHypothesis: {_read_text(row, 'hypothesis')}"
-    yield _read_id(row), Question(prompt=ask(instruction, text), answer=label)
+    yield _read_id(row), Question(prompt=build_prompt(instruction, text), answer=label)
 
 
 def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """Yield the id and the question of each question of a row of XQuAD.
+    """Yield id, prompt and answer of each question in a row of XQuAD.
 
     Args:
         row: One question with SQuAD's columns, or a paragraph with all its questions under ``qas``.
@@ -96,13 +96,15 @@ def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question
         raise ValueError(f"qas is {reprlib.repr(questions)}; allowed: a list of questions")
     for question in questions:
         text = f"Text: {_read_text(row, 'context')}\nQuestion: {_read_text(question, 'question')}"
-        has_answer = "answer" in question
-        answer = _read_text(question if has_answer else {"answer": _first_answer(question.get("answers"))}, "answer")
-        yield _read_id(question), Question(prompt=ask(instruction, text), answer=answer)
+        if "answer" in question:
+            answer = _read_text(question, "answer")
+        else:
+            answer = _read_text({"answer": _first_answer(question.get("answers"))}, "answer")
+        yield _read_id(question), Question(prompt=build_prompt(instruction, text), answer=answer)
 
 
 def _first_answer(answers: object) -> object:
-    """Return the first answer of SQuAD's ``{"text": [...]}``."""
+    """Return the first of SQuAD's accepted answers ``{"text": [...]}``; None if there is none."""
     texts = answers.get("text") if isinstance(answers, dict) else None
     return texts[0] if isinstance(texts, list) and texts else None
 
@@ -119,7 +121,7 @@ def _read_id(row: Row) -> str:
 
 
 def _read_text(row: Row, key: str) -> str:
-    """Return the text in a column; refuse an empty answer, since loss and metrics are computed on answers.
+    """Return the text in a column of a row; raise an error for a blank answer, as losses are computed on answers.
 
     Args:
         row: A row of a file or of the hub.
@@ -153,7 +155,11 @@ Parts = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionSet:
-    """A set of questions; without ``test`` all others are test questions. ``config`` names a language on the hub."""
+    """A set of questions and its published settings.
+
+    ``train`` and ``test`` are numbers of questions; without ``test`` all questions that are left are for testing.
+    ``labels`` says whether answers are labels. ``config`` is the pattern of a language's configuration on the hub.
+    """
 
     languages: tuple[str, ...]
     instruction: str
@@ -187,7 +193,7 @@ QUESTIONS = {
 
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the wanted languages of a set, or all that it has.
+    """Return the wanted languages, or all languages of the set; each is one user.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -217,8 +223,8 @@ def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
 
 def draw_parts(
     name: str,
-    wanted: Sequence[str],
-    short: Sequence[bool],
+    languages: Sequence[str],
+    is_short: Sequence[bool],
     *,
     context: int,
     seed: int,
@@ -226,12 +232,12 @@ def draw_parts(
     valid: int,
     test: int | None,
 ) -> Parts:
-    """Draw the train, valid and test questions among those that are ``short`` enough in all languages.
+    """Draw the train, valid and test questions, the same for all languages, among those that fit the context.
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        wanted: The languages.
-        short: For each question, whether it fits the context in all languages.
+        languages: The languages, for messages.
+        is_short: For each question, whether it fits the context in all languages.
         context: Length of the context in tokens.
         seed: Seed of the draw.
         train: Questions to train on; None for the published number.
@@ -244,16 +250,18 @@ def draw_parts(
     Raises:
         DataError: There are too few questions.
     """
-    if not short:
-        raise DataError(f"{name}: no question occurs in all of {', '.join(wanted)}; allowed: one id in all languages")
-    num_short, num_all = sum(short), len(short)
+    if not is_short:
+        raise DataError(
+            f"{name}: no question occurs in all of {', '.join(languages)}; allowed: one id in all languages"
+        )
+    num_short, num_all = sum(is_short), len(is_short)
     if num_short < num_all:
         logger.info("%s: %d of %d questions are longer than %d tokens", name, num_all - num_short, num_all, context)
     setting = QUESTIONS[name]
     train, test = train or setting.train, test or setting.test
-    _check_counts(name, wanted, num_short, num_all, context, train, valid, test)
+    _check_counts(name, languages, num_short, num_all, context, train, valid, test)
     order = torch.randperm(num_short, generator=generator(seed, "questions", name))
-    short_numbers = [number for number, fits in enumerate(short) if fits]
+    short_numbers = [number for number, fits in enumerate(is_short) if fits]
     shuffled = [short_numbers[position] for position in order.tolist()]
     train_end, valid_end = train, train + valid
     test_end = len(shuffled) if test is None else valid_end + test
@@ -262,7 +270,7 @@ def draw_parts(
 
 def _check_counts(
     name: str,
-    wanted: Sequence[str],
+    languages: Sequence[str],
     num_short: int,
     num_all: int,
     context: int,
@@ -274,7 +282,7 @@ def _check_counts(
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        wanted: The languages.
+        languages: The languages, for the message.
         num_short: Number of questions that fit the context in all languages.
         num_all: Number of all questions.
         context: Length of the context in tokens.
@@ -290,7 +298,7 @@ def _check_counts(
         test_count = "the rest" if test is None else test
         raise DataError(
             f"{name}: {num_short} of {num_all} questions have at most {context} tokens (training.context) in each of "
-            f"{', '.join(wanted)}; train {train}, valid {valid} and test {test_count} need {needed}"
+            f"{', '.join(languages)}; train {train}, valid {valid} and test {test_count} need {needed}"
         )
 
 
@@ -303,32 +311,37 @@ def user_of(
     *,
     train_on_prompts: bool,
 ) -> UserAnswers:
-    """Return the user of a language, with the questions of each split.
+    """Return the user of a language, with the questions of each split as padded windows of tokens.
 
     Args:
         name: A key of :data:`QUESTIONS`.
         language: The language.
-        encoded: Encoded questions by index; those of ``parts`` suffice.
+        encoded: Encoded questions by index, at least those of ``parts``.
         parts: The indices of the questions of each split.
         tokenizer: The tokenizer of the base model.
-        train_on_prompts: Whether the loss includes the prompts.
+        train_on_prompts: Whether the training loss includes the prompts; the evaluation loss never does.
     """
     measures = MEASURES if QUESTIONS[name].labels else MEASURES[1:]  # accuracy needs labels
     end = cast(int, tokenizer.eos_token_id)
-    chosen = [[encoded[number] for number in part] for part in parts]
-    longest = max(question.longest for part in chosen for question in part)
-    train, valid, test = (
-        build_answers(part, limit=longest, prompts=train_on_prompts and i == 0, measures=measures, ends=(end,))
-        for i, part in enumerate(chosen)
+    train, valid, test = ([encoded[number] for number in part] for part in parts)
+    longest = max(question.longest for part in (train, valid, test) for question in part)
+
+    def as_windows(part: Sequence[Encoded], *, prompts: bool = False) -> Answers:
+        return build_answers(part, limit=longest, prompts=prompts, measures=measures, ends=(end,))
+
+    return UserAnswers(
+        name=language,
+        train=as_windows(train, prompts=train_on_prompts),
+        valid=as_windows(valid),
+        test=as_windows(test),
     )
-    return UserAnswers(name=language, train=train, valid=valid, test=test)
 
 
 # -------------------------------------------------------------------- reading
 
 
 def find_source(name: str, path: str | Path | None) -> Path | str:
-    """Return the file of a set, or its name on the hub.
+    """Return where to read a set of questions: a file, or a name on the hub.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -353,7 +366,7 @@ def iterate_questions(
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        path: As in :func:`stream_select_questions`.
+        path: As in :func:`stream_questions`.
         languages: The languages to read.
 
     Raises:
@@ -407,7 +420,7 @@ def _find_file(name: str, path: Path) -> Path:
 def _read_hub_rows(
     name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the hub's rows of each language, with the columns of local files, and the place of each for error messages.
+    """Yield the hub's rows of each language with the columns of local files, each with its place for error messages.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -472,7 +485,7 @@ class QuestionsDataSection(DataSection):
     }
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the section with the questions' folder resolved from ``anchor``."""
+        """Return the key ``questions`` after applying ``anchor`` to its path."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
         if (path := content["questions"].get("path")) is not None:
             content["questions"]["path"] = anchor(path)
@@ -496,10 +509,10 @@ def stream_questions(
     valid: int,
     test: int | None,
 ) -> Generator[EncodedLanguage, None, None]:
-    """Yield the questions of one language after another, encoded.
+    """Draw the questions of each split, and yield them encoded, one language after another.
 
     Languages are read twice: first to find the questions that are short enough in all of them, then to encode those
-    that are used.
+    that are drawn.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -508,11 +521,11 @@ def stream_questions(
         tokenizer_of_base: Loads the tokenizer; called once all questions were read.
         context: Largest number of tokens of a question with its answer.
         seed: Seed of the draw of the splits.
-        path: A file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; without it
-            ``$COMINGLE_DATA/NAME`` where there is one, else the hub.
-        train: Questions of a user to train on; without it as published, as for ``test``.
+        path: A file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; None for
+            ``$COMINGLE_DATA/NAME`` if it exists, else the hub.
+        train: Questions of a user to train on; None for the published number.
         valid: Questions to validate on; the paper does not say how many.
-        test: Questions to test on.
+        test: Questions to test on; None for the published number.
 
     Raises:
         DataError: unreadable rows, or too few questions that are short enough.
@@ -526,11 +539,11 @@ def stream_questions(
 
     rows.fill(read_and_note_keys(), pack=_pack_question, unpack=_unpack_question)
     keys, tokenizer = shared_keys(by_language), tokenizer_of_base()
-    short = [True] * len(keys)
+    is_short = [True] * len(keys)
     for _, groups in rows.groups(languages):
         encoded = encode(_select_questions(groups, keys), tokenizer)
-        short = [fits and len(question) <= context for fits, question in zip(short, encoded, strict=True)]
-    parts = draw_parts(name, languages, short, context=context, seed=seed, train=train, valid=valid, test=test)
+        is_short = [fits and len(question) <= context for fits, question in zip(is_short, encoded, strict=True)]
+    parts = draw_parts(name, languages, is_short, context=context, seed=seed, train=train, valid=valid, test=test)
     numbers = sorted(number for part in parts for number in part)
     used_keys = [keys[number] for number in numbers]
     for language, groups in rows.groups(languages):
@@ -545,7 +558,7 @@ def _pack_question(content: tuple[str, Question]) -> bytes:
 
 
 def _unpack_question(content: bytes) -> tuple[str, Question]:
-    """Parse what :func:`_pack_question` made."""
+    """Return the id and question that :func:`_pack_question` serialised."""
     key, prompt, answer = json.loads(content)
     return key, Question(prompt=prompt, answer=answer)
 
@@ -568,28 +581,36 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         self, data: DataSection, seed: int, load_base: Callable[[], Base], *, context: int, validates: bool
     ) -> None:
         super().__init__(data, seed, load_base, context=context, validates=validates)
-        self.asked = cast(QuestionsDataSection, data).questions
-        self.languages = choose_languages(self.asked.name, self.asked.languages)
+        self.section = cast(QuestionsDataSection, data).questions
+        self.languages = choose_languages(self.section.name, self.section.languages)
 
     def sources(self) -> list[str]:
         """Return the file, or the name on the hub."""
-        return [str(find_source(self.asked.name, self.asked.path))]
+        return [str(find_source(self.section.name, self.section.path))]
 
     def read(self, rows: Rows) -> Generator[EncodedLanguage, None, None]:
         """Yield the selected questions of each language, encoded."""
-        asked = self.asked
-        counts: dict[str, Any] = {"train": asked.train, "valid": asked.valid, "test": asked.test, "path": asked.path}
-        more = {"context": self.context, "seed": self.seed, **counts}
-        return stream_questions(asked.name, self.languages, rows, lambda: self.tokenizer, **more)
+        return stream_questions(
+            self.section.name,
+            self.languages,
+            rows,
+            lambda: self.tokenizer,
+            context=self.context,
+            seed=self.seed,
+            path=self.section.path,
+            train=self.section.train,
+            valid=self.section.valid,
+            test=self.section.test,
+        )
 
     def encode(self, read: EncodedLanguage) -> UserAnswers:
-        """Return the questions as windows."""
+        """Return the user of a language, with its questions as padded windows of tokens."""
         language, encoded, parts = read
-        prompts = self.asked.train_on_prompts
-        return user_of(self.asked.name, language, encoded, parts, self.tokenizer, train_on_prompts=prompts)
+        on_prompts = self.section.train_on_prompts
+        return user_of(self.section.name, language, encoded, parts, self.tokenizer, train_on_prompts=on_prompts)
 
     def inspect(self, read: EncodedLanguage, user: UserAnswers) -> None:
-        """Check that a user has the validation questions that it needs, and that no token lacks a row."""
+        """Check that a user has the validation questions that it needs, and that each token has an embedding row."""
         check_answers(user, needs_validation=self.validates)
         super().inspect(read, user)
 
@@ -617,18 +638,22 @@ class QuestionsKind(AnswersKind):
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Return the languages: each is one user."""
-        asked = section(recipe)
-        return choose_languages(asked.name, asked.languages)
+        questions = section(recipe)
+        return choose_languages(questions.name, questions.languages)
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Replace questions by text as long as the context, with as many steps as there are batches of questions.
 
-        This is an upper bound of the cost: a batch is as wide as its longest question, which only the questions' tokens
-        determine, and none is wider than the context.
+        Costs are then counted without reading the questions. This gives an upper bound: a batch is as wide as its
+        longest question, and none is wider than the context.
+
+        Returns:
+            The recipes, the names of users that would be left out (none), and a note for the reader.
         """
-        asked = section(recipes[0])
-        counts = dict.fromkeys(self.names_of(recipes[0]), asked.train or QUESTIONS[asked.name].train)
-        return [as_steps(recipe, counts) for recipe in recipes], set(), NOTE
+        questions = section(recipes[0])
+        num_train = questions.train or QUESTIONS[questions.name].train
+        num_train_of_users = dict.fromkeys(self.names_of(recipes[0]), num_train)
+        return [as_steps(recipe, num_train_of_users) for recipe in recipes], set(), NOTE
 
 
 def section(recipe: Recipe) -> QuestionsSection:

@@ -18,13 +18,13 @@ from comingle.utils.errors import RecipeError
 def published_recipes() -> Path:
     """Return the folder with one folder of recipes per paper."""
     installed = Path(__file__).parent / "shipped_recipes"
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"  # in a source checkout
 
 
 def published_runs() -> dict[str, Path]:
-    """Return the archives of finished runs that come with comingle, by name, as ``comigs-cpu``."""
+    """Return the archives of finished runs that come with comingle, by name, such as ``comigs-cpu``."""
     installed = Path(__file__).parent / "shipped_measured"
-    folder = installed if installed.is_dir() else Path(__file__).parents[2] / "measured"
+    folder = installed if installed.is_dir() else Path(__file__).parents[2] / "measured"  # in a source checkout
     return {path.name.removesuffix(RUNS_SUFFIX): path for path in sorted(folder.glob(f"*{RUNS_SUFFIX}"))}
 
 

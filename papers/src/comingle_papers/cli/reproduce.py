@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """Yield the outcomes of the runs as they end, run one after another or several at a time.
+    """Run cells, one after another or several at a time, and yield the outcome of each when it has ended.
 
     Args:
         cells: The cells to run.
@@ -58,7 +58,11 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
     from comingle_papers.reproduce.runner import results, scores
     from comingle_papers.reproduce.tables import build_table
 
-    failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
+    failed = [
+        f"{outcome.cell.column}, {outcome.cell.row}: {outcome.diverged}"
+        for outcome in outcomes.values()
+        if outcome.diverged
+    ]
     metric, cells = planned.experiment.metric, planned.cells
     results_by_user = results(outcomes, cells, metric)
     return build_table(
@@ -116,7 +120,7 @@ def check_measured(
     force: bool,
     quiet: bool,
 ) -> None:
-    """Run some of an archive's runs here, and print both results of each.
+    """Repeat some of an archive's runs on this machine, and print the archived and the new result of each.
 
     Args:
         path: The archive.
@@ -322,7 +326,7 @@ def _run_plan(
 
 
 def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
-    """Count a table of costs, print it and write it to files; nothing is trained.
+    """Compute a published table of costs (parameters, memory, FLOPs), print it and write it; nothing is trained.
 
     Args:
         planned: The plan of a table of kind ``cost``.
@@ -347,10 +351,10 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
 
 
 def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
-    """Return the cells that remain to run.
+    """Return the cells without an outcome that have to be trained, for an estimate of the time left.
 
     Args:
-        cells: Cells that differ in what they compute.
+        cells: All cells of the plan, without duplicates.
         outcomes: The outcomes so far, by run name.
         out: The folder that contains ``runs``.
         force: Whether finished runs are run again.

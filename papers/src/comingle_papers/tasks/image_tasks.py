@@ -211,15 +211,15 @@ def flip_some(
     probability: float = 0.5,
     vertically: Sequence[bool] | None = None,
 ) -> Float[Tensor, "n c h w"]:
-    """Flip each image at random, left to right, or top to bottom where ``vertically`` is true.
+    """Flip each image with some probability, left to right, or top to bottom where ``vertically`` is true.
 
-    Flipping an image vertically after a rotation by 90 degrees equals flipping it horizontally before.
+    For an image that is rotated by 90 degrees, a flip top to bottom equals a flip left to right before the rotation.
 
     Args:
         images: The images.
         generator: Source of the draws.
         probability: Probability of a flip.
-        vertically: For each image, whether to flip it top to bottom.
+        vertically: For each image, whether to flip it top to bottom; None for none.
     """
     draws = torch.rand(len(images), generator=generator, device=generator.device)
     mirrored = images.flip(-1)
@@ -295,7 +295,7 @@ def make_shifted(
     shift: Shift | None,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """Return the users of a task with shifted images.
+    """Deal images out to users and shift them by cluster; user k is in cluster k mod ``clusters``.
 
     Args:
         name: The task.
@@ -304,7 +304,7 @@ def make_shifted(
         seed: Seed of the partition.
         users: Number of users.
         clusters: Number of clusters.
-        shift: The shift between clusters, if there is one.
+        shift: How clusters differ: by a rotation, or by labels that are moved. None if each has labels of its own.
         test_samples: Largest number of test images per user; None for no limit.
 
     Raises:
@@ -314,10 +314,10 @@ def make_shifted(
         raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image per split and user")
     dealt: dict[str, list[Samples]] = {}
     for split, images in images_of_split.items():
-        parts = _deal_evenly(
-            images.labels, users, clusters if shift is None else None, generator("task", name, seed, split)
-        )
-        parts = parts if split == "train" else [part[:test_samples] for part in parts]
+        stream = generator("task", name, seed, split)
+        parts = _deal_evenly(images.labels, users, clusters if shift is None else None, stream)
+        if split == "test":
+            parts = [part[:test_samples] for part in parts]
         dealt[split] = [
             _shifted_samples(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)
         ]
@@ -330,12 +330,13 @@ def make_shifted(
 def _deal_evenly(
     labels: Int64[Tensor, " n"], users: int, clusters: int | None, generator: torch.Generator
 ) -> list[Int64[Tensor, " _"]]:
-    """Deal images out evenly in random order.
+    """Deal images out to users evenly in random order, either all images or each cluster's own labels.
 
     Args:
         labels: The label of each image.
         users: Number of users; user k is in cluster k mod C.
-        clusters: Number of clusters C; images of label y go to users of cluster y mod C. None ignores labels.
+        clusters: Number of clusters C; images of label y go to users of cluster y mod C. None deals images of all
+            labels to all users.
         generator: Source of the order.
 
     Returns:
@@ -346,9 +347,9 @@ def _deal_evenly(
         return list(order.tensor_split(users))
     parts = [order[:0]] * users
     for cluster in range(clusters):
-        of_cluster = order[labels[order] % clusters == cluster]
-        members = range(cluster, users, clusters)
-        for user, part in zip(members, of_cluster.tensor_split(len(members)), strict=True):
+        cluster_images = order[labels[order] % clusters == cluster]
+        cluster_users = range(cluster, users, clusters)
+        for user, part in zip(cluster_users, cluster_images.tensor_split(len(cluster_users)), strict=True):
             parts[user] = part
     return parts
 
@@ -356,14 +357,14 @@ def _deal_evenly(
 def _shifted_samples(
     images: Images, part: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: Setting
 ) -> Samples:
-    """Return a user's normalised images and its labels, shifted as its cluster is.
+    """Return a user's normalised images and its labels, after its cluster's rotation or change of labels.
 
     Args:
         images: All images of the split.
         part: Indices of the user's images.
         cluster: The user's cluster.
         clusters: Number of clusters.
-        shift: The shift between clusters, if there is one.
+        shift: "rotate" by the cluster's share of 360 degrees, "labels" to add the cluster's number to labels; or None.
         setting: The task's defaults.
     """
     pixels, labels = images.as_floats(part), images.labels[part]
@@ -403,9 +404,7 @@ def make_skewed(
     fraction: float,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """Return the users of a task with skewed labels or domains, ordered by cluster or domain.
-
-    ``fraction`` is how many of their train images users keep, at least one of each label.
+    """Deal images out to users that differ in their labels or domain, and hold out each user's test images.
 
     Args:
         name: The task.
@@ -419,6 +418,9 @@ def make_skewed(
         fraction: Share of their train images that users keep, at least one of each label.
         test_samples: Largest number of test images per user; None for no limit.
 
+    Returns:
+        The users, ordered by cluster or domain, with empty validation splits.
+
     Raises:
         RecipeError: Numbers of users, clusters or labels do not fit.
         DataError: A user has no images, or too few of each label to hold any out.
@@ -426,7 +428,7 @@ def make_skewed(
     key: Key = (name, seed)
     groups, sizes, group_names = _group_images(setting, images, users, clusters, labels_per_cluster, key)
     parts = deal_images(groups, sizes, images.labels, alpha=alpha, key=key, names=group_names)
-    owners = [group for group, size in enumerate(sizes) for _ in range(size)]
+    group_of_user = [group for group, size in enumerate(sizes) for _ in range(size)]
     names = _user_names(images, sizes)
     users_with_samples = []
     for k, part in enumerate(parts):
@@ -437,7 +439,7 @@ def make_skewed(
                 train=_samples_at(images, train, setting),
                 valid=_samples_at(images, train[:0], setting),
                 test=_samples_at(images, test[:test_samples], setting),
-                cluster=None if setting.partition == "personal" else owners[k],
+                cluster=None if setting.partition == "personal" else group_of_user[k],
             )
         )
     return tuple(users_with_samples)
@@ -446,7 +448,7 @@ def make_skewed(
 def _group_images(
     setting: Setting, images: Images, users: int, clusters: int, labels_per_cluster: int | None, key: Key
 ) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
-    """Group images by cluster or domain, as each group is dealt out to users of its own.
+    """Group images by cluster or domain; the images of a group will be dealt out to users of that group only.
 
     Args:
         setting: The task's defaults.
@@ -473,7 +475,7 @@ def _group_images(
 
 
 def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
-    """Group images by domain and share users out evenly; results are as of :func:`_group_images`.
+    """Group images by domain, with about the same number of users for each; results are as of :func:`_group_images`.
 
     Args:
         images: All images, with domains.
@@ -512,7 +514,7 @@ def _user_names(images: Images, sizes: Sequence[int]) -> list[str]:
 def _split_part(
     labels: Int64[Tensor, " n"], part: Int64[Tensor, " m"], fraction: float, name: str
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
-    """Split a user's images into train and test images, label by label, and reduce the train images.
+    """Split a user's images into train and test images, label by label, and keep a fraction of the train images.
 
     Args:
         labels: Labels of all images.
@@ -534,6 +536,7 @@ def _split_part(
         )
     train = part[kept]
     num_kept = max(REDUCED_MINIMUM, round(fraction * len(train)))
+    # Drop the others as if they were held out, which keeps the labels' proportions; a negative share drops none.
     reduced, _ = hold_out(labels[train], 1 - num_kept / len(train))
     return train[reduced], part[held_out]
 
@@ -547,6 +550,5 @@ def _samples_at(images: Images, indices: Int64[Tensor, " m"], setting: Setting) 
         setting: The task's defaults, with mean and deviation of each channel.
     """
     pixels = images.as_floats(indices)
-    return Samples(
-        inputs=normalise(pixels, *setting.colours) if setting.colours else pixels, targets=images.labels[indices]
-    )
+    inputs = normalise(pixels, *setting.colours) if setting.colours else pixels
+    return Samples(inputs=inputs, targets=images.labels[indices])

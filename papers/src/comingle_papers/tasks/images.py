@@ -45,7 +45,7 @@ from comingle.utils.seeds import derive, generator
 
 
 def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
-    """Move ``share`` of a user's train samples to validation, stratified by label except in regressions.
+    """Move a share of a user's train samples to its validation split, stratified by label except in regressions.
 
     Args:
         user: The user.
@@ -108,8 +108,8 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
     proportions = _PUBLISHED_SIZES if is_published else (1,) * clusters
     others = users - clusters
     wanted_others = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
-    fractional_sizes = [others * q / (sum(wanted_others) or 1) for q in wanted_others]
-    sizes = [int(q) for q in fractional_sizes]
+    fractional_sizes = [others * wanted / (sum(wanted_others) or 1) for wanted in wanted_others]
+    sizes = [int(size) for size in fractional_sizes]
     by_remainder = sorted(range(clusters), key=lambda c: sizes[c] - fractional_sizes[c])
     for cluster in by_remainder[: others - sum(sizes)]:
         sizes[cluster] += 1
@@ -117,15 +117,15 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
 
 
 def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key) -> list[list[int]]:
-    """Draw each cluster's labels, so that all labels are used and their numbers of uses differ by at most one.
+    """Draw each cluster's labels, so that each label is in at least one cluster.
 
-    Without ``per_cluster`` every label is in one cluster; with it, clusters overlap where labels are too few.
+    The numbers of clusters that two labels are in differ by at most one.
 
     Args:
         classes: Number of labels.
         clusters: Number of clusters.
-        per_cluster: Labels of each cluster; clusters overlap where there are too few. None puts every label into one
-            cluster.
+        per_cluster: Number of labels of each cluster; clusters share labels if there are too few. None puts every
+            label into exactly one cluster.
         key: Key of the random stream.
 
     Raises:
@@ -140,34 +140,38 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
     order = torch.randperm(classes, generator=generator(*key, "labels"))
     if per_cluster is None:
         return [sorted(part.tolist()) for part in order.tensor_split(clusters)]
-    uses = torch.zeros(classes, dtype=torch.int64)
+    num_clusters_of_label = torch.zeros(classes, dtype=torch.int64)
     labels_of_clusters = []
     for cluster in range(clusters):
         shuffled = torch.randperm(classes, generator=generator(*key, "labels", cluster))
-        of_cluster = shuffled[uses[shuffled].argsort(stable=True)[:per_cluster]]  # the least used, in random order
-        uses[of_cluster] += 1
-        labels_of_clusters.append(sorted(of_cluster.tolist()))
+        by_use = num_clusters_of_label[shuffled].argsort(stable=True)  # labels of equal use stay in random order
+        least_used = shuffled[by_use[:per_cluster]]
+        num_clusters_of_label[least_used] += 1
+        labels_of_clusters.append(sorted(least_used.tolist()))
     return labels_of_clusters
 
 
 def group_by_labels(
     labels: Int64[Tensor, " n"], chosen: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
 ) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of each cluster's images; clusters share a label's images in proportion to their users.
+    """Return the indices of each cluster's images, those of its labels.
+
+    Clusters that have a label in common get disjoint parts of its images, in proportion to their numbers of users.
 
     Args:
         labels: The label of each image.
         chosen: The labels of each cluster.
-        sizes: The users of each cluster.
+        sizes: The number of users of each cluster.
         key: Key of the random stream.
     """
     groups: list[list[Tensor]] = [[] for _ in chosen]
-    for label in range(max(max(labels_of_cluster) for labels_of_cluster in chosen) + 1):
-        holders = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
+    largest_label = max(max(labels_of_cluster) for labels_of_cluster in chosen)
+    for label in range(largest_label + 1):
+        clusters = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
         images = _shuffle((labels == label).nonzero().flatten(), *key, "label", label)
-        weights = torch.tensor([float(sizes[cluster]) for cluster in holders], dtype=torch.float64)
-        borders = (weights.cumsum(0) / weights.sum() * len(images)).round().long()
-        for cluster, part in zip(holders, images.tensor_split(borders[:-1]), strict=True):
+        num_users = torch.tensor([float(sizes[cluster]) for cluster in clusters], dtype=torch.float64)
+        borders = (num_users.cumsum(0) / num_users.sum() * len(images)).round().long()
+        for cluster, part in zip(clusters, images.tensor_split(borders[:-1]), strict=True):
             groups[cluster].append(part)
     return [torch.cat(parts) for parts in groups]
 
@@ -181,15 +185,15 @@ def deal_images(
     key: Key,
     names: Sequence[str] = (),
 ) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of each user's images, in random order.
+    """Deal each group's images out to its users; return the indices of each user's images, in random order.
 
     Args:
         groups: The indices of each group's images.
-        sizes: The users of each group.
+        sizes: The number of users of each group.
         labels: The label of each image.
         alpha: Concentration of the Dirichlet shares of each label; None deals evenly.
         key: Key of the random stream.
-        names: Names of the groups for error messages, where there are several.
+        names: Names of the groups for error messages; empty if there is a single group.
 
     Raises:
         DataError: A user gets no image, or Dirichlet shares cannot be drawn.
@@ -197,7 +201,7 @@ def deal_images(
     parts: list[Tensor] = []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         shuffled_group = _shuffle(group, *key, "group", number)
-        where = ", ".join([f"task {key[0]!r}", *names[number : number + 1]])  # without a name where names is empty
+        where = f"task {key[0]!r}" + (f", {names[number]}" if names else "")
         if len(shuffled_group) < size:
             got = f"{len(shuffled_group)} images for {size} user{'s' * (size > 1)}"
             raise DataError(f"{where}: {got}; allowed: at least one per user: more images, or fewer users")
@@ -219,9 +223,9 @@ def draw_dirichlet(
 ) -> list[Int64[Tensor, " _"]]:
     """Partition each label's samples among users by shares drawn from Dir(alpha), in random order for each user.
 
-    As in FedMerge's public code, users who have their average number of samples get no more, and the whole draw is
-    repeated until every user has at least as many samples as there are labels. Where that is more than a twentieth of
-    the average, which hardly any draw gives, a twentieth is enough; four samples are the minimum.
+    As in FedMerge's public code, a user that has the average number of samples gets no more, and the whole draw is
+    repeated until each user has enough samples. Enough are as many as there are labels, or a twentieth of the average
+    if that is fewer, as otherwise hardly any draw would do; but at least four.
 
     Args:
         labels: The label of each sample.
@@ -234,7 +238,7 @@ def draw_dirichlet(
         The indices of each user's samples.
 
     Raises:
-        DataError: ``flwr-datasets`` is missing, or some two hundred draws gave no such partition.
+        DataError: ``flwr-datasets`` is missing, or no draw of about two hundred gave each user enough samples.
     """
     partitioners = _import_partitioners()
     rows = {"label": labels.tolist(), "row": list(range(len(labels)))}
@@ -250,7 +254,7 @@ def draw_dirichlet(
         )
         partitioner.dataset = import_module("datasets").Dataset.from_dict(rows)
         parts = _load_partitions(partitioner, users)
-        # Shares of a tiny alpha may all be 0, and what the partitioner makes of that is no partition.
+        # With a tiny alpha all shares may be 0; the partitioner's result then lacks or repeats samples.
         if torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels))):
             return parts
     got = f"no draw of alpha={alpha} gives each of {users} users {min_samples} of {len(labels)} images"
@@ -258,9 +262,9 @@ def draw_dirichlet(
 
 
 def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of every user's samples.
+    """Return the indices of each user's samples; a single empty tensor if the partitioner gave up.
 
-    The result is one empty tensor where the partitioner gave up, as it does after eleven draws.
+    It gives up after eleven draws in which a user got too few samples.
 
     Args:
         partitioner: A partitioner of ``flwr-datasets`` with its data.
@@ -302,19 +306,19 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
         DataError: The source or split is unknown, a group has no known name, or rows cannot be read.
     """
     with open_splits(source, decoded=True) as splits:
-        for own_split, rows in splits:
-            if own_split == split:
+        for found_split, rows in splits:
+            if found_split == split:
                 assert not isinstance(rows, Table)
                 chosen = _choose_columns(rows.column_names, columns, source)
                 for batch in iterate_batches(rows.select_columns(chosen), source):
                     yield from zip(*(batch[name] for name in chosen), strict=True)
                 return
-        split_names = list_names(own_split for own_split, _ in splits)
+        split_names = list_names(found_split for found_split, _ in splits)
         raise DataError(f"{source}: no split {split!r}; found: {split_names}")
 
 
 def _choose_columns(existing: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
-    """Return of each group of alternative column names the first that exists.
+    """Return one column for each group of alternative column names: the first name that the data set has.
 
     Args:
         existing: Names of the columns of the data set.
@@ -336,7 +340,10 @@ _IDX_BYTES = 0x08
 
 
 def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
-    """Read an IDX file of unsigned bytes: two zero bytes, the type, the number of axes, their lengths, the values.
+    """Read an IDX file of unsigned bytes, the format of MNIST's original files.
+
+    It consists of two zero bytes, a byte for the type, one for the number of axes, the axes' lengths as big-endian
+    uint32, and the values.
 
     Raises:
         DataError: The file is missing, is not an IDX file of bytes, or has more or fewer values than its lengths say.
@@ -546,7 +553,8 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
 
 def _find_domain_file(folder: Path, name: str) -> Path | None:
     """Return the npz file of a data set in domains, the first of its possible names; None if there is none."""
-    return next((path for side in _DOMAIN_SIDES if (path := folder / f"{name}{side}.npz").is_file()), None)
+    candidates = (folder / f"{name}{side}.npz" for side in _DOMAIN_SIDES)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def has_images(name: str, folder: Path) -> bool:
@@ -593,7 +601,10 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
 
 
 def _idx_stems(name: str, split: str, kind: str) -> list[str]:
-    """Return comingle's file name and MNIST's original ones, with and without the dot that some copies have.
+    """Return the possible names of an IDX file without its compression's suffix.
+
+    They are comingle's own name and, for MNIST, the original one, ``train-images-idx3-ubyte``; some copies of it have a
+    dot instead of the second hyphen.
 
     Args:
         name: The data set.
@@ -603,12 +614,12 @@ def _idx_stems(name: str, split: str, kind: str) -> list[str]:
     stems = [f"{name}-{split}-{kind}-ubyte"]
     if name == "mnist":
         axes = 3 if kind == "images" else 1
-        stems += [f"{_SPLITS[split]}-{kind}{mark}idx{axes}-ubyte" for mark in "-."]
+        stems += [f"{_SPLITS[split]}-{kind}{separator}idx{axes}-ubyte" for separator in "-."]
     return stems
 
 
 def _find_npz(folder: Path, name: str, split: str) -> Path | None:
-    """Return the npz file of a split, else that of both splits; None if there is neither.
+    """Return the npz file of a split, or the file that has both splits; None if there is neither.
 
     Args:
         folder: The folder.
@@ -664,12 +675,12 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
 
 
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
-    """Add each image's domain.
+    """Return images with the domain of each.
 
     Args:
         images: The images.
-        domains: For each image an index into ``names``, or a name; names are then numbered alphabetically.
-        names: Names of the domains; None numbers them.
+        domains: For each image its domain: an index into ``names``, or a name. Names get indices in alphabetical order.
+        names: Names of the domains if ``domains`` are indices; None for "domain-0" and so on.
         where: The place, for error messages.
 
     Raises:

@@ -76,16 +76,17 @@ class Task(Population):
 
     @property
     def augmentation(self) -> Augment | None:
-        """Return flips and crops, where the task has them."""
+        """Return the function that augments train batches; None if the task has no augmentation."""
         return self.augmented if self.augment else None
 
     def augmented(
         self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
     ) -> Float[Tensor, "users batch c h w"]:
-        """Flip and crop train images at random, as if before the clusters' shift.
+        """Flip and crop train images at random, as if this was done before the images were rotated by cluster.
 
-        A crop with black borders commutes with rotations by 90 degrees, and a flip becomes a vertical one after an odd
-        number of them. After any other angle no flip keeps the cluster's angle: those images are only cropped.
+        A crop with black borders commutes with rotations by 90 degrees. A horizontal flip before an odd number of such
+        rotations equals a vertical flip after them. With any other angle a flip would change the angle of the image,
+        so if a user has such an angle, images are only cropped.
 
         Args:
             rows: Indices of the users in ``self.users``.
@@ -94,7 +95,7 @@ class Task(Population):
         """
         turns_of_users = [self._quarter_turns(self.users[row].cluster or 0) for row in rows]
         images = inputs.flatten(0, 1)
-        is_turned_oddly = [turns % 2 == 1 for turns in turns_of_users for _ in range(inputs.shape[1])]
+        is_turned_oddly = [turns % 2 == 1 for turns in turns_of_users for _ in range(inputs.shape[1])]  # by image
         if all(turns == int(turns) for turns in turns_of_users):
             images = image_tasks.flip_some(images, generator, vertically=is_turned_oddly)
         # Black in normalised images, which all augmented tasks normalise with these colours.
@@ -124,18 +125,19 @@ def make_task(
 
     Args:
         name: A key of :data:`TASKS`.
-        seed: Seed of the samples, which depend on nothing else but the task.
-        users: K, if not the task's own.
-        clusters: The true number of clusters C, if not the task's own.
-        fraction: Share of their train samples that users keep, at least ``REDUCED_MINIMUM``; 0.05 is "Reduced".
+        seed: Seed of the samples.
+        users: Number of users; None for the task's default.
+        clusters: The true number of clusters; None for the task's default.
+        fraction: Share of their train samples that users keep, at least ``REDUCED_MINIMUM``; FLoRAL's "Reduced" tasks
+            have 0.05.
         shift: "rotate" or "labels"; by default MNIST and CIFAR-10 are rotated and the others have none.
-        path: Folder of the images (:mod:`comingle_papers.tasks.images` lists the file names) or ``hub:NAME``; without
-            it ``$COMINGLE_DATA/images`` where that holds them, else the hub.
-        test_samples: Test samples per user: fresh ones of a synthetic task, an upper limit for images.
-        valid: Share of a user's kept train samples that become validation samples; by default a tenth in FedMerge's
-            tasks and none in FLoRAL's.
-        alpha: Concentration of the Dirichlet shares that partition labels, in tasks "-personal" and "-cluster".
-        labels_per_cluster: In tasks "-cluster"; without it every label is in one cluster.
+        path: Folder of the images (:mod:`comingle_papers.tasks.images` lists the file names) or ``hub:NAME``; None for
+            ``$COMINGLE_DATA/images`` if that holds them, else the hub.
+        test_samples: Test samples per user: for a synthetic task this many new ones, for images an upper limit.
+        valid: Share of a user's kept train samples that become validation samples; None for the task's default, a
+            tenth in FedMerge's tasks and none in FLoRAL's.
+        alpha: Concentration of the Dirichlet shares that partition labels, for tasks "-personal" and "-cluster".
+        labels_per_cluster: Labels of each cluster, for tasks "-cluster"; None puts every label into one cluster.
 
     Raises:
         RecipeError: The task or shift is unknown, or a number is out of range.
@@ -182,10 +184,11 @@ def _given_or_default(given: object, default: object) -> Any:
 
 
 def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
-    """Reduce train samples, hold out validation samples, and check the users.
+    """Keep a fraction of the train samples, hold out validation samples, and check the users.
 
     Args:
-        task: The task, whose users have train and test samples. Partitioned tasks have reduced train samples already.
+        task: The task, whose users have train and test samples. In a task with a partition, users already have the
+            fraction only.
         setting: The task's defaults.
         fraction: Share of their train samples that users keep.
         valid: Share of the kept train samples that become validation samples.
@@ -204,7 +207,7 @@ def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> T
 def _check_partition(
     name: str, setting: Setting, *, clusters: int | None, alpha: float | None, labels_per_cluster: int | None
 ) -> None:
-    """Check that the options apply to this task.
+    """Check that the options that control the partition apply to this task.
 
     Args:
         name: The task, for error messages.
@@ -495,7 +498,7 @@ class TaskKind(NetKind):
         return self.run_data(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
     def run_data(self, task: Task) -> RunData:
-        """Return the data of a task, which may be made in Python; warn once of labels that a user does not train on."""
+        """Return the data of a task for a run; warn of users that are evaluated on labels that they do not train on."""
         if task.loss == "cross_entropy":
             warn_unseen(task.users)
         return RunData(kind=self, base=None, users=task.users, common=task)
@@ -505,13 +508,13 @@ class TaskKind(NetKind):
         return recipe.with_changes({"data.task.users": users})
 
     def settings(self, run_data: RunData) -> dict[str, object]:
-        """Return the task's settings."""
+        """Return the attributes of the task besides its users, for the run folder."""
         return {key: getattr(run_data.common, key) for key in SETTINGS}
 
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return the data of a finished run's task."""
+        """Return the data of a finished run's task from what the run folder stores: its users and its settings."""
         task = Task(users=as_users(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
         return RunData(kind=self, base=base, users=task.users, common=task, unread=True)
 

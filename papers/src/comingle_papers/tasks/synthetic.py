@@ -57,7 +57,9 @@ class Truth:
 
 
 def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
-    """Draw the true models, in float64; those of the first clusters do not depend on the number of clusters.
+    """Draw the models that generate the targets of all clusters, in float64.
+
+    The models of the first clusters do not depend on the number of clusters.
 
     Args:
         kind: The regression: linear, mlp or mlp-norm.
@@ -73,19 +75,19 @@ def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
 
 
 def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
-    """Draw ``u v``, of rank ``RANK``."""
+    """Draw the matrix ``u v`` of rank ``RANK`` by which a cluster's map differs from the shared one."""
     return _draw_normal((DIMENSION, RANK), DIMENSION, source) @ _draw_normal((RANK, DIMENSION), RANK, source)
 
 
-def _draw_normal(shape: tuple[int, ...], variance_of: int, source: torch.Generator) -> Tensor:
-    """Draw entries of N(0, 1 / variance_of) in float64.
+def _draw_normal(shape: tuple[int, ...], inverse_variance: int, source: torch.Generator) -> Tensor:
+    """Draw a float64 tensor with entries of N(0, 1 / inverse_variance).
 
     Args:
         shape: Shape of the tensor.
-        variance_of: Inverse of the variance.
+        inverse_variance: Inverse of the variance, such as the number of inputs.
         source: Generator of the draws.
     """
-    return torch.randn(shape, generator=source, dtype=torch.float64) / math.sqrt(variance_of)
+    return torch.randn(shape, generator=source, dtype=torch.float64) / math.sqrt(inverse_variance)
 
 
 def make_synthetic(
@@ -98,9 +100,9 @@ def make_synthetic(
     seed: int,
     fresh_test: int | None = None,
 ) -> tuple[UserSamples, ...]:
-    """Return the users of a synthetic task, in float32.
+    """Return the users of a synthetic task, with inputs and targets in float32.
 
-    Each user has a fixed sample of ``train + test`` inputs with targets.
+    User k is in cluster k mod ``clusters``. It has a fixed sample of ``train + test`` inputs with targets.
 
     Args:
         kind: The regression: linear, mlp or mlp-norm.
@@ -109,8 +111,8 @@ def make_synthetic(
         train: Train samples per user.
         test: Test samples per user.
         seed: Seed of all draws.
-        fresh_test: If given, the test split is this many new samples of the user's true model instead of the ``test``
-            ones, with the same statistics for mlp-norm.
+        fresh_test: Number of newly drawn test samples that replace the ``test`` ones; None keeps those. For mlp-norm,
+            new samples are normalised by mean and deviation of the fixed sample.
     """
     truth = draw_truth(kind, clusters=clusters, seed=seed)
     return tuple(_make_user(kind, truth, k, k % clusters, train, test, seed, fresh_test) for k in range(users))
@@ -127,9 +129,10 @@ def _make_user(
         user: Index of the user, which determines its random streams.
         cluster: The user's cluster.
         train: Number of train samples.
-        test: Number of test samples of the fixed sample, which mlp-norm's statistics are of in any case.
+        test: Number of test samples. They are drawn together with the train samples, and mean and deviation for
+            mlp-norm are those of both, even if ``fresh_test`` replaces the test samples.
         seed: Seed of all draws.
-        fresh_test: Number of new test samples that replace them; None keeps them.
+        fresh_test: Number of newly drawn test samples that replace the others; None keeps them.
     """
     x = _draw_inputs(kind, seed, user, "fixed", train + test)
     fixed_hidden = truth.hidden(x, cluster)
@@ -146,7 +149,9 @@ def _make_user(
 
 
 def _draw_inputs(kind: Kind, seed: int, user: int, purpose: str, count: int) -> Float[Tensor, "n d"]:
-    """Draw inputs of N(0, I), in float32 values as float64, so that targets belong to exactly the stored inputs.
+    """Draw inputs of N(0, I) as float32 and return them as float64.
+
+    Targets are computed in float64, and belong exactly to the inputs, which are stored in float32.
 
     Args:
         kind: The regression.
