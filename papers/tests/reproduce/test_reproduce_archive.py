@@ -20,7 +20,7 @@ from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import read_metrics
 from comingle_papers.reproduce.archive import find_archived, merge_records, plan_of, read_archive, write_archive
 from comingle_papers.reproduce.plan import Cell, RunSelection, plan
-from comingle_papers.reproduce.published import ANYWHERE, list_experiments, placed
+from comingle_papers.reproduce.published import ANYWHERE, list_experiments, with_placeholder
 from comingle_papers.reproduce.runner import MEASURED, RUNS, run_cells, scores
 from comingle_papers.reproduce.tables import build_table
 
@@ -129,12 +129,12 @@ def test_a_run_has_one_name_wherever_the_folder_lies(tmp_path: Path, monkeypatch
 
 def test_only_what_lies_in_the_folder_is_placed(tmp_path: Path) -> None:
     content = {"path": [f"{tmp_path}/x/y.xz", f"{tmp_path}-2/x", "hub:a/b"], "base": str(tmp_path), "seed": 0}
-    assert placed(content, tmp_path) == {
+    assert with_placeholder(content, tmp_path) == {
         "path": ["{data}/x/y.xz", f"{tmp_path}-2/x", "hub:a/b"],
         "base": "{data}",
         "seed": 0,
     }
-    assert placed(content, None) == content
+    assert with_placeholder(content, None) == content
 
 
 # -------------------------------------------------------------------- what is finished

@@ -14,7 +14,7 @@ import pytest
 from comingle.models.nets import make_net
 from comingle.utils.errors import RecipeError
 from comingle_papers.reproduce.plan import Cell, Plan, RunSelection, count_samples, net_size, plan
-from comingle_papers.reproduce.published import load_experiment, printed
+from comingle_papers.reproduce.published import load_experiment, parse_printed
 from comingle_papers.reproduce.runner import RUNS, draw, run_cells, scores
 from comingle_papers.reproduce.tables import build_table, markdown, remarks
 from comingle_papers.tasks.kind import TaskSection, make_task
@@ -75,7 +75,7 @@ def test_table_1_has_the_numbers_of_the_paper(shared_data: Path) -> None:
         assert row.label == line[0].strip() + (", optimal routing" if line[1] == "1" else "")
         assert row.method == names.get(row.method, row.method) or line[0] == names[row.method]
         assert row.method.endswith("-optimal") == (line[1] == "1")
-        assert [printed(cell) for cell in row.paper or []] == entries(line[2:])
+        assert [parse_printed(cell) for cell in row.paper or []] == entries(line[2:])
 
 
 def test_tables_4_and_5_have_the_numbers_of_the_paper(shared_data: Path) -> None:
@@ -112,7 +112,7 @@ def test_what_is_missing_from_our_copy_is_said() -> None:
 def test_the_order_of_a_column_is_compared_with_the_paper_s() -> None:
     found = planned("table1", columns=["mnist-ls"], seeds=[0])
     rows = rows_of("table1")
-    ours = {(row, "mnist-ls"): [printed((rows[row].paper or [])[1])[0]] for row in rows}
+    ours = {(row, "mnist-ls"): [parse_printed((rows[row].paper or [])[1])[0]] for row in rows}
     (column,) = build_table(found, ours)["columns"]
     assert column["order"]["tau"] == pytest.approx(1.0)
     assert column["cells"]["ensemble-optimal"]["ours"]["rank"] == 1
@@ -317,12 +317,12 @@ def test_the_samples_counted_are_those_of_the_task() -> None:
 
 def test_estimates_grow_with_rounds_models_and_users() -> None:
     cells = cells_of(planned("table1", "cpu", columns=["mnist-r"]), "mnist-r")
-    assert cells["ensemble"].weight == pytest.approx(4 * cells["fedavg"].weight)
+    assert cells["ensemble"].work == pytest.approx(4 * cells["fedavg"].work)
 
     def weight(**changes: Any) -> float:
         named = {key.replace("_", ".", 1): value for key, value in changes.items()}
         (cell,) = planned("table1", "cpu", columns=["mnist-r"], methods=["fedavg"], seeds=[0], changes=named).cells
-        return cell.weight
+        return cell.work
 
     assert weight(training_rounds=240, evaluation_every=20) > 1.8 * weight(training_rounds=120, evaluation_every=20)
     assert weight(training_participation=0.2) > 1.5 * weight(training_participation=0.1)

@@ -21,7 +21,7 @@ from comingle_papers.reproduce.published import (
     list_experiments,
     load_experiment,
     merge,
-    printed,
+    parse_printed,
 )
 
 EXPERIMENTS = list_experiments()
@@ -99,7 +99,7 @@ def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> 
     for cell in found.cells:
         assert cell.recipe.seed == cell.seed
         assert cell.recipe.method.name == one.rows[cell.row].method
-        assert cell.weight > 0
+        assert cell.work > 0
     if scale == "paper":
         stand_ins = {column for column in one.column_names if column.endswith("-mnist")}
         assert set(found.left_out) == stand_ins
@@ -136,7 +136,7 @@ def test_numbers_are_those_of_the_paper(name: str, shared_data: Path) -> None:
             if (row_name, column) in absent:
                 assert cell not in lines[row_name.replace("-", "")], (row_name, column)
                 continue
-            mean, std = printed(cell)
+            mean, std = parse_printed(cell)
             shown = f"{mean:.2f}" if std is None else f"{mean:.2f} ({std:.2f})"
             assert shown in text, (row_name, column, cell)
             if name in ("comigs/table1", "comigs/table5") and column != "multilingual":
@@ -317,10 +317,10 @@ def test_methods_to_come_are_listed_as_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_printed_numbers() -> None:
-    assert printed("46.36 (0.16)") == (46.36, 0.16)
-    assert printed("156.12") == (156.12, None)
-    assert printed("2.6e-12") == (2.6e-12, None)
-    assert printed("1e-2 / 3e-2 / 2e-2") == (pytest.approx(0.02), pytest.approx(0.01))
+    assert parse_printed("46.36 (0.16)") == (46.36, 0.16)
+    assert parse_printed("156.12") == (156.12, None)
+    assert parse_printed("2.6e-12") == (2.6e-12, None)
+    assert parse_printed("1e-2 / 3e-2 / 2e-2") == (pytest.approx(0.02), pytest.approx(0.01))
     for odd in ("46,36", "1 / 2 (0.1)", "1 /2", "e-3"):
         with pytest.raises(ValueError, match=f"'{re.escape(odd)}' "):
             Row(method="local", paper=[odd])

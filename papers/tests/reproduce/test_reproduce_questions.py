@@ -133,7 +133,7 @@ def test_estimates_grow_with_rounds_users_and_questions() -> None:
     def weight(column: str = "xnli", **changes: Any) -> float:
         named = {key.replace("__", "."): value for key, value in changes.items()}
         (cell,) = planned("cpu", seeds=[0], methods=["fedit"], columns=[column], changes=named).cells
-        return cell.weight
+        return cell.work
 
     questions = 5 * 500 + 200  # five rounds, and one evaluation
     assert weight() == pytest.approx(4 * 512 * questions)

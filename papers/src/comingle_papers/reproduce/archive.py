@@ -71,25 +71,29 @@ def record_of(folder: Path) -> Record:
         RunError: The run folder is damaged.
     """
     diverged = read_diverged(folder)
-    # The base model's local path is private to this machine.
-    metrics = None if diverged else {k: v for k, v in read_metrics(folder).items() if k != "base"}
+    # Without the base model's path, which has a meaning on this machine only.
+    metrics = None if diverged else {key: value for key, value in read_metrics(folder).items() if key != "base"}
     inputs = digest_inputs(read_inputs(folder))
     return Record(run=folder.name, **read_measured(folder), inputs=inputs, metrics=metrics, diverged=diverged)
 
 
-def relative_difference(was: dict[str, Any] | None, now: dict[str, Any] | None) -> float:
-    """Return the relative difference of the mean test results of two runs.
+def relative_difference(first: dict[str, Any] | None, second: dict[str, Any] | None) -> float:
+    """Return the relative difference of the mean test results of two runs; 0 if both diverged.
 
-    It is infinite where only one of them has a result, since the other diverged, or where the first result is zero.
+    It is infinite if one of them diverged, or if only the first result is zero.
 
     Args:
-        was: Metrics of the first run; None if it diverged.
-        now: Metrics of the second run; None if it diverged.
+        first: Metrics of the first run; None if it diverged.
+        second: Metrics of the second run; None if it diverged.
     """
-    before, after = (None if metrics is None else metrics[f"mean_test_{measure_of(metrics)}"] for metrics in (was, now))
-    if before == after:
+    first_result, second_result = (
+        None if metrics is None else metrics[f"mean_test_{measure_of(metrics)}"] for metrics in (first, second)
+    )
+    if first_result == second_result:
         return 0.0
-    return math.inf if not before or after is None else abs(after / before - 1)
+    if not first_result or second_result is None:
+        return math.inf
+    return abs(second_result / first_result - 1)
 
 
 # -------------------------------------------------------------------- the file
@@ -125,8 +129,9 @@ def read_archive(path: Path) -> dict[str, Record]:
     try:
         lines = lzma.decompress(path.read_bytes()).decode().splitlines()
         records = [Record(**json.loads(line)) for line in lines]
-        if wrong := [one.run for one in records if name_of(one.computed) != one.run]:
-            raise ValueError(f"{wrong[0]} has a name that does not match its content")
+        for record in records:
+            if name_of(record.computed) != record.run:
+                raise ValueError(f"{record.run} has a name that does not match its content")
     except OSError as error:
         raise RunError(f"--measured {path}: {error.strerror or error}") from None
     except (lzma.LZMAError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -136,28 +141,30 @@ def read_archive(path: Path) -> dict[str, Record]:
 
 def write_archive(path: Path, records: Iterable[Record]) -> None:
     """Write runs to an archive; equal runs give equal bytes."""
-    lines = [json.dumps(asdict(one), sort_keys=True) + "\n" for one in sorted(records, key=lambda one: one.run)]
+    by_name = sorted(records, key=lambda record: record.run)
+    lines = [json.dumps(asdict(record), sort_keys=True) + "\n" for record in by_name]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, lzma.compress("".join(lines).encode(), preset=9))
 
 
-def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, Record]:
+def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[str, Record]:
     """Merge new runs into the records of an archive; records that exist stay as they are.
 
     Args:
         path: The archive, for error messages.
-        was: The records of the archive.
+        archived: The records of the archive.
         new: The runs to add.
 
     Raises:
         RunError: A run is in the archive with a result that differs beyond rounding, or was measured with other inputs.
     """
-    merged = dict(was)
+    merged = dict(archived)
     for record in new:
         known = merged.setdefault(record.run, record)
         check_same_inputs(f"{path}: {record.run}", known.inputs, record.inputs)
-        if not (apart := relative_difference(known.metrics, record.metrics)) <= ROUNDING:
-            raise RunError(f"{path}: {record.run}: differs by {apart:.2%} from the run in the archive")
+        difference = relative_difference(known.metrics, record.metrics)
+        if not difference <= ROUNDING:  # also if it is NaN
+            raise RunError(f"{path}: {record.run}: differs by {difference:.2%} from the run in the archive")
     return merged
 
 
@@ -165,10 +172,11 @@ def merge_records(path: Path, was: Records, new: Iterable[Record]) -> dict[str, 
 
 
 def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
-    """Return the plan of the runs that an archive may hold; it reads no data.
+    """Return the plan of a table's runs with the names under which an archive has them; it reads no data.
 
-    Archived runs are named as if their data came from a folder. If the archive has none of these, the plan is made with
-    the selection's own source of data, so that runs on the hub's data are found.
+    A run's name depends on whether its data came from a local folder or from the hub. Archived runs are named as if it
+    came from a folder. If the archive has none of these names, the plan is made with the selection's own source of
+    data, so that runs on the hub's data are found.
 
     Args:
         records: The records of the archive.
@@ -188,7 +196,7 @@ def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
 
 
 def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, dict[str, Outcome], list[str]]:
-    """Split a plan into the runs that an archive holds and the rest.
+    """Find the archived runs of a plan.
 
     Args:
         planned: The plan.
@@ -204,10 +212,9 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
     cells = tuple(cell for cell in planned.cells if cell.folder in records)
     archived_pairs = {(cell.row, cell.column) for cell in cells}
     absent = [cell for cell in unique_cells(planned.cells) if cell.folder not in records]
-    # First the rows with fewer seeds than their neighbours, which are easy to miss.
-    lacking = [
-        title_of(cell) for cell in sorted(absent, key=lambda cell: (cell.row, cell.column) not in archived_pairs)
-    ]
+    # First the cells of which other seeds are archived: that a seed is missing is easy to overlook.
+    absent.sort(key=lambda cell: (cell.row, cell.column) not in archived_pairs)
+    lacking = [title_of(cell) for cell in absent]
     if not cells:
         raise RunError(
             f"--measured {path}: none of the {len(lacking)} runs that are asked for is in it, as {lacking[0]}; "
@@ -234,19 +241,18 @@ def find_archived(planned: Plan, records: Records, path: Path) -> tuple[Plan, di
 
 
 def _archived_outcome(cell: Cell, record: Record) -> Outcome:
-    """Return a cell's archived result as an outcome: it has no folder, and its base is the cell's."""
+    """Return a cell's archived result as an outcome; it has no folder, and its metrics name the cell's base model."""
     metrics = record.metrics and {**record.metrics, "base": cell.recipe.base}
     return Outcome(cell=cell, folder=Path(), seconds=0.0, ran=False, diverged=record.diverged, published=metrics)
 
 
 def _describe_origin(records: Sequence[Record]) -> str:
-    """Describe when, with which versions and on what machines runs were made."""
+    """Describe when, with which versions of comingle and on what machines runs were made."""
     dates = sorted({record.made["date"] for record in records})
-    counted = Counter(
-        f"{_describe_version(record.made)} on {record.made['machine']}" for record in records
-    ).most_common()
-    counts = "; ".join(f"{count} with {maker}" for maker, count in counted)
-    return f"measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {counts}"
+    period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    origins = Counter(f"{_describe_version(record.made)} on {record.made['machine']}" for record in records)
+    counts = "; ".join(f"{count} with {origin}" for origin, count in origins.most_common())
+    return f"measured {period}: {counts}"
 
 
 def _describe_version(made: Mapping[str, str]) -> str:
@@ -289,9 +295,9 @@ def compare_run(record: Record, outcome: Outcome) -> tuple[str, bool]:
         f"{title_of(outcome.cell)}: {record.run}", record.inputs, digest_inputs(read_inputs(outcome.folder))
     )
     repeated = record_of(outcome.folder)
-    apart = relative_difference(record.metrics, repeated.metrics)
+    difference = relative_difference(record.metrics, repeated.metrics)
     description = f"{title_of(outcome.cell)}: published {_describe_result(record)}, here {_describe_result(repeated)}"
-    return f"{description} ({apart:.3%} apart)", apart <= ROUNDING
+    return f"{description} ({difference:.3%} apart)", difference <= ROUNDING
 
 
 def _describe_result(record: Record) -> str:
@@ -305,8 +311,8 @@ def _describe_result(record: Record) -> str:
 def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting: Waiting) -> str:
     """Add the finished runs of a plan to an archive; start no run.
 
-    Runs and archive must have been measured with the inputs that are here: this is checked for one archived run of each
-    column, whatever its seed.
+    All runs must have read the same data and base models. Finished runs are checked against the inputs on this machine,
+    and so is one archived run of each column.
 
     Args:
         path: The archive.
@@ -341,7 +347,7 @@ def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting:
 
 
 def _check_columns(path: Path, records: Records, name: str, selection: RunSelection, cache: InputCache) -> None:
-    """Check that archived runs read the base model and data that are here.
+    """Check that archived runs read the base model and data that are on this machine, for one run of each column.
 
     Args:
         path: The archive, for error messages.
@@ -351,7 +357,7 @@ def _check_columns(path: Path, records: Records, name: str, selection: RunSelect
         cache: Cache of the inputs that are here.
 
     Raises:
-        RunError: The inputs of an archived run differ; one run of each column is checked.
+        RunError: The inputs of an archived run differ.
     """
     seeds = sorted({record.computed["seed"] for record in records.values()})
     cells = plan(name, replace(selection, methods=None, seeds=seeds)).cells if seeds else ()

@@ -31,7 +31,7 @@ from comingle.training.server import ServerHalf
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import write_json, write_text
 from comingle_papers.reproduce.plan import Cell, Plan
-from comingle_papers.reproduce.published import printed
+from comingle_papers.reproduce.published import parse_printed
 from comingle_papers.reproduce.tables import table_line
 from comingle_papers.tasks.image_tasks import TASKS
 from comingle_papers.tasks.kind import Task
@@ -70,9 +70,9 @@ class Usage:
 
 
 def count_usage(recipe: Recipe, task: Task) -> Usage:
-    """Count the usage of a method on a task's net.
+    """Count the numbers that a method stores and sends when it trains a task's net.
 
-    All users of nets have the same usage, so a single user is built.
+    They are the same for all users, so a federation of a single user is built and counted.
 
     Args:
         recipe: The recipe with the method.
@@ -85,8 +85,8 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     recipe = with_method(recipe, recipe.method.name)  # participation may name other methods
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means send a count of samples, which is not a parameter.
-    settings = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
-    federation = federate(build_nets(recipe, replace(task, users=as_users([user])), settings))
+    plan = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
+    federation = federate(build_nets(recipe, replace(task, users=as_users([user])), plan))
     clients = federation.clients
     sent_tensors: tuple[Tensor, ...] = ()
     received_tensors: tuple[Tensor, ...] = ()
@@ -104,7 +104,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
 
 
 def _count_server_state(server: ServerHalf, users: int) -> int:
-    """Count the numbers that the server stores between rounds.
+    """Count the numbers that the server of a run with many users stores between rounds.
 
     Args:
         server: A server that was built for one user; its per-user rows are counted ``users`` times.
@@ -125,7 +125,7 @@ def _reduce_samples(user: UserSamples) -> UserSamples:
 
 
 def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
-    """Count the usage of each row and column of a plan, in multiples of the column's net.
+    """Count the usage of each row and column of a plan, in multiples of a user's under FedAvg on the column's net.
 
     Raises:
         DataError: The images of a task cannot be read.
@@ -139,16 +139,17 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
         assert first.data.kind == "task", f"{plan.name}: usage is counted on nets"
         task = prepare(first).common
         fedavg_recipe = with_method(first, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
-        unit = count_usage(fedavg_recipe, task).client
+        unit = count_usage(fedavg_recipe, task).client  # one copy of the net
         usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
     return usage
 
 
 def column_net(plan: Plan, column: str) -> str:
-    """Return the net that a column's rows train unless they name another."""
+    """Return the name of the net that a column's rows train unless they name another."""
     cells = _cells_of_column(plan, column)
     bases = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    return (bases[0] if bases else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(NETS)
+    base = bases[0] if bases else plan.scaled.stand_in(plan.column_of(column).base)
+    return base.removeprefix(NETS)
 
 
 def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
@@ -164,9 +165,9 @@ def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
 
 
 def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Path) -> Iterator[tuple[str, Figure]]:
-    """Yield one figure with a row of panels per kind of usage and a panel per column.
+    """Yield the figure of results against usage: a row of panels for each kind of usage, a panel for each column.
 
-    Also writes ``usage.md`` and ``usage.json`` to ``folder``.
+    Also write its numbers, ``usage.md`` and ``usage.json``, to ``folder``. Without finished runs do nothing.
 
     Args:
         plan: The figure's plan.
@@ -189,12 +190,14 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
         used: The usage, by row and column.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    by_column = {c: {row: asdict(one) for (row, column), one in used.items() if column == c} for c in plan.columns}
+    by_column: dict[str, dict[str, object]] = {column: {} for column in plan.columns}
+    for (row, column), usage in used.items():
+        by_column[column][row] = asdict(usage)
     write_json(folder / "usage.json", by_column)
     lines = [f"# {plan.experiment.title}", "", "In multiples of the column's net.", ""]
     lines += [table_line(["column", "method", "server", "sent", "received", "held by a user"]), "|" + "---|" * 6]
-    for (row, column), one in used.items():
-        numbers = [f"{value:.2f}" for value in (one.server, one.communicate, one.received, one.client)]
+    for (row, column), usage in used.items():
+        numbers = [f"{value:.2f}" for value in (usage.server, usage.communicate, usage.received, usage.client)]
         lines.append(table_line([plan.label(column), plan.experiment.rows[row].label or row, *numbers]))
     write_text(folder / "usage.md", "\n".join(lines) + "\n")
 
@@ -239,11 +242,16 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Map
 
 
 def _group_rows_by_line(plan: Plan) -> dict[str, list[str]]:
-    """Return the rows of each line of the figure; rows whose labels agree up to a comma are on one line."""
+    """Return the rows of each line of the figure, by the line's name.
+
+    Rows whose labels are equal up to the first comma are on one line, such as "FedMerge, 2 models" and "FedMerge, 4
+    models".
+    """
     lines: dict[str, list[str]] = {}
     for row in plan.rows:
         label = plan.experiment.rows[row].label or row
-        lines.setdefault(label.partition(",")[0], []).append(row)
+        name_of_line = label.partition(",")[0]
+        lines.setdefault(name_of_line, []).append(row)
     return lines
 
 
@@ -339,11 +347,11 @@ _IMAGE = (3, 32, 32)
 
 
 def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str], float]:
-    """Return what each cell of a table of costs counts, by row and column.
+    """Count the quantity of each cell of a table of costs, such as parameters or users, by row and column.
 
     Args:
         plan: The table; a row's ``count`` names the quantity to count.
-        costs: The costs of its methods, in the order of its cells; needed for ``forward``.
+        costs: The costs of its methods, in the order of its cells; needed for the quantity ``forward``.
 
     Raises:
         RecipeError: A cell's recipe does not have that quantity.
@@ -352,9 +360,10 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
     for number, cell in enumerate(plan.cells):
         quantity = plan.experiment.rows[cell.row].count
         assert quantity is not None, f"{plan.name}: {cell.row} counts no quantity"
-        counts[cell.row, cell.column] = (
-            _forward_overhead(costs, number) if quantity == "forward" else _COUNTS[quantity](cell)
-        )
+        if quantity == "forward":
+            counts[cell.row, cell.column] = _forward_overhead(costs, number)
+        else:
+            counts[cell.row, cell.column] = _COUNTS[quantity](cell)
     return counts
 
 
@@ -380,7 +389,7 @@ def _count_clusters(cell: Cell) -> float:
 
 
 def _task_value(recipe: Recipe, key: str) -> int:
-    """Return a value of the recipe's task: its own, or the task's default.
+    """Return a number of a recipe's task: that of the recipe, or the task's default if the recipe has none.
 
     Args:
         recipe: The recipe.
@@ -408,17 +417,14 @@ def _parameter_ratio(cell: Cell) -> float:
     FedMerge's Table 1 has these ratios without the classifier, whose size depends on the number of classes.
     """
     method = make(cell.recipe.method.name, **cell.recipe.method.settings)
-    return (
-        method.server.server_models
-        * _body_parameters(cell.recipe.base.removeprefix(NETS))
-        / _body_parameters("resnet9")
-    )
+    parameters_of_model = _body_parameters(cell.recipe.base.removeprefix(NETS))
+    return method.server.server_models * parameters_of_model / _body_parameters("resnet9")
 
 
 def _body_parameters(name: str) -> int:
     """Count the parameters of a net without its last linear layer, the classifier."""
     net = make_net(name, _IMAGE, 10, seed=0)
-    (*_, head) = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    head = [module for module in net.modules() if isinstance(module, nn.Linear)][-1]
     return sum(p.numel() for p in net.parameters()) - sum(p.numel() for p in head.parameters())
 
 
@@ -480,16 +486,21 @@ def _paper_value(plan: Plan, row: str, column: str) -> float | None:
     """Return the number that the paper printed for a cell; None where it printed none."""
     cells = plan.experiment.rows[row].paper
     cell = None if cells is None else cells[plan.experiment.column_names.index(column)]
-    return None if cell is None else printed(cell)[0]
+    return None if cell is None else parse_printed(cell)[0]
 
 
 def _table3_lines(costs: Costs) -> list[str]:
-    """Return CoMiGS's Table 3 in Markdown: the paper's value, its way of counting, the actual cost, the difference."""
+    """Return CoMiGS's Table 3 in Markdown, a table of the methods' additional costs.
+
+    For each cost it has the value that the paper prints, the cost counted in the paper's way, and the actual cost;
+    below follow explanations of the differences.
+    """
     lines = [table_line(_TABLE3_HEADINGS), "|" + "---|" * len(_TABLE3_HEADINGS)]
-    for one in costs.table3:
-        theirs = _format_difference(one.theirs, one.theirs_share, one.unit)
-        lines.append(table_line([one.what, one.paper, theirs, _format_difference(one.true, one.true_share, one.unit)]))
-    return [*lines, "", *(f"- {one.what}: {one.why}" for one in costs.table3)]
+    for cost in costs.table3:
+        papers_way = _format_difference(cost.theirs, cost.theirs_share, cost.unit)
+        actual = _format_difference(cost.true, cost.true_share, cost.unit)
+        lines.append(table_line([cost.what, cost.paper, papers_way, actual]))
+    return [*lines, "", *(f"- {cost.what}: {cost.why}" for cost in costs.table3)]
 
 
 def _format_difference(value: float | None, share: float | None, unit: str) -> str:
@@ -502,7 +513,10 @@ def _format_difference(value: float | None, share: float | None, unit: str) -> s
     """
     if value is None:
         return "not counted"
-    share_of = "" if share is None else f" ({share:+.2%})"
-    if unit == "FLOPs":
-        return (f"{value / 1e12:+,.2f} TFLOPs" if abs(value) >= 1e11 else f"{value / 1e6:+,.3f} MFLOPs") + share_of
-    return f"{value / 2**20:+,.3f} MiB{share_of}"
+    if unit != "FLOPs":
+        difference = f"{value / 2**20:+,.3f} MiB"
+    elif abs(value) >= 1e11:
+        difference = f"{value / 1e12:+,.2f} TFLOPs"
+    else:
+        difference = f"{value / 1e6:+,.3f} MFLOPs"
+    return difference if share is None else f"{difference} ({share:+.2%})"

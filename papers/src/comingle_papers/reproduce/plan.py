@@ -36,13 +36,13 @@ from comingle_papers.reproduce.published import (
     Study,
     data_folder,
     data_section,
+    describe_lacking,
     find_absent,
-    find_on_hub,
     limits_by_name,
     load_experiment,
     merge,
-    placed,
     resolve_inside,
+    with_placeholder,
 )
 from comingle_papers.tasks.image_tasks import REDUCED_MINIMUM, TASKS
 from comingle_papers.tasks.kind import TaskDataSection, TaskSection
@@ -55,8 +55,8 @@ _STEP_COST, _PARAMETER_COST = 2e7, 20
 (copies, gradients, means)."""
 
 
-def weigh(recipe: Recipe) -> float:
-    """Estimate the work of a run, to predict how long it takes compared with others of the same base model.
+def estimate_work(recipe: Recipe) -> float:
+    """Estimate the computation of a run, to predict how long it takes compared with others of the same base model.
 
     A token or sample that is trained on counts three times as much as one that is evaluated.
 
@@ -65,10 +65,10 @@ def weigh(recipe: Recipe) -> float:
     """
     method = make(recipe.method.name, **recipe.method.settings)
     work_by_kind = {
-        "task": _weigh_task,
-        "questions": _weigh_questions,
-        "text": _weigh_text,
-        "conversations": _weigh_chats,
+        "task": _task_work,
+        "questions": _questions_work,
+        "text": _text_work,
+        "conversations": _conversations_work,
     }
     return work_by_kind[recipe.data.kind](recipe, method)
 
@@ -78,25 +78,27 @@ def _evaluation_interval(recipe: Recipe) -> int:
     return SHORTEST if recipe.evaluation.every == AUTO else recipe.evaluation.every
 
 
-def _weigh_text(recipe: Recipe, method: Method) -> float:
-    """Estimate the work in tokens that are trained on.
+def _text_work(recipe: Recipe, method: Method) -> float:
+    """Estimate the work of a run on text, in tokens that are trained on.
 
-    The users are taken to be four, as in CoMiGS. Without a limit each is taken to have 50,000 tokens of test text.
+    Four users are assumed, as in CoMiGS, and 50,000 test tokens of each if the recipe sets no limit.
     """
     training = recipe.training
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     test_tokens = sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users
     evaluation_work = test_tokens / 3  # without backward pass
     batch_tokens = training.batch_size * training.context * users
-    steps = training.rounds * training.local_steps * sum(p.steps / p.every / p.turns for p in method.client.phases)
+    steps_per_local_step = sum(phase.steps / phase.every / phase.turns for phase in method.client.phases)
+    steps = training.rounds * training.local_steps * steps_per_local_step
     evaluations = 1 + training.rounds // _evaluation_interval(recipe) * method.trains
     return steps * batch_tokens + evaluation_work * evaluations
 
 
-def _weigh_chats(recipe: Recipe, method: Method) -> float:
-    """Estimate the work in tokens, as if every conversation filled the context and all of them were training data.
+def _conversations_work(recipe: Recipe, method: Method) -> float:
+    """Estimate the work of a run on conversations, in tokens.
 
-    Without a list of users there are taken to be four, and without a limit 1,000 conversations of each.
+    All conversations are assumed to fill the context and to be training data. If the recipe does not say how many there
+    are, four users and 1,000 conversations of each are assumed.
     """
     training, dataset = recipe.training, cast(ConversationsSection, recipe.data).dataset
     users = len(dataset.users) if dataset is not None and isinstance(dataset.users, list) else 4
@@ -106,8 +108,8 @@ def _weigh_chats(recipe: Recipe, method: Method) -> float:
     return users * conversations * training.context * passes
 
 
-def _weigh_questions(recipe: Recipe, method: Method) -> float:
-    """Estimate the work as if every question filled the context.
+def _questions_work(recipe: Recipe, method: Method) -> float:
+    """Estimate the work of a run on questions, in tokens, as if every question filled the context.
 
     Scoring a question takes about as long as training on it: it is read twice and answered token by token.
     """
@@ -121,18 +123,19 @@ def _weigh_questions(recipe: Recipe, method: Method) -> float:
     return users * training.context * questions_read
 
 
-def _weigh_task(recipe: Recipe, method: Method) -> float:
-    """Estimate the work in multiply-adds: forward and backward passes, optimiser steps and evaluations.
+def _task_work(recipe: Recipe, method: Method) -> float:
+    """Estimate the work of a run on a net, in multiply-adds: forward and backward passes, optimiser steps, evaluations.
 
-    The participants of a round step together, so the fixed cost of a step counts once. Where each component of a
-    mixture has its own passes, the work is multiplied by their number.
+    The participants of a round are trained in one batch, so the fixed cost of a step counts once. If a method mixes
+    several models with a pass through each, the work is multiplied by their number.
     """
     task = cast(TaskDataSection, recipe.data).task
     training, (users, train, test) = recipe.training, count_samples(task)
     participation = training.participation
-    participants = (
-        sum(map(len, participation)) / len(participation) if isinstance(participation, list) else users * participation
-    )
+    if isinstance(participation, list):  # the participants of each round
+        participants = sum(map(len, participation)) / len(participation)
+    else:
+        participants = users * participation
     net = recipe.base.removeprefix(NETS) if recipe.base.startswith(NETS) else ""
     per_sample, parameters = net_size(task.name, net)
     mixture = method.placement.mixture
@@ -147,7 +150,7 @@ def _weigh_task(recipe: Recipe, method: Method) -> float:
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
-    """Estimate the size of a task without reading an image.
+    """Return the number of users and samples of a task without reading its images; numbers of samples are estimates.
 
     Returns:
         The number of users, and the numbers of train and test samples of each.
@@ -155,7 +158,10 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
     setting = TASKS[task.name]
     users = task.users or setting.users
     num_images = _NUM_IMAGES.get(task.name)
-    train, test = (setting.train, setting.test) if num_images is None else (ceil(n / users) for n in num_images)
+    if num_images is None:
+        train, test = setting.train, setting.test
+    else:
+        train, test = (ceil(n / users) for n in num_images)
     kept = min(train, max(REDUCED_MINIMUM, round(task.fraction * train)))
     return users, kept, task.test_samples or test
 
@@ -220,7 +226,7 @@ class Cell:
     @cached_property
     def computed(self) -> dict[str, Any]:
         """Settings that determine the result, without the local paths of text and base model."""
-        return placed(self.recipe.computed, self.data)
+        return with_placeholder(self.recipe.computed, self.data)
 
     @cached_property
     def folder(self) -> str:
@@ -228,13 +234,17 @@ class Cell:
         return name_of(self.computed)
 
     @property
-    def weight(self) -> float:
-        """The work of the run, for estimates of time; comparable among cells of one base model."""
-        return weigh(self.recipe)
+    def work(self) -> float:
+        """Estimate of the run's computation, in a unit that is comparable among cells of one base model."""
+        return estimate_work(self.recipe)
 
 
 def name_of(computed: Mapping[str, Any]) -> str:
-    """Return the run name for :attr:`Cell.computed`: method, seed and a digest of everything computed."""
+    """Return the name of a run's folder: method, seed and a digest of the settings that determine the result.
+
+    Args:
+        computed: The settings, as :attr:`Cell.computed`.
+    """
     digest = hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
     return f"{computed['method']['name']}-seed{computed['seed']}-{digest}"
 
@@ -282,33 +292,37 @@ def plan(name: str, selection: RunSelection) -> Plan:
     """
     study, experiment = load_experiment(name)
     scale = _merge_scale(study, experiment, selection.scale)
-    rows = _select_names(
-        "--methods", selection.methods, experiment.rows, {k: r.method for k, r in experiment.rows.items()}
-    )
+    methods = {name: row.method for name, row in experiment.rows.items()}
+    rows = _select_names("--methods", selection.methods, experiment.rows, methods)
     columns = _select_names("--columns", selection.columns, experiment.column_names)
     missing = tuple(row for row in rows if experiment.rows[row].method not in REGISTRY)
     rows = [row for row in rows if row not in missing]
     folder = data_folder(selection.data)
-    left_out = {c: why for c in columns if (why := _reason_not_run(study, experiment, scale, c, folder, selection))}
+    reasons_not_run = {
+        column: _reason_not_run(study, experiment, scale, column, folder, selection) for column in columns
+    }
+    left_out = {column: reason for column, reason in reasons_not_run.items() if reason}
     columns = [column for column in columns if column not in left_out]
     for column in columns:
         data = study.data[_column_settings(study, experiment, column)[1].data]
-        if folder is not None and (lacking := find_on_hub(data, folder)):
+        if folder is not None and (lacking := describe_lacking(data, folder)):
             logger.warning("%s: %s, so the hub's are read", column, lacking)
     seeds = {column: _choose_seeds(study, experiment, scale, column, selection) for column in columns}
-    all_seeds = dict.fromkeys(seed for of_column in seeds.values() for seed in of_column)  # in order, each once
-    cells = tuple(
-        Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder)
-        for seed in all_seeds
-        for column in columns
-        if seed in seeds[column]
-        for row in rows
-        if _has_row(study, experiment, scale, column, row)
-        for recipe in [_build_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, selection)]
-    )
+    all_seeds = dict.fromkeys(seed for seeds_of_column in seeds.values() for seed in seeds_of_column)  # ordered set
+    cells: list[Cell] = []
+    for seed in all_seeds:
+        for column in columns:
+            for row in rows:
+                if seed not in seeds[column] or not _has_row(study, experiment, scale, column, row):
+                    continue
+                recipe = _build_recipe(
+                    study, experiment, scale, column, experiment.rows[row], seed, folder, selection
+                )
+                cells.append(Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder))
     if not cells:
-        reasons = [f"{c}: {why}" for c, why in left_out.items()] + [f"{m}: no such method yet" for m in missing]
-        reasons += [f"{c}: no such row at scale {selection.scale}" for c in columns]
+        reasons = [f"{column}: {reason}" for column, reason in left_out.items()]
+        reasons += [f"{row}: no such method yet" for row in missing]
+        reasons += [f"{column}: no such row at scale {selection.scale}" for column in columns]
         raise RecipeError(f"reproduce {name}: nothing to run; {'; '.join(reasons)}")
     return Plan(
         name=name,
@@ -320,25 +334,28 @@ def plan(name: str, selection: RunSelection) -> Plan:
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
         rows=tuple(rows),
         columns=tuple(columns),
-        cells=cells,
+        cells=tuple(cells),
         missing=missing,
         left_out=left_out,
     )
 
 
 def _merge_scale(study: Study, experiment: Experiment, name: str) -> Scale:
-    """Merge the study's scale with the experiment's changes to it.
+    """Return a scale, the size of an experiment's runs: that of the paper's study with the experiment's changes to it.
 
     Args:
         study: The paper's study.
         experiment: The table or figure.
-        name: The scale, as of ``--scale``.
+        name: The scale's name, the value of ``--scale``.
+
+    Raises:
+        RecipeError: The study has no such scale.
     """
     if name not in study.scales:
         known = list(study.scales)
         raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
-    of_experiment = experiment.scales.get(name, Scale())
-    parts = [scale.model_dump(exclude_unset=True) for scale in (study.scales[name], of_experiment)]
+    changes = experiment.scales.get(name, Scale())
+    parts = [scale.model_dump(exclude_unset=True) for scale in (study.scales[name], changes)]
     return Scale.model_validate(merge(*parts))
 
 
@@ -356,7 +373,7 @@ def _scaled_column(study: Study, experiment: Experiment, scale: Scale, column: s
 
 
 def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
-    """Return whether a column has a row, at this scale too.
+    """Return whether the row is run in the column: neither the experiment nor the scale leaves it out.
 
     Args:
         study: The paper's study.
@@ -365,16 +382,15 @@ def _has_row(study: Study, experiment: Experiment, scale: Scale, column: str, ro
         column: The experiment's column.
         row: The experiment's row.
     """
-    return (
-        column not in experiment.rows[row].without
-        and row not in _scaled_column(study, experiment, scale, column).without
-    )
+    is_left_out = column in experiment.rows[row].without
+    is_left_out_at_scale = row in _scaled_column(study, experiment, scale, column).without
+    return not is_left_out and not is_left_out_at_scale
 
 
 def _choose_seeds(
     study: Study, experiment: Experiment, scale: Scale, column: str, selection: RunSelection
 ) -> Sequence[int]:
-    """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's.
+    """Return a column's seeds: those of the command line, else the scale's for this column, else the scale's for all.
 
     Args:
         study: The paper's study.
@@ -383,8 +399,8 @@ def _choose_seeds(
         column: The experiment's column.
         selection: The options of the command line.
     """
-    fewer = _scaled_column(study, experiment, scale, column).seeds
-    return next(seeds for seeds in (selection.seeds, fewer, scale.seeds) if seeds is not None)
+    seeds_of_column = _scaled_column(study, experiment, scale, column).seeds
+    return next(seeds for seeds in (selection.seeds, seeds_of_column, scale.seeds) if seeds is not None)
 
 
 def _select_names(
@@ -411,7 +427,9 @@ def _select_names(
 
 
 def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """Return the experiment's settings of a column and the study's column that it refers to, by ``of`` or by name.
+    """Return a column's settings in the experiment, and the study's column that these refer to, by ``of`` or by name.
+
+    An experiment that only lists its columns' names has empty settings.
 
     Args:
         study: The paper's study.
@@ -459,7 +477,10 @@ def _build_recipe(
     folder: Path | None,
     selection: RunSelection,
 ) -> Recipe:
-    """Merge all overlays in order and return the validated recipe of one run.
+    """Return the validated recipe of one run.
+
+    It is merged from partial recipes (overlays), of which later ones win: those of the study, the study's column, the
+    experiment's column, the scale, the scale's column, the row, and the command line.
 
     Args:
         study: The paper's study.
@@ -479,13 +500,17 @@ def _build_recipe(
     overlays = [study, study_column, column_setting, scale, scaled_column, row]
     data, names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
     known_settings = settings_of(row.method)
-    settings = {k: v for part in overlays for k, v in part.settings.items() if k in known_settings}
+    # Overlays may have settings of other methods; a row only of its own.
+    settings = {
+        key: value for overlay in overlays for key, value in overlay.settings.items() if key in known_settings
+    }
     if unknown := sorted(set(row.settings) - set(known_settings)):
         raise RecipeError(
             f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known_settings)}"
         )
-    base = resolve_inside(_choose_base(row, selection, scale, study_column).replace("{data}", str(folder)), folder)
-    content = merge({"data": data}, *(part.recipe for part in overlays))
+    base = _choose_base(row, selection, scale, study_column).replace("{data}", str(folder))
+    base = resolve_inside(base, folder)
+    content = merge({"data": data}, *(overlay.recipe for overlay in overlays))
     content = {
         **content,
         "base": base,

@@ -256,14 +256,14 @@ class Study(Overlay):
     scales: dict[str, Scale]
 
 
-def printed(cell: str) -> tuple[float, float | None]:
-    """Parse a printed number, or several separated by slashes.
+def parse_printed(cell: str) -> tuple[float, float | None]:
+    """Return mean and standard deviation of a cell of a paper's table.
 
     Args:
         cell: ``46.36``, ``46.36 (0.16)`` with its standard deviation, or ``7.9 / 1.8 / 0.80`` with a number per seed.
 
     Returns:
-        Mean and standard deviation; the deviation is None where the paper has none.
+        The mean, and the deviation or None if the paper has none.
     """
     match = _PRINTED.fullmatch(cell)
     assert match, cell
@@ -277,10 +277,12 @@ def list_experiments() -> dict[str, Experiment]:
     """Return every published table and figure that comes with comingle, by name, as ``comigs/table1``."""
     root = published_recipes()
     folders = sorted(path.parent for path in root.glob(f"*/{STUDY}.yaml"))
-    paths = [
-        path for folder in folders for path in sorted(folder.glob("*.yaml"), key=_sort_key) if _is_experiment(path)
-    ]
-    return {f"{path.parent.name}/{path.stem}": _read_model(path, Experiment) for path in paths}
+    experiments: dict[str, Experiment] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.yaml"), key=_sort_key):
+            if _is_experiment(path):
+                experiments[f"{folder.name}/{path.stem}"] = _read_model(path, Experiment)
+    return experiments
 
 
 def load_experiment(name: str) -> tuple[Study, Experiment]:
@@ -328,9 +330,10 @@ def _read_model(path: Path, model: type[Model]) -> Model:
 
 
 def _read_content(path: Path) -> Any:
-    """Read a YAML file; with ``like`` it inherits metric, columns, scales and rows of another file of the folder.
+    """Read the YAML file of a study or an experiment.
 
-    The rows are inherited without the paper's numbers.
+    If it has a key ``like``, the name of another file of the folder, it inherits that file's metric, columns, scales
+    and rows, the rows without the paper's numbers.
     """
     content = read_yaml(path)
     like = content.pop("like", None) if isinstance(content, dict) else None
@@ -380,24 +383,24 @@ def data_folder(given: Path | None) -> Path | None:
     return folder
 
 
-def placed(content: object, folder: Path | None) -> Any:
-    """Replace the folder of text and base model by :data:`ANYWHERE`, so that the result is equal on every machine.
+def with_placeholder(content: object, folder: Path | None) -> Any:
+    """Replace a folder by the placeholder ``{data}`` in all paths of a recipe, so that it is equal on every machine.
 
     Args:
-        content: Part of a recipe.
-        folder: The folder; None replaces nothing.
+        content: Part of a recipe: a value, or nested mappings and lists of values.
+        folder: The folder with local text and base models; None replaces nothing.
     """
     if isinstance(content, Mapping):
-        return {key: placed(value, folder) for key, value in content.items()}
+        return {key: with_placeholder(value, folder) for key, value in content.items()}
     if isinstance(content, list):
-        return [placed(value, folder) for value in content]
+        return [with_placeholder(value, folder) for value in content]
     if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
         return content
     return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))
 
 
 def resolve_inside(path: str, folder: Path | None) -> str:
-    """Return the resolved path of a base model in the folder, so that its spelling does not matter.
+    """Return the resolved path of a base model in the folder, so that equal models have equal paths.
 
     Args:
         path: A path or name of a base model; anything outside of the folder is returned unchanged.
@@ -409,7 +412,9 @@ def resolve_inside(path: str, folder: Path | None) -> str:
 
 
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
-    """Return the reason why a column's text or images are unavailable; empty where they are available.
+    """Return the reason why a data set cannot be read, for a message; empty if it can.
+
+    A data set without a local folder can be read from the hub unless the scale excludes it.
 
     Args:
         data: The column's data set.
@@ -419,7 +424,7 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     if scale.text == "demo" or folder == ANYWHERE:
         return ""
     if data.task is not None or data.questions is not None or folder is None:
-        lacking = find_on_hub(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
+        lacking = describe_lacking(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
         is_synthetic = data.task is not None and not data.images
         if is_synthetic or not lacking or scale.text == "real":  # needs no data, or has it, or may read the hub
             return ""
@@ -444,8 +449,8 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
     return images if folder == ANYWHERE or has_images(data.images, images) else None
 
 
-def find_on_hub(data: DataSet, folder: Path) -> str:
-    """Return a message about images or questions that the folder lacks and the hub provides; empty if it lacks none.
+def describe_lacking(data: DataSet, folder: Path) -> str:
+    """Return a message if the folder lacks a data set's images or questions, which the hub has; empty if it has them.
 
     Args:
         data: The data set.
@@ -467,7 +472,9 @@ def _local_paths(data: DataSet) -> list[str]:
 
 
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe's section ``data`` and the users' names.
+    """Return the recipe's section ``data`` for a data set, and the users' names.
+
+    Text comes from the folder if there is one, else from the hub; or all users get the study's demo texts.
 
     Args:
         study: The study that the column belongs to.
@@ -480,12 +487,15 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
     """
     if data.task is not None or data.questions is not None:
         path = _find_in_folder(data, folder) if data.images or data.questions else None
-        section = {**(data.task or data.questions or {}), **({} if path is None else {"path": str(path)})}
+        section = {**(data.task or data.questions or {})}
+        if path is not None:
+            section["path"] = str(path)
         return {"questions" if data.task is None else "task": section}, []
     if demo:
-        texts = dict(zip(data.users, study.demo, strict=True))
-        held_out = {key: data.local[key] for key in ("held_out",) if key in data.local}
-        return {"users": texts, **held_out}, data.users
+        section = {"users": dict(zip(data.users, study.demo, strict=True))}
+        if "held_out" in data.local:
+            section["held_out"] = data.local["held_out"]
+        return section, data.users
     section = data.hub if folder is None else _anchor_paths(data.local, folder)
     names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
     limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS if not data.chats}
@@ -507,11 +517,16 @@ def _anchor_paths(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         anchored = {name: {**source, "path": str(folder / source["path"])} for name, source in sources.items()}
         return {**local, "users": anchored}
     path = local["dataset"]["path"]
-    paths = str(folder / path) if isinstance(path, str) else [str(folder / one) for one in path]
+    paths = str(folder / path) if isinstance(path, str) else [str(folder / part) for part in path]
     return {**local, "dataset": {**local["dataset"], "path": paths}}
 
 
 def limits_by_name(data: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
-    """Replace limits that are lists, one number per user in the paper's order, by mappings from user to limit."""
+    """Replace limits that are lists, one number per user in the paper's order, by mappings from user to limit.
+
+    Args:
+        data: A recipe's section ``data``, with limits such as ``max_train_tokens``.
+        names: The users' names in the paper's order.
+    """
     limits = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
     return {**data, **{key: dict(zip(names, limit, strict=True)) for key, limit in limits.items()}}

@@ -64,7 +64,7 @@ def write_measured(folder: Path, cell: Cell) -> None:
 
 
 def is_measured(folder: Path) -> bool:
-    """Return whether a folder holds the result of the run that it is named after.
+    """Return whether a folder holds a finished run with its result.
 
     Raises:
         RunError: The folder holds another run's result, or is damaged.
@@ -79,10 +79,10 @@ def read_diverged(folder: Path) -> str:
 
 
 def read_measured(folder: Path) -> dict[str, Any]:
-    """Return what a run computes and how it was made.
+    """Return the record of a finished run: the settings that determine its result, and how it was made.
 
     Raises:
-        RunError: The result is another run's, or damaged.
+        RunError: The folder has the record of another run, or a damaged one.
     """
     path = folder / MEASURED
     try:
@@ -108,7 +108,7 @@ def _provenance() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout, marked where files differ from it; empty for an installed package."""
+    """Return the commit of a checkout, with "-dirty" if files are changed; empty for an installed package."""
     root = Path(comingle.__file__).parents[2]
     if not (root / ".git").exists():
         return ""
@@ -131,21 +131,21 @@ def digest_inputs(inputs: Inputs) -> dict[str, str]:
     return {what: digest[:_DIGEST_LENGTH] for what, digest in digests.items()}
 
 
-def check_same_inputs(where: object, was: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Check that a run read the inputs that are here, by the digests of :func:`digest_inputs`.
+def check_same_inputs(where: object, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Check that a run read the same inputs as are here now, by the digests of :func:`digest_inputs`.
 
     Args:
         where: The run, for error messages.
-        was: Digests of the run.
-        now: Digests of what is here.
+        then: Digests of the inputs that the run read.
+        now: Digests of the inputs that are here now.
 
     Raises:
         RunError: Some digests differ; the message names them.
     """
-    for what in [*was, *now]:
-        if was.get(what) != now.get(what):
+    for what in [*then, *now]:
+        if then.get(what) != now.get(what):
             raise RunError(
-                f"{where}: {what} was {was.get(what, 'not there')} when it was measured, and is "
+                f"{where}: {what} was {then.get(what, 'not there')} when it was measured, and is "
                 f"{now.get(what, 'not there')}; use the same version, or another --out"
             )
 
@@ -188,22 +188,22 @@ class Estimate:
         if outcome.ran:
             base = outcome.cell.recipe.base
             self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
-            self.work[base] = self.work.get(base, 0.0) + outcome.cell.weight
+            self.work[base] = self.work.get(base, 0.0) + outcome.cell.work
 
     def left(self, cells: Sequence[Cell]) -> float | None:
         """Return the estimated seconds for some cells; None before any run is finished.
 
-        A new base model counts as the ones before it.
+        A base model of which no run is finished is assumed to need the mean time per unit of work.
         """
         if not self.work:
             return None
-        mean = sum(self.seconds.values()) / sum(self.work.values())
-        pace = {base: self.seconds[base] / work for base, work in self.work.items()}
-        return sum(cell.weight * pace.get(cell.recipe.base, mean) for cell in cells)
+        mean_pace = sum(self.seconds.values()) / sum(self.work.values())
+        pace_by_base = {base: self.seconds[base] / work for base, work in self.work.items()}
+        return sum(cell.work * pace_by_base.get(cell.recipe.base, mean_pace) for cell in cells)
 
 
 def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells to run: of several that compute the same, the first."""
+    """Return the cells without duplicates: of several that compute the same, the first."""
     first: dict[str, Cell] = {}
     for cell in cells:
         first.setdefault(cell.folder, cell)
@@ -266,7 +266,7 @@ def run_cells(
 
 
 def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Path:
-    """Return the folder of one table below ``out``; refuse an existing one without ``resume`` or ``force``.
+    """Return the folder of one table below ``out``; raise an error if it exists without ``resume`` or ``force``.
 
     Args:
         out: The folder that contains the tables.
@@ -284,7 +284,7 @@ def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Pat
 
 
 def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
-    """Return the metric of every run of a cell, by (row, column). Skip missing and diverged runs.
+    """Return the values of a metric over all seeds, by (row, column); missing and diverged runs are left out.
 
     Accuracies are in per cent, as papers print them. A metric that does not rank models is averaged over users.
 
@@ -304,7 +304,9 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
 
 
 def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[str, dict[str, Any]]:
-    """Return each user's metric, by column, row, seed and user, without runs that are missing or diverged.
+    """Return each user's value of a metric in nested mappings by column, row, seed and user.
+
+    Runs that are missing or diverged are left out.
 
     Args:
         outcomes: The outcomes by run name.
@@ -322,10 +324,10 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
 
 
 def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
-    """Return a run's value of a metric.
+    """Return a run's mean over users of a metric.
 
-    A metric that ``metrics.json`` does not have as a mean over users, such as ROUGE-1 where models are compared by
-    accuracy, is averaged over users here.
+    ``metrics.json`` has the mean of the metric by which models are compared, such as accuracy. For another one, such as
+    ROUGE-1, it has only the users' values, and the mean is computed here.
 
     Args:
         metrics: The run's ``metrics.json``.
@@ -425,9 +427,9 @@ _LISTED = 3
 
 
 def check_hub(plan: Plan) -> None:
-    """Raise an error if a plan reads the hub and the hub is unreachable.
+    """Check that the hub is reachable if a plan needs base models or data from it that are not cached.
 
-    The hub's own client would retry for half a minute and then name a single file.
+    Without this check the hub's client would retry for half a minute, and its error would name a single file.
 
     Raises:
         RunError: Something is neither cached nor reachable; the message says what can be run instead.
@@ -445,7 +447,7 @@ def check_hub(plan: Plan) -> None:
 
 
 def _offline_commands(plan: Plan) -> str:
-    """Return a sentence part with the commands that reproduce the plan, or something close to it, without network."""
+    """Return the part of an error message that names commands which run the plan, or a similar one, without the hub."""
     ways = []
     if "cpu" in plan.study.scales:
         ways.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
@@ -512,7 +514,7 @@ MAX_PROMPT_TOKENS = 160
 
 
 def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
-    """Yield figures of the study's prompts with each token coloured by its expert, with the suffix of the file name.
+    """Yield figures of the study's prompts with each token coloured by its expert, each after its file name's suffix.
 
     The models are those of each column's and row's first seed. Without ``plot.own`` there is one figure per layer.
 
@@ -544,7 +546,9 @@ def layer_of(name: str, layers: int) -> int:
 
 
 def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
-    """Return the study's prompts in every user's model, each assigned to the user who has text of its kind.
+    """Return the routing of the study's prompts in each user's model, to be drawn as coloured tokens.
+
+    Prompt i belongs to user i, whose training text is of its kind.
 
     Args:
         plan: The figure's plan.
@@ -563,8 +567,9 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     if len(prompts) != len(users):
         raise RunError(f"{plan.name}: prompts for {', '.join(prompts)}, and users {', '.join(users)}")
     view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
-    text_owners = zip(view.texts, users, strict=True)  # by order: users of the hub's text have other names
-    return replace(view, texts=tuple(replace(text, owner=user) for text, user in text_owners), in_distribution=True)
+    # By order, not by name: users of the hub's text have other names than the study's prompts.
+    texts = tuple(replace(text, owner=user) for text, user in zip(view.texts, users, strict=True))
+    return replace(view, texts=texts, in_distribution=True)
 
 
 Entries = Mapping[tuple[str, str], Any]
@@ -574,7 +579,7 @@ Figures = Iterator[tuple[str, Any]]
 
 
 def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path]:
-    """Draw a figure into files of a folder.
+    """Draw a published figure from finished runs, and save it as PNG and SVG.
 
     Args:
         plan: The figure's plan.
@@ -624,8 +629,8 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
             runs.setdefault((cell.row, cell.column), []).append(read_run(outcome.folder))
     rows = plan.experiment.rows
     return {
-        (row, column): Entry(label=rows[row].label or row, runs=tuple(of_all_seeds))
-        for (row, column), of_all_seeds in runs.items()
+        (row, column): Entry(label=rows[row].label or row, runs=tuple(runs_of_seeds))
+        for (row, column), runs_of_seeds in runs.items()
     }
 
 
@@ -669,7 +674,9 @@ def _mixture_figures(entries: Sequence[tuple[str, Entry]], column: str) -> Figur
 
 
 def _score_figures(plan: Plan, entries: Entries) -> Figures:
-    """Yield for each column and row every layer's expert scores (CoMiGS: Figures 4 and 10).
+    """Yield for each column and row a figure of every layer's expert scores (CoMiGS: Figures 4 and 10).
+
+    Rows without a router have no figure.
 
     Args:
         plan: The figure's plan.
@@ -683,7 +690,9 @@ def _score_figures(plan: Plan, entries: Entries) -> Figures:
 
 
 def _sweep_figures(plan: Plan, entries: Entries) -> Figures:
-    """Yield per column the last test perplexity over one setting, a line per value of another (CoMiGS: Figure 8).
+    """Yield for each column a figure of a sweep over two settings of the method (CoMiGS: Figure 8).
+
+    It shows the last test perplexity over one setting, with one line for each value of the other.
 
     Args:
         plan: The figure's plan.
@@ -716,8 +725,8 @@ def _draw_sweep(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) 
     from comingle.reports.canvas import styles
 
     def paint(figure: Any, axes: list[Any]) -> None:
-        looks = styles([str(value) for value in sorted(lines)])
-        for value, style in zip(sorted(lines), looks, strict=True):
+        styles_of_lines = styles([str(value) for value in sorted(lines)])
+        for value, style in zip(sorted(lines), styles_of_lines, strict=True):
             points = sorted(lines[value].items())
             axes[0].errorbar(
                 [x_value for x_value, _ in points],

@@ -26,7 +26,7 @@ from comingle.reports.formatting import Table
 from comingle.utils.records import MEASURES, write_json, write_text
 from comingle.utils.terminal import words
 from comingle_papers.reproduce.plan import Plan
-from comingle_papers.reproduce.published import Note, printed
+from comingle_papers.reproduce.published import Note, parse_printed
 
 _LISTED = 8
 """Largest number of pairs of rows that a sentence lists."""
@@ -59,13 +59,14 @@ class Order:
 def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[str, int]:
     """Return the rank of each row, 1 for the best; equal numbers share the better rank."""
     sign = 1 if lower_is_better else -1
-    return {name: 1 + sum(sign * other < sign * mean for other in means.values()) for name, mean in means.items()}
+    num_better = {name: sum(sign * other < sign * mean for other in means.values()) for name, mean in means.items()}
+    return {name: 1 + count for name, count in num_better.items()}
 
 
 def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, lower_is_better: bool = True) -> Order:
-    """Compare the orders of the rows that both sides have, pair by pair.
+    """Compare the paper's order of rows with ours, pair by pair, for the rows that both have.
 
-    A pair agrees if the difference has the same sign on both sides, or is zero on both.
+    A pair agrees if its difference has the same sign in the paper and here, or is zero in both.
 
     Args:
         paper: The paper's numbers by row.
@@ -130,12 +131,12 @@ def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float
 
 
 def sentence(label: str, order: Order, reference: str = "paper") -> str:
-    """Say in plain words whether the reference's order holds.
+    """Return a sentence that says whether our results have the reference's order of rows.
 
     Args:
-        label: The column's label.
-        order: The comparison.
-        reference: The name of the reference.
+        label: The column's label, with which the sentence begins.
+        order: The comparison of the two orders.
+        reference: The name of the source of the numbers that ours are compared with.
     """
     if order.rows < 2:
         return f"{label}: {order.rows} row with numbers on both sides, so there is no order to compare."
@@ -157,7 +158,7 @@ def sentence(label: str, order: Order, reference: str = "paper") -> str:
 
 
 def _list_pairs(pairs: tuple[tuple[str, str], ...]) -> str:
-    """List pairs in the paper's order; shorten long lists, which ``table.json`` has in full."""
+    """Return pairs of rows as text, ``A before B, ...``; only the first 8, as ``table.json`` has all."""
     shown = [f"{better} before {worse}" for better, worse in pairs[:_LISTED]]
     return ", ".join(shown) + (f" and {len(pairs) - _LISTED} more" if len(pairs) > _LISTED else "")
 
@@ -317,6 +318,8 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
 def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
     """Return a column of ``table.json``: numbers and ranks of all rows, and how well their order fits the paper's.
 
+    Only rows with numbers on both sides have ranks.
+
     Args:
         plan: The table.
         name: The column.
@@ -355,11 +358,11 @@ def _paper_numbers(plan: Plan, column: str) -> dict[str, Entry]:
     """Return the numbers that the paper printed in a column, by row; rows without one are left out."""
     index = plan.experiment.column_names.index(column)
     cells = {name: row.paper[index] for name, row in plan.experiment.rows.items() if row.paper is not None}
-    return {name: printed(cell) for name, cell in cells.items() if cell is not None}
+    return {name: parse_printed(cell) for name, cell in cells.items() if cell is not None}
 
 
 def _note_indices(plan: Plan, row: str, column: str) -> list[int]:
-    """Return the indices of the notes on a cell, counted among the notes on some cells.
+    """Return the indices of the notes on a cell, counted among the notes that do not concern the whole table.
 
     Args:
         plan: The table.
@@ -410,13 +413,13 @@ def markdown(table: PaperTable) -> str:
 
 
 def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
-    """Return the label and verdicts of each column that has verdicts."""
-    columns = ((column["label"], column.get("against")) for column in table["columns"])
-    return [(label, BaselineComparison.read(record)) for label, record in columns if record]
+    """Return label and comparison with the baseline of each column that has such a comparison."""
+    records = ((column["label"], column.get("against")) for column in table["columns"])
+    return [(label, BaselineComparison.read(record)) for label, record in records if record]
 
 
 def render(table: PaperTable) -> Table:
-    """Return a table for the terminal."""
+    """Return a table for the terminal, with the reference's numbers dimmed."""
     head, rows = _text_grid(table)
     rendered = Table(title="\n".join([table["title"], *_subtitle_lines(table)]), title_justify="left", box=None)
     for i, name in enumerate(head):
@@ -428,7 +431,10 @@ def render(table: PaperTable) -> Table:
 
 
 def remarks(table: PaperTable) -> list[str]:
-    """Return remarks: whether the order holds, by column; what is missing; oddities of the paper's numbers."""
+    """Return the remarks below a table.
+
+    They say for each column whether the paper's order holds, what was not run, and what notes say on some cells.
+    """
     lines = [column["sentence"] for column in table["columns"] if column["sentence"]]
     with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
     lines += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in with_fewer_seeds]
@@ -436,7 +442,8 @@ def remarks(table: PaperTable) -> list[str]:
     if table["missing"]:
         lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
     lines += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
-    lines += [f"Diverged: {one}" for one in table["diverged"]] + list(table.get("measured", ()))
+    lines += [f"Diverged: {run}" for run in table["diverged"]]
+    lines += table.get("measured", ())
     used_notes = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
     return lines + [f"({_note_letter(i)}) {table['notes'][i]}." for i in sorted(used_notes)]
 
@@ -446,10 +453,11 @@ def _subtitle_lines(table: PaperTable) -> list[str]:
     seeds = table["seeds"]
     spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     bases = sorted({base for column in table["columns"] for base in column["base"]})
+    base_names = ", ".join(Path(base).name or base for base in bases)
     ranked = "; #: rank among the rows with numbers on both sides" if _has_reference(table) else ""
     return [
         f"{table['source']}.",
-        f"Scale {table['scale']}: {table['about_scale']}. Base: {', '.join(Path(b).name or b for b in bases)}.",
+        f"Scale {table['scale']}: {table['about_scale']}. Base: {base_names}.",
         f"Ours: {spread}, {table['better']} is better{ranked}.",
     ]
 
