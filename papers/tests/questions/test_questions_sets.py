@@ -31,7 +31,7 @@ from comingle.utils.errors import DataError, RecipeError
 from comingle_papers.questions import (
     LABELS,
     QUESTIONS,
-    ask,
+    build_prompt,
     choose_languages,
     stream_questions,
     user_of,
@@ -178,7 +178,7 @@ def test_everybody_is_asked_the_same_in_a_language_of_their_own(folder: Path) ->
         everything += mine
     assert len(set(everything)) == 11
     number = int(asked(en, "train")[0].split("Premise: en ")[1].split("\n")[0])
-    assert asked(en, "train")[0] == ask(
+    assert asked(en, "train")[0] == build_prompt(
         QUESTIONS["xnli"].instruction, f"Premise: en {number}\nHypothesis: {'x' * number}"
     )
     assert en.train.references[0] == LABELS[number % 3]
@@ -222,7 +222,9 @@ def test_the_rest_is_tested_on_where_that_is_published(folder: Path) -> None:
     assert [who.test.measures for who in (en, el)] == [("rouge1", "loss")] * 2
     answer = el.train.references[0]
     paragraph = answer.split()[1][0]
-    assert asked(el, "train")[0] == ask(QUESTIONS["xquad"].instruction, f"Text: el text {paragraph}\nQuestion: el?")
+    assert asked(el, "train")[0] == build_prompt(
+        QUESTIONS["xquad"].instruction, f"Text: el text {paragraph}\nQuestion: el?"
+    )
     assert "train 6, valid 0 and test the rest need 7" in problem(DataError, "xquad", folder, train=6)
 
 

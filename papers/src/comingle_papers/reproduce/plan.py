@@ -315,9 +315,7 @@ def plan(name: str, selection: RunSelection) -> Plan:
             for row in rows:
                 if seed not in seeds[column] or not _has_row(study, experiment, scale, column, row):
                     continue
-                recipe = _build_recipe(
-                    study, experiment, scale, column, experiment.rows[row], seed, folder, selection
-                )
+                recipe = _build_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, selection)
                 cells.append(Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder))
     if not cells:
         reasons = [f"{column}: {reason}" for column, reason in left_out.items()]
@@ -501,9 +499,7 @@ def _build_recipe(
     data, names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
     known_settings = settings_of(row.method)
     # Overlays may have settings of other methods; a row only of its own.
-    settings = {
-        key: value for overlay in overlays for key, value in overlay.settings.items() if key in known_settings
-    }
+    settings = {key: value for overlay in overlays for key, value in overlay.settings.items() if key in known_settings}
     if unknown := sorted(set(row.settings) - set(known_settings)):
         raise RecipeError(
             f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known_settings)}"
