@@ -11,7 +11,7 @@ from scipy.stats import norm
 from tests.quick import recipe_with
 
 from comingle.config.settings import PrivacySection
-from comingle.privacy.accounting import Release, epsilon, expected, most_releases
+from comingle.privacy.accounting import Release, epsilon, expected_participants, most_releases
 from comingle.privacy.mechanisms import Central, calibrate, check_supported, release_of
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
@@ -135,9 +135,9 @@ def test_the_noise_for_a_budget_is_the_least(settings: dict[str, Any], participa
 
 def test_by_how_much_sums_are_divided_does_not_depend_on_who_is_there() -> None:
     poisson, fixed = PrivacySection(), PrivacySection(sampling="fixed")
-    assert [expected(poisson, 0.3, 7, number) for number in range(2)] == [pytest.approx(2.1)] * 2
-    assert expected(fixed, 0.3, 7, 0) == 3
-    assert [expected(poisson, FOUR, 4, number) for number in range(4)] == [2, 1, 3, 2]
+    assert [expected_participants(poisson, 0.3, 7, number) for number in range(2)] == [pytest.approx(2.1)] * 2
+    assert expected_participants(fixed, 0.3, 7, 0) == 3
+    assert [expected_participants(poisson, FOUR, 4, number) for number in range(4)] == [2, 1, 3, 2]
     assert most_releases([FOUR[number % 3] for number in range(4)]) == 4
 
 

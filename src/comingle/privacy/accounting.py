@@ -61,8 +61,10 @@ def sample_size(participation: float, users: int) -> int:
     return max(1, math.ceil(participation * users - 1e-9))
 
 
-def expected(privacy: PrivacySection, participation: Participation, users: int, number: int) -> float:
-    """Return the divisor of a round's sum: a public number of users, which reveals nothing about who takes part.
+def expected_participants(privacy: PrivacySection, participation: Participation, users: int, number: int) -> float:
+    """Return the number of users that a round is expected to have, by which the sum of their changes is divided.
+
+    Unlike the actual number it is public, so it reveals nothing about who takes part.
 
     Args:
         privacy: Settings.
@@ -72,8 +74,9 @@ def expected(privacy: PrivacySection, participation: Participation, users: int, 
     """
     if isinstance(participation, tuple):
         return float(len(set(participation[number % len(participation)])))
-    drawn_alone = privacy.sampling == "poisson" and privacy.secure_aggregation is None
-    return participation * users if drawn_alone else float(sample_size(participation, users))
+    if privacy.sampling == "poisson" and privacy.secure_aggregation is None:  # each user is drawn independently
+        return participation * users
+    return float(sample_size(participation, users))
 
 
 _MAX_PLD_EPSILON = 200.0
@@ -85,13 +88,14 @@ That bound is a few per cent above that of ``pld``, whose grid of privacy losses
 
 @lru_cache(maxsize=1 << 12)
 def epsilon(release: Release, count: int, delta: float, accountant: str) -> float:
-    """Return an upper bound of the epsilon of ``count`` releases.
+    """Return an upper bound of the epsilon of ``count`` equal releases together.
 
     Args:
         release: One of the releases.
-        count: Number of releases.
+        count: Number of releases; 0 gives an epsilon of 0.
         delta: Probability that epsilon does not hold.
-        accountant: "rdp" or "pld".
+        accountant: "rdp" (Renyi differential privacy) or "pld" (privacy loss distributions), which is tighter. "rdp" is
+            used in any case without replacement, and for a very large epsilon.
 
     Raises:
         RecipeError: The package is not installed.
@@ -107,17 +111,17 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
         event = dp.PoissonSampledDpEvent(release.rate, event)
     accountants = {"rdp": dp.rdp.RdpAccountant, "pld": dp.pld.PLDAccountant}
 
-    def spent(name: str) -> float:
+    def epsilon_by(name: str) -> float:
         with _without_order_warnings():
             return float(accountants[name](neighboring_relation=relation).compose(event, count).get_epsilon(delta))
 
-    bound = spent("rdp")
-    return bound if accountant == "rdp" or bound > _MAX_PLD_EPSILON else spent("pld")
+    rdp_epsilon = epsilon_by("rdp")
+    return rdp_epsilon if accountant == "rdp" or rdp_epsilon > _MAX_PLD_EPSILON else epsilon_by("pld")
 
 
 @contextmanager
 def _without_order_warnings() -> Iterator[None]:
-    """Suppress a warning for each Renyi order that is skipped; the bound holds without them."""
+    """Suppress warnings of dp-accounting about Renyi orders that it skips; the bound holds without them."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -138,14 +142,14 @@ _MAX_MULTIPLIER = 2.0**20
 
 
 def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], Release]) -> float:
-    """Return the smallest noise multiplier with which ``count`` releases stay within epsilon.
+    """Return the smallest noise multiplier with which ``count`` releases stay within the settings' epsilon.
 
-    It is found by bisection, to a few parts in ten thousand.
+    It is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
 
     Args:
         privacy: Settings with epsilon, delta and the accountant.
-        count: Releases of a whole run.
-        release: Maps a noise multiplier to what one release reveals.
+        count: Releases of a whole run; without any the result is 1.
+        release: Returns one release with a given noise multiplier.
 
     Raises:
         RecipeError: No noise is enough, or the package is not installed.
@@ -155,28 +159,31 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
     if count == 0:
         return 1.0
 
-    def spends(z: float, accountant: str) -> float:
-        return epsilon(release(z), count, privacy.delta, accountant)
+    def epsilon_with(multiplier: float, accountant: str) -> float:
+        return epsilon(release(multiplier), count, privacy.delta, accountant)
 
     high = 1.0
-    while spends(high, "rdp") > target:  # fast, and never below the other accountant
+    while epsilon_with(high, "rdp") > target:  # fast, and never below the other accountant
         high *= 2
         if high > _MAX_MULTIPLIER:
             raise RecipeError(
                 f"privacy.epsilon: got {target:g}; no noise_multiplier up to {_MAX_MULTIPLIER:g} is enough; use more"
             )
     low = high / 2
-    while spends(low, privacy.accountant) <= target and low > 1 / _MAX_MULTIPLIER:
+    while epsilon_with(low, privacy.accountant) <= target and low > 1 / _MAX_MULTIPLIER:
         high, low = low, low / 2
     for _ in range(_BISECTION_STEPS):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if spends(middle, privacy.accountant) <= target else (middle, high)
+        if epsilon_with(middle, privacy.accountant) <= target:
+            high = middle
+        else:
+            low = middle
     return high
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of a user in a run.
+    """Amount of a user's work in a run of DP-SGD, from which its noise and epsilon follow.
 
     Args:
         examples: Examples of the user.
@@ -208,9 +215,9 @@ class Work:
 
 @lru_cache(maxsize=1 << 12)
 def multiplier_of(privacy: PrivacySection, work: Work) -> float:
-    """Return a user's noise multiplier.
+    """Return the noise multiplier of a user's DP-SGD steps.
 
-    If only epsilon is given, it is the smallest one with which the planned steps stay within epsilon.
+    It is that of the settings, or, if they only give epsilon, the smallest with which the planned steps stay within it.
 
     Raises:
         RecipeError: No noise is enough, or the package that computes it is not installed.
@@ -221,7 +228,7 @@ def multiplier_of(privacy: PrivacySection, work: Work) -> float:
 
 
 def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
-    """Return the epsilon of a user's examples after some noisy steps.
+    """Return the epsilon of each of a user's examples after some steps of DP-SGD.
 
     Args:
         privacy: Settings.
@@ -282,7 +289,12 @@ class Account(ABC):
 
     @abstractmethod
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon of ``count`` uploads, or rounds of ``work``, of a client's user with its own noise."""
+        """Return the epsilon that a client computes for its own user, from the noise that the user itself added.
+
+        Args:
+            count: Number of uploads, or rounds of noisy steps.
+            work: Amount of work of the user, for noisy steps.
+        """
 
     def charge(self, users: Sequence[int]) -> None:
         """Count one release of each of these users."""
@@ -292,22 +304,26 @@ class Account(ABC):
         """Count uploads of these users when they arrive."""
         self.charge(users)
 
-    def affordable(self, members: Sequence[int]) -> list[int]:
-        """Return the users whose budget allows one more release; warn once about each other user."""
+    def affordable(self, users: Sequence[int]) -> list[int]:
+        """Return those of the users whose budget of epsilon allows one more release.
+
+        The log warns once about each other user, unless there is no user left and the run ends.
+        """
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
-        found = [user for user in members if self.epsilon_of(user, counts[user] + 1) <= budget]
-        if found and (spent := sorted(set(members) - set(found) - self.warned)):
-            self.warned.update(spent)
-            _log.warning(_SPENT, list_names(self.users[user] for user in spent))
-        return found
+        within_budget = [user for user in users if self.epsilon_of(user, counts[user] + 1) <= budget]
+        newly_spent = sorted(set(users) - set(within_budget) - self.warned)
+        if within_budget and newly_spent:
+            self.warned.update(newly_spent)
+            _log.warning(_SPENT, list_names(self.users[user] for user in newly_spent))
+        return within_budget
 
     @property
     def spent(self) -> dict[str, object]:
-        """Epsilon of the user with the largest one, and of all users if they differ."""
-        each = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
-        differ = {"users": dict(zip(self.users, each, strict=True))} if len(set(each)) > 1 else {}
-        return {"epsilon": max(each, default=0.0), "delta": self.privacy.delta, **differ}
+        """Largest epsilon of a user so far, delta, and the epsilon of each user if they differ."""
+        epsilons = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
+        of_users = {"users": dict(zip(self.users, epsilons, strict=True))} if len(set(epsilons)) > 1 else {}
+        return {"epsilon": max(epsilons, default=0.0), "delta": self.privacy.delta, **of_users}
 
     @abstractmethod
     def metrics(self, clip_norm: float) -> dict[str, object]:
@@ -315,9 +331,9 @@ class Account(ABC):
 
     @abstractmethod
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return the epsilon after a whole run, of the user with the largest one.
+        """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
 
-        If both noise and budget are given, the run may stop before ``planned`` rounds to stay within the budget.
+        If both noise and a budget are given, the run may stop before ``planned`` rounds to stay within the budget.
 
         Args:
             planned: Rounds of the run in which something of that user is released.
@@ -329,20 +345,21 @@ class UploadAccount(Account):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what a round reveals of a user; secret sampling reveals less.
+        """Return what a round reveals of a user; if participants are drawn in secret, it reveals less.
 
         Args:
             privacy: Settings.
             participation: As in ``Training``.
             users: Number of users of the run.
         """
-        z = privacy.multiplier
+        multiplier = privacy.multiplier
         # The server and the users of a secure sum know who is in it, so sampling hides no user.
         if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
-            return Release(noise=z)
+            return Release(noise=multiplier)
         if privacy.sampling == "poisson":
-            return Release(noise=z, rate=participation)
-        return Release(noise=z / 2, sample=sample_size(participation, users), users=users)
+            return Release(noise=multiplier, rate=participation)
+        # Without replacement a neighbour replaces a user, which moves the sum by twice the clip norm.
+        return Release(noise=multiplier / 2, sample=sample_size(participation, users), users=users)
 
     @property
     def release(self) -> Release:
@@ -426,7 +443,7 @@ class StepAccount(UploadAccount):
         """Count nothing: steps are charged when they are requested."""
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` rounds for an example of a user, given by index."""
+        """Return the epsilon of ``count`` rounds for an example of a user (by index); 0 for a user without work."""
         work = self.works().get(self.users[user])
         return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
 
@@ -439,28 +456,33 @@ class StepAccount(UploadAccount):
         """Return the epsilon so far, with the noise multiplier of each user if they differ."""
         works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
-        differ = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
+        of_users = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
         return {
             **self.spent,
             "mechanism": self.privacy.mechanism,
             "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
-            **differ,
+            **of_users,
             "clip_norm": clip_norm,
             "accountant": self.privacy.accountant,
             "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
         }
 
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return the epsilon after a whole run, of the user with the largest one; rounds follow from :attr:`works`."""
+        """Return the largest epsilon of a user after a whole run, with the settings behind it.
 
-        def ends(work: Work) -> tuple[float, Work, int]:
+        Args:
+            planned: Not used; each user's number of rounds is in :attr:`works`.
+        """
+
+        def at_end(work: Work) -> tuple[float, Work, int]:
             rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
             return self.own_epsilon(rounds, work), work, rounds * work.steps
 
-        most, work, steps = max((ends(work) for work in self.works().values()), key=lambda found: found[0])
+        ends = [at_end(work) for work in self.works().values()]
+        largest_epsilon, work, steps = max(ends, key=lambda end: end[0])
         return {
             "mechanism": self.privacy.mechanism,
-            "epsilon": most,
+            "epsilon": largest_epsilon,
             "delta": self.privacy.delta,
             "noise_multiplier": multiplier_of(self.privacy, work),
             "clip_norm": self.privacy.clip_norm,
@@ -470,21 +492,22 @@ class StepAccount(UploadAccount):
         }
 
 
-def affordable_releases(privacy: PrivacySection, planned: int, spends: Callable[[int], float]) -> int:
-    """Return how many of the planned releases stay within the budget.
+def affordable_releases(privacy: PrivacySection, planned: int, epsilon_after: Callable[[int], float]) -> int:
+    """Return how many of the planned releases stay within the budget; all of them without a budget.
 
     Args:
-        privacy: Settings with the budget.
+        privacy: Settings with the budget, an epsilon or None.
         planned: Planned releases.
-        spends: Maps a number of releases to its epsilon.
+        epsilon_after: Returns the epsilon of a number of releases, which does not decrease with the number.
     """
     budget = math.inf if privacy.epsilon is None else privacy.epsilon
-    return bisect_right(range(1, planned + 1), budget, key=spends)
+    return bisect_right(range(1, planned + 1), budget, key=epsilon_after)
 
 
 def most_releases(schedule: Sequence[Sequence[int]]) -> int:
-    """Return the number of rounds of the user who takes part most often."""
-    return max(Counter(user for members in schedule for user in members).values(), default=0)
+    """Return the number of rounds of the user that takes part most often, from the participants of each round."""
+    num_rounds = Counter(user for participants in schedule for user in participants)
+    return max(num_rounds.values(), default=0)
 
 
 def _import_dp_accounting() -> Any:

@@ -100,21 +100,29 @@ class ServerRound:
 
 
 def one_model(server: Server, kept: Tree) -> Tree:
-    """Return the model that all users download, for servers that have one."""
+    """Return the model that all users download, for servers that have one.
+
+    Args:
+        server: Server of the method.
+        kept: Its state.
+    """
     return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}
 
 
 def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
-    """Return the model plus a float64 mean change as the only upload of a round, which belongs to no user.
+    """Return the model plus a mean change as the only upload of a round, which belongs to no user.
+
+    A server that takes the mean of the uploads then takes over this model.
 
     Args:
-        model: The model.
-        change: Mean change.
+        model: The model before the round.
+        change: Mean change, float64.
         roles: Roles of each tensor.
     """
+    changed = {name: (t.double() + change[name].to(t.device)).to(t.dtype) for name, t in model.items()}
     return Received(
         users=[],
-        tensors={name: (t.double() + change[name].to(t.device)).to(t.dtype).unsqueeze(0) for name, t in model.items()},
+        tensors={name: t.unsqueeze(0) for name, t in changed.items()},
         weights=torch.ones(1, dtype=torch.float64),
         ranks=torch.zeros(1, dtype=torch.int64),
         scales=torch.ones(1),
@@ -141,9 +149,9 @@ class RuleResult:
         return [name for name, share in self.counted.items() if share == 0]
 
     def as_event(self, done: int) -> dict[str, object]:
-        """Return the event of round ``done`` (from 1)."""
-        said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
-        return {"event": "aggregation", "round": done, "rule": self.rule, **said}
+        """Return the event of round ``done`` (from 1) for ``events.jsonl``."""
+        result = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
+        return {"event": "aggregation", "round": done, "rule": self.rule, **result}
 
 
 @dataclass(kw_only=True)
@@ -182,10 +190,14 @@ class PrivacyMechanism:
         """
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
-        """Check that rounds of ``sizes`` users are large enough.
+        """Check that rounds have enough users.
+
+        Args:
+            sizes: Numbers of users that a round may have.
+            same_ranks: Whether all users have the same LoRA rank.
 
         Raises:
-            RecipeError: They are not.
+            RecipeError: A round has too few.
         """
 
     # ---------------------------------------------------------------- on a client
@@ -196,7 +208,11 @@ class PrivacyMechanism:
         return False
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return mean losses and gradients ``(users, *shape)``, float64, of what users share in one optimiser step."""
+        """Return each user's mean loss and the gradients of its shared tensors for one optimiser step.
+
+        Returns:
+            Losses ``(users,)`` and gradients ``(users, *shape)``, float64.
+        """
         raise NotImplementedError
 
     def client_update(self, update: Update) -> Update:
@@ -205,22 +221,22 @@ class PrivacyMechanism:
 
     # ---------------------------------------------------------------- on the server
 
-    def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the participants of a round among those selected; None ends the run.
+    def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+        """Return the participants of a round among the selected users; None ends the run.
 
         Args:
-            members: Indices of the selected users.
+            selected: Indices of the selected users.
             number: Number of the round, from 0.
             releases: Whether anything is uploaded in the round.
         """
-        return list(members)
+        return list(selected)
 
     def download(self, users: int) -> Tree:
         """Return tensors ``(users, 1)`` for users to download with their models."""
         return {}
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return what the server aggregates instead of the uploads; None leaves its state unchanged."""
+        """Return the uploads that the server aggregates instead of those received; None leaves its state unchanged."""
         return received
 
     def skip_round(self, received: Sequence[int]) -> None:
@@ -268,7 +284,14 @@ def change_updates(mechanisms: Sequence[PrivacyMechanism]) -> bool:
 
 
 def start_references(shared: Tree, bound: float) -> Tree:
-    """Return a user's state before the first download: the shared tensors ``(users, *shape)`` and the clip norm."""
+    """Return users' state before the first download: copies of their shared tensors, and their clip norm.
+
+    Changes are measured from the copies, see :func:`protect_uploads`.
+
+    Args:
+        shared: Shared tensors, ``(users, *shape)``.
+        bound: Clip norm of all users.
+    """
     first = next(iter(shared.values()))
     bounds = torch.full((len(first),), bound, dtype=torch.float64, device=first.device)
     return {REFERENCE + name: t.clone() for name, t in shared.items()} | {CLIP_NORM: bounds}

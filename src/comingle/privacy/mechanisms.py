@@ -33,7 +33,7 @@ from comingle.privacy.accounting import (
     StepAccount,
     UploadAccount,
     Work,
-    expected,
+    expected_participants,
     least_noise,
     multiplier_of,
     sample_size,
@@ -99,7 +99,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- before a run
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that noise, or a secure sum, covers all that the method's users send."""
+        """Check that noise, or a secure sum, covers all that users send with this method and these settings."""
         self.check_noise()
         if method.placement.pooled:
             raise RecipeError(
@@ -189,48 +189,59 @@ class DifferentialPrivacy(PrivacyMechanism):
         """
         if not self.privacy.noisy:
             return None
-        users, z, local = self.expected(0), self.privacy.multiplier, self.privacy.noise_at == "upload"
-        ratio = z * math.sqrt(numbers / users) / (1.0 if local else math.sqrt(users))
-        whole = ratio / math.sqrt(max(1, rounds))
-        if whole <= 1:
+        users, z, is_local = self.expected(0), self.privacy.multiplier, self.privacy.noise_at == "upload"
+        round_ratio = z * math.sqrt(numbers / users) / (1.0 if is_local else math.sqrt(users))  # noise over change
+        run_ratio = round_ratio / math.sqrt(max(1, rounds))
+        if run_ratio <= 1:
             return None
-        needed = users * whole**2 if local else users * whole
+        needed_users = users * run_ratio**2 if is_local else users * run_ratio
         return (
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
-            f"users per round and {numbers:,} shared parameters the norm of the noise is {ratio:,.3g} times that of "
-            f"the largest possible change in one round, and {whole:,.3g} times over all {rounds} rounds. Use about "
-            f"{needed:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger epsilon; or mechanism: "
-            "example, which protects each example of a user instead of the user"
+            f"users per round and {numbers:,} shared parameters the norm of the noise is {round_ratio:,.3g} times that "
+            f"of the largest possible change in one round, and {run_ratio:,.3g} times over all {rounds} rounds. Use "
+            f"about {needed_users:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger epsilon; or "
+            "mechanism: example, which protects each example of a user instead of the user"
         )
 
     # ---------------------------------------------------------------- participants
 
-    def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Draw participants in secret if the account relies on that; leave out users whose budget is spent.
+    def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+        """Return the participants of a round: the selected users whose budget is not spent; None ends the run.
+
+        If the account relies on secret sampling, participants are drawn here instead, with the key of the noise.
 
         Args:
-            members: Indices of the selected users.
+            selected: Indices of the selected users.
             number: Number of the round, from 0.
-            releases: Whether anything is uploaded in the round.
+            releases: Whether anything is uploaded in the round; only then budgets are checked.
         """
         if self.account is None:
-            return list(members)
+            return list(selected)
         if self.account.sampled:
-            return self.draw(number) if not releases or self.account.affordable([0]) else None
-        return (self.account.affordable(members) or None) if releases else list(members)
+            # A round is a release of all users, so they have all spent the same.
+            is_affordable = not releases or bool(self.account.affordable([0]))
+            return self.draw(number) if is_affordable else None
+        if not releases:
+            return list(selected)
+        return self.account.affordable(selected) or None
 
     def draw(self, number: int) -> list[int]:
-        """Draw the participants of round ``number`` (from 0) with the key."""
+        """Draw the participants of round ``number`` (from 0) with the secret key.
+
+        With Poisson sampling each user takes part independently of the others, so there may be none; otherwise the
+        number of participants is fixed.
+        """
         assert isinstance(self.participation, float | int)
         draws = [float(uniform(1, self.key, name, number, "participation")[0]) for name in self.users]
-        everyone = range(len(draws))
+        all_users = range(len(draws))
         if self.privacy.sampling == "poisson":
-            return [user for user in everyone if draws[user] < self.participation]
-        return sorted(sorted(everyone, key=draws.__getitem__)[: sample_size(self.participation, len(draws))])
+            return [user for user in all_users if draws[user] < self.participation]
+        by_draw = sorted(all_users, key=draws.__getitem__)
+        return sorted(by_draw[: sample_size(self.participation, len(draws))])
 
     def expected(self, number: int) -> float:
-        """Return the divisor of the sum of round ``number`` (from 0)."""
-        return expected(self.privacy, self.participation, len(self.users), number)
+        """Return the expected number of participants of round ``number`` (from 0), the divisor of its sum."""
+        return expected_participants(self.privacy, self.participation, len(self.users), number)
 
     # ---------------------------------------------------------------- state and results
 
@@ -265,7 +276,7 @@ class Central(DifferentialPrivacy):
     """
 
     def client_update(self, update: Update) -> Update:
-        """Clip changes and apply weights; report whether changes were within an adaptive clip norm."""
+        """Return the clipped changes times the users' weights, and report who was within an adaptive clip norm."""
         if self.privacy.secure_aggregation is not None:
             return update  # the secure sum clips, to a norm that leaves room for rounding
         clipped_update = clip_update(update, self.privacy)
@@ -284,9 +295,11 @@ class Central(DifferentialPrivacy):
         Uploads are clipped again here, so the server need not trust users. Without participants the sum is noise only.
         """
         model, uploads, users = about.model, received.tensors, len(about.names)
-        references = {n: t.unsqueeze(0).expand(users, *t.shape) for n, t in model.items()} if uploads else {}
-        known = without_padding(references, received.ranks)
-        changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
+        downloads: Tree = {}
+        if uploads:
+            downloads = {name: t.unsqueeze(0).expand(users, *t.shape) for name, t in model.items()}
+        downloads = without_padding(downloads, received.ranks)
+        changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
         mean = self.mean(changes, model, about.number, received.reports.get(WITHIN))
         return mean_as_upload(model, mean, received.roles)
 
@@ -308,7 +321,12 @@ class Central(DifferentialPrivacy):
         return {name: t / users for name, t in noised.items()}
 
     def sums(self, changes: Tree, like: Tree) -> Tree:
-        """Return ``sum_u clip(change_u)``: no upload moves it by more than the clip norm."""
+        """Return the sum of clipped changes, which no upload moves by more than the clip norm.
+
+        Args:
+            changes: Changes ``(users, *shape)``; without any the sum is zero.
+            like: The model, for its shapes.
+        """
         if not changes:
             return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in like.items()}
         return {name: t.sum(0) for name, t in clipped(changes, self.bound).items()}
@@ -321,17 +339,24 @@ class Central(DifferentialPrivacy):
         return max(users / 20, self.privacy.multiplier)
 
     def _multiplier_beside_count(self, users: float) -> float:
-        """Return the noise multiplier for the model such that both releases together have the given one.
+        """Return the noise multiplier of the model's sum if the count of users within the clip norm is released too.
 
-        The other release is that of the count (Andrew et al. 2021, Theorem 1).
+        It is larger than the given multiplier z, so that both releases together reveal as much as one with z (Andrew
+        et al. 2021, Theorem 1).
         """
         return (self.privacy.multiplier**-2 - (2 * self._count_deviation(users)) ** -2) ** -0.5
 
     def _adapt_clip_norm(self, within: Tensor | None, users: float, number: int) -> None:
-        """Set ``bound *= exp(-rate (share - quantile))``, with noise on the share of users within the bound.
+        """Move the clip norm towards the quantile of users' norms: ``bound *= exp(-rate (share - quantile))``.
 
-        Each user counts as +1/2 or -1/2, so the noise has half the sensitivity of a count. The noisy share is clamped
-        to [0, 1], so no step is longer than ``exp(rate)``.
+        ``share`` is the share of users whose change is within the bound, with noise. Each user counts as +1/2 or -1/2,
+        which has half the sensitivity of a count. The noisy share is clamped to [0, 1], so the bound changes by a
+        factor of at most ``exp(rate)``.
+
+        Args:
+            within: 1 for each user within the bound, 0 for others; None if there are no reports.
+            users: Expected number of users in the round.
+            number: Number of the round, from 0.
         """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
         noise = self._count_deviation(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
@@ -349,7 +374,7 @@ class Local(DifferentialPrivacy):
         return ""
 
     def client_update(self, update: Update) -> Update:
-        """Clip changes, apply weights and add noise, from a separate stream for each user."""
+        """Return the clipped changes times the users' weights, with noise from a separate stream for each user."""
         changes = clip_update(update, self.privacy).changes
         rows = [
             add_noise(
@@ -433,51 +458,53 @@ class Example(DifferentialPrivacy):
     # ---------------------------------------------------------------- on a client
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return the mean losses of a batch, and its noisy sums of clipped gradients divided by its expected size."""
+        """Draw a batch for each user; return its mean loss and noisy mean gradients, both over its expected size."""
         drawn = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
         sums: Tree = {}
         losses = torch.zeros(len(drawn), dtype=torch.float64)
         for part in padded(drawn, step.batch).split(step.batch, 1):
-            found, lost = step.clipped_sums(part, self.privacy.first_bound)
-            sums = {name: sums.get(name, torch.zeros_like(t)) + t for name, t in found.items()}
-            losses += lost
-        rows = [
+            part_sums, part_losses = step.clipped_sums(part, self.privacy.first_bound)
+            sums = {name: sums.get(name, torch.zeros_like(t)) + t for name, t in part_sums.items()}
+            losses += part_losses
+        gradients_of_users = [
             self.noised({name: t[i] for name, t in sums.items()}, work, *stream)
             for i, (work, stream) in enumerate(zip(step.works, step.streams, strict=True))
         ]
-        means = losses / torch.tensor([work.expected for work in step.works], dtype=torch.float64)
-        return means, {name: torch.stack([row[name] for row in rows]) for name in sums}
+        mean_losses = losses / torch.tensor([work.expected for work in step.works], dtype=torch.float64)
+        gradients = {name: torch.stack([of_user[name] for of_user in gradients_of_users]) for name in sums}
+        return mean_losses, gradients
 
     def draw_examples(self, work: Work, *stream: str | int) -> Int64[Tensor, " drawn"]:
-        """Return the indices of a user's examples in a batch."""
-        return torch.from_numpy(np.flatnonzero(uniform(work.examples, self.key, *stream, "examples") < work.rate))
+        """Return the indices of a user's examples in a batch; each is drawn with probability ``work.rate``."""
+        draws = uniform(work.examples, self.key, *stream, "examples")
+        return torch.from_numpy(np.flatnonzero(draws < work.rate))
 
     def noised(self, sums: Tree, work: Work, *stream: str | int) -> Tree:
-        """Return one user's ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64.
+        """Return one user's noisy mean gradients ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64.
 
         Args:
             sums: Sums of clipped gradients.
-            work: Work of the user.
+            work: Work of the user, which gives the expected number of examples and the noise multiplier z.
             stream: Key of the random stream.
         """
         deviation = multiplier_of(self.privacy, work) * self.privacy.first_bound
-        found = add_noise(sums, deviation, self.key, *stream, "example noise")
-        return {name: t / work.expected for name, t in found.items()}
+        noisy_sums = add_noise(sums, deviation, self.key, *stream, "example noise")
+        return {name: t / work.expected for name, t in noisy_sums.items()}
 
     # ---------------------------------------------------------------- on the server
 
-    def admit(self, members: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the users whose budget allows the steps of a round, and charge them.
+    def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+        """Return the users whose budget allows the steps of a round, and charge them; None ends the run.
 
         Args:
-            members: Indices of the selected users.
+            selected: Indices of the selected users.
             number: Number of the round, from 0.
             releases: Not used.
         """
         assert self.account is not None
-        found = self.account.affordable(members)
-        self.account.charge(found)
-        return found or None
+        admitted = self.account.affordable(selected)
+        self.account.charge(admitted)
+        return admitted or None
 
 
 # -------------------------------------------------------------------- a run's mechanisms
@@ -502,25 +529,26 @@ def make_mechanisms(
         users: All users, on the server.
         key: Key of the noise.
     """
-    found: list[PrivacyMechanism] = []
+    mechanisms: list[PrivacyMechanism] = []
     if privacy is not None:
         implementation = MECHANISMS[privacy.mechanism].load()
-        found.append(implementation(privacy=privacy, participation=participation, users=tuple(users), key=key))
+        mechanisms.append(implementation(privacy=privacy, participation=participation, users=tuple(users), key=key))
         if privacy.secure_aggregation is not None:
-            found.append(SecureSum(privacy=privacy, sums=sums, key=key))
+            mechanisms.append(SecureSum(privacy=privacy, sums=sums, key=key))
     if aggregation is not None and not aggregation.is_mean:
-        found.append(RobustRule(aggregation=aggregation))
-    return tuple(found)
+        mechanisms.append(RobustRule(aggregation=aggregation))
+    return tuple(mechanisms)
 
 
 def check_supported(method: Method, recipe: Recipe) -> None:
     """Check that all mechanisms of a recipe support the method and the other settings.
 
     Raises:
-        RecipeError: One or more do not; the message has a line for each.
+        RecipeError: One or more do not; the message has all reasons.
     """
-    found = make_mechanisms(recipe.privacy, recipe.aggregation)
-    in_order = sorted(found, key=lambda mechanism: not isinstance(mechanism, SecureSum))  # the strictest about methods
+    mechanisms = make_mechanisms(recipe.privacy, recipe.aggregation)
+    # Secure sums first: they support the fewest methods, so theirs is the most useful reason.
+    in_order = sorted(mechanisms, key=lambda mechanism: not isinstance(mechanism, SecureSum))
     run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in in_order))
 
 
@@ -536,7 +564,7 @@ def release_of(privacy: PrivacySection, participation: Participation, users: int
 
 
 def calibrate(privacy: PrivacySection, participation: Participation, users: int, count: int) -> float:
-    """Return the smallest noise multiplier with which ``count`` releases stay within epsilon.
+    """Return the smallest noise multiplier with which ``count`` rounds of a recipe stay within its epsilon.
 
     It is found by bisection, to a few parts in ten thousand.
 
@@ -549,31 +577,44 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
     Raises:
         RecipeError: No noise is enough, or the package that computes it is not installed.
     """
-    return least_noise(
-        privacy, count, lambda z: release_of(privacy.model_copy(update={"noise_multiplier": z}), participation, users)
-    )
+
+    def release_with(multiplier: float) -> Release:
+        return release_of(privacy.model_copy(update={"noise_multiplier": multiplier}), participation, users)
+
+    return least_noise(privacy, count, release_with)
 
 
 def clip_update(update: Update, privacy: PrivacySection) -> Update:
-    """Return the changes ``change_u min(1, bound_u / norm_u)``, times each user's weight."""
+    """Return uploads with each user's change clipped to its norm and multiplied by its weight.
+
+    ``change_u min(1, bound_u / norm_u) weight_u``; the weight is ``min(1, count_u / weight_cap)``, or 1 without a cap.
+    """
     weights = capped_weights(update.counts, privacy.weight_cap)
     return replace(update, changes=scaled(clipped(update.changes, update.bounds), weights))
 
 
-def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users most"]:
-    """Stack indices of examples, padded with ``PAD`` to a multiple of ``size``, at least one."""
-    most = max(1, -(-max(len(numbers) for numbers in drawn) // size)) * size
-    whole = torch.full((len(drawn), most), PAD, dtype=torch.int64)
-    for row, numbers in zip(whole, drawn, strict=True):
+def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users width"]:
+    """Stack users' indices of examples as rows, padded with ``PAD`` to a common width.
+
+    Args:
+        drawn: Indices of each user, maybe of different numbers.
+        size: The width is a multiple of this, at least one, so that it can be split into parts of this size.
+    """
+    num_parts = max(1, math.ceil(max(len(numbers) for numbers in drawn) / size))
+    rows = torch.full((len(drawn), num_parts * size), PAD, dtype=torch.int64)
+    for row, numbers in zip(rows, drawn, strict=True):
         row[: len(numbers)] = numbers
-    return whole
+    return rows
 
 
 # -------------------------------------------------------------------- unsupported methods
 
 
 def _why_data_unprotected(method: Method) -> str:
-    """Return which data of a user would be sent besides clipped tensors, with any mechanism; empty if none."""
+    """Return the reason why clipped and noised tensors would not be all that a user reveals; empty if they are.
+
+    This holds for all mechanisms.
+    """
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):
         return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"

@@ -26,15 +26,19 @@ from comingle.utils.trees import Tree
 
 
 def norms(changes: Tree) -> Float[Tensor, " users"]:
-    """Return the L2 norm of all tensors of each user, ``(users,)``, float64.
+    """Return the L2 norm of all tensors of each user together, ``(users,)``, float64.
 
     In float64 a cohort's norms are equal to those computed for each user alone.
+
+    Args:
+        changes: Tensors ``(users, *shape)``.
     """
-    return torch.stack([t.double().reshape(len(t), -1).square().sum(1) for t in changes.values()]).sum(0).sqrt()
+    squared_norms = [t.double().reshape(len(t), -1).square().sum(1) for t in changes.values()]
+    return torch.stack(squared_norms).sum(0).sqrt()
 
 
 def scaled(changes: Tree, factors: Float[Tensor, " users"]) -> Tree:
-    """Return each user's tensors times the user's factor, float64."""
+    """Return each user's tensors ``(users, *shape)`` times the user's factor, float64."""
     return {name: t.double() * factors.view(-1, *[1] * (t.dim() - 1)).to(t.device) for name, t in changes.items()}
 
 
@@ -44,7 +48,9 @@ def capped_weights(counts: Sequence[int], cap: int | None) -> Float[Tensor, " us
 
 
 def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
-    """Return ``change * min(1, bound / norm)``, float64, with zeros for non-finite values.
+    """Clip each user's change to an L2 norm: return ``change * min(1, bound / norm)``, float64.
+
+    A change with a NaN or an infinite value becomes zero, as its norm is unknown.
 
     Args:
         changes: Tensors ``(users, *shape)``.
@@ -57,7 +63,9 @@ def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
 
 
 def without_padding(tree: Tree, ranks: Tensor) -> Tree:
-    """Return LoRA factors ``(users, ..., rank, width)`` with zeros above each user's rank.
+    """Return LoRA factors ``(users, ..., rank, width)`` with zeros in the rows beyond each user's rank.
+
+    Users of smaller ranks have padding there, which may not count in norms or get noise.
 
     Args:
         tree: Tensors by name; those that end in ".a" or ".b" are factors.
@@ -79,12 +87,14 @@ _BITS = 53
 
 
 def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
-    """Return standard normal numbers, float64, by the Box-Muller transform of a keyed stream.
+    """Return standard normal numbers, float64, by the Box-Muller transform of uniform numbers.
+
+    The same key and parts always give the same numbers; without the key they cannot be predicted.
 
     Args:
         shape: Shape of the tensor.
         key: Secret key.
-        parts: Purpose of the stream.
+        parts: Purpose of the numbers, such as user, round and kind of noise.
     """
     count = int(np.prod(shape, dtype=np.int64))
     half = (count + 1) // 2
@@ -95,19 +105,21 @@ def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
 
 
 def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
-    """Return uniform numbers in (0, 1), float64, from a keyed stream.
+    """Return uniform numbers in (0, 1), float64, from a SHAKE-256 stream of the key and the parts.
 
     Args:
         count: How many.
         key: Secret key.
-        parts: Purpose of the stream.
+        parts: Purpose of the numbers, such as user, round and kind of draw.
     """
     stream = hashlib.shake_256(json.dumps([key, *parts]).encode("ascii")).digest(8 * count)
     return ((np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)) + 0.5) * 2.0**-_BITS
 
 
 def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
-    """Return a tree with Gaussian noise, from a separate stream for each tensor, float64.
+    """Return tensors with Gaussian noise, from a separate stream for each tensor, float64.
+
+    The stream depends on the tensors' values, so that different values never get the same noise.
 
     Args:
         tree: Tensors, float64.
@@ -115,9 +127,9 @@ def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree
         key: Secret key.
         parts: Purpose of the noise.
     """
-    stamp = digest(tree)
+    value_digest = digest(tree)
     return {
-        name: t + deviation * gaussian(tuple(t.shape), key, *parts, name, stamp).to(t.device)
+        name: t + deviation * gaussian(tuple(t.shape), key, *parts, name, value_digest).to(t.device)
         for name, t in tree.items()
     }
 
@@ -136,7 +148,13 @@ def new_key() -> str:
 
 
 def load_or_create_key(folder: Path, *, begun: bool = False) -> str:
-    """Return the key in a folder, readable by its owner only; create it if there is none and the run has not begun.
+    """Return the key of a run's noise from its folder; create it if there is none and the run has not begun.
+
+    The file is readable by its owner only.
+
+    Args:
+        folder: Folder of the run.
+        begun: Whether the run has begun, so that a missing key is an error.
 
     Raises:
         RunError: The key is damaged, or a run that has begun has lost it.

@@ -51,11 +51,19 @@ def coordinate_median(uploads: Tree) -> Combined:
 
 
 def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
-    """Return the mean of each coordinate without the ``hostile`` smallest and largest values.
+    """Return the mean of each coordinate without the ``hostile`` smallest and the ``hostile`` largest values.
 
     Source: Yin et al. 2018, arXiv:1803.01498, option II.
+
+    Args:
+        uploads: Tensors ``(users, *shape)``.
+        hostile: Largest number of hostile users to withstand.
     """
-    return _mean_by_coordinate(uploads, lambda t: t.argsort(dim=0, stable=True)[hostile : len(t) - hostile])
+
+    def users_between(t: Tensor) -> Tensor:
+        return t.argsort(dim=0, stable=True)[hostile : len(t) - hostile]
+
+    return _mean_by_coordinate(uploads, users_between)
 
 
 def krum(uploads: Tree, hostile: int) -> Combined:
@@ -77,47 +85,59 @@ def multi_krum(uploads: Tree, hostile: int) -> Combined:
 
 
 def bulyan(uploads: Tree, hostile: int) -> Combined:
-    """Choose ``n - 2 hostile`` uploads one by one with Krum; return the mean of the values nearest to the median.
+    """Choose ``n - 2 hostile`` uploads one by one with Krum; return the mean of the values nearest to their median.
 
     In each coordinate the mean is over ``n - 4 hostile`` values. Krum uses at least one neighbour, even when few
     uploads are left.
 
     Source: El Mhamdi et al. 2018, arXiv:1802.07927, Algorithm 2.
+
+    Args:
+        uploads: Tensors ``(users, *shape)`` of n users.
+        hostile: Largest number of hostile users to withstand.
     """
     distances = squared_distances(uploads)
-    left, chosen = list(range(len(distances))), list[int]()
-    while len(chosen) < len(distances) - 2 * hostile:
-        chosen.append(left.pop(krum_order(distances[left][:, left], hostile)[0]))
-    count = len(distances) - 4 * hostile
-    found = _mean_by_coordinate(
-        {name: t[chosen] for name, t in uploads.items()}, lambda t: _users_nearest_to_median(t, count)
+    num_users = len(distances)
+    remaining, chosen = list(range(num_users)), list[int]()
+    while len(chosen) < num_users - 2 * hostile:
+        best = krum_order(distances[remaining][:, remaining], hostile)[0]
+        chosen.append(remaining.pop(best))
+    num_values = num_users - 4 * hostile
+    of_chosen = _mean_by_coordinate(
+        {name: t[chosen] for name, t in uploads.items()}, lambda t: _users_nearest_to_median(t, num_values)
     )
-    counted = torch.zeros(len(distances), dtype=torch.float64).index_copy(0, torch.tensor(chosen), found.counted)
-    return Combined(tensors=found.tensors, counted=counted)
+    counted = torch.zeros(num_users, dtype=torch.float64).index_copy(0, torch.tensor(chosen), of_chosen.counted)
+    return Combined(tensors=of_chosen.tensors, counted=counted)
 
 
 def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combined:
     """Return the point with the smallest weighted sum of distances, by the smoothed Weiszfeld algorithm; float64.
 
-    ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)``. It starts from the coordinate-wise median
-    instead of the mean, which a single upload can move arbitrarily far.
+    It repeats ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)`` until v hardly moves. It starts
+    from the coordinate-wise median instead of the mean, which a single upload can move arbitrarily far.
 
     Source: Pillutla et al. 2022, arXiv:1912.13445, Algorithm 2.
+
+    Args:
+        uploads: Tensors ``(users, *shape)``.
+        weights: The users' weights w_u.
     """
-    point, pull = {name: _coordinate_medians(t).double() for name, t in uploads.items()}, weights
+    point = {name: _coordinate_medians(t).double() for name, t in uploads.items()}  # v
+    factors = weights  # b_u
     for _ in range(STEPS):
-        away = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=SMOOTHING)
-        pull = weights.to(away) / away
-        after = {name: torch.tensordot((pull / pull.sum()).to(t.device), t.double(), 1) for name, t in uploads.items()}
-        moved = norms({name: (t - point[name]).unsqueeze(0) for name, t in after.items()})
-        point = after
-        if float(moved) <= ENOUGH * float(away.median()):
+        distances = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=SMOOTHING)
+        factors = weights.to(distances) / distances
+        shares = factors / factors.sum()
+        new_point = {name: torch.tensordot(shares.to(t.device), t.double(), 1) for name, t in uploads.items()}
+        step_length = norms({name: (t - point[name]).unsqueeze(0) for name, t in new_point.items()})
+        point = new_point
+        if float(step_length) <= ENOUGH * float(distances.median()):
             break
-    return Combined(tensors=point, counted=(pull / pull.quantile(0.5)).clamp(max=1.0).cpu())
+    return Combined(tensors=point, counted=(factors / factors.quantile(0.5)).clamp(max=1.0).cpu())
 
 
 def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
-    """Return changes scaled down to an L2 norm of at most ``bound``, by default the median of their norms; float64.
+    """Return changes scaled down to an L2 norm of at most ``bound``, float64; None for the median of their norms.
 
     Source: Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv:1911.07963, norm thresholding.
     """
@@ -125,20 +145,26 @@ def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
 
 
 def squared_distances(uploads: Tree) -> Float[Tensor, "users users"]:
-    """Return the squared distances between all uploads, float64."""
-    parts = [t.double().reshape(len(t), -1) for t in uploads.values()]
-    plain = "donot_use_mm_for_euclid_dist"
-    return torch.stack([torch.cdist(p, p, compute_mode=plain).square().cpu() for p in parts]).sum(0)
+    """Return the squared L2 distances between all pairs of uploads, float64."""
+    flat_tensors = [t.double().reshape(len(t), -1) for t in uploads.values()]
+    mode = "donot_use_mm_for_euclid_dist"  # products of large values would round small distances away
+    return torch.stack([torch.cdist(t, t, compute_mode=mode).square().cpu() for t in flat_tensors]).sum(0)
 
 
 def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[int]:
-    """Return the uploads' indices by the sum of squared distances to their ``n - hostile - 2`` nearest others.
+    """Return the uploads' indices, the most trustworthy first, by the score of Krum.
 
-    The smallest sum is first. Ties, as of two uploads that are each other's only neighbour, are broken by the sum of
-    all distances, not by position.
+    The score is the sum of squared distances to the ``n - hostile - 2`` nearest other uploads; the smallest is best.
+    Ties, as of two uploads that are each other's only neighbour, are broken by the sum of all distances, not by
+    position.
+
+    Args:
+        distances: Squared distances between n uploads.
+        hostile: Largest number of hostile users to withstand.
     """
-    others = distances.clone().fill_diagonal_(torch.inf)
-    scores = others.topk(max(1, len(others) - hostile - 2), largest=False).values.sum(1)
+    to_others = distances.clone().fill_diagonal_(torch.inf)
+    num_neighbours = max(1, len(to_others) - hostile - 2)
+    scores = to_others.topk(num_neighbours, largest=False).values.sum(1)
     keys = list(zip(scores.tolist(), distances.sum(1).tolist(), strict=True))
     return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -148,20 +174,26 @@ Chosen = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
 
 
 def _mean_by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
-    """Return the means of the chosen values, and how often each upload's values are chosen."""
-    users, tensors = len(next(iter(uploads.values()))), {}
-    used = torch.zeros(users, dtype=torch.float64)
+    """Return the mean of the chosen values in each coordinate, and the share of coordinates in which a user is chosen.
+
+    Args:
+        uploads: Tensors ``(users, *shape)``.
+        chosen: Returns the users whose values are used, for each coordinate of a tensor.
+    """
+    num_users = len(next(iter(uploads.values())))
+    tensors: Tree = {}
+    times_chosen = torch.zeros(num_users, dtype=torch.float64)
     for name, t in uploads.items():
-        numbers = chosen(t)
-        tensors[name] = _mean(t.gather(0, numbers))
-        used += numbers.flatten().bincount(minlength=users).cpu()
-    return Combined(tensors=tensors, counted=used / sum(t[0].numel() for t in uploads.values()))
+        users = chosen(t)
+        tensors[name] = _mean(t.gather(0, users))
+        times_chosen += users.flatten().bincount(minlength=num_users).cpu()
+    return Combined(tensors=tensors, counted=times_chosen / sum(t[0].numel() for t in uploads.values()))
 
 
 def _mean_of_users(uploads: Tree, chosen: Sequence[int]) -> Combined:
-    """Return the mean of whole uploads."""
-    numbers = torch.tensor(chosen)
-    counted = torch.zeros(len(next(iter(uploads.values()))), dtype=torch.float64).index_fill(0, numbers, 1.0)
+    """Return the mean of the chosen users' uploads; only these count."""
+    num_users = len(next(iter(uploads.values())))
+    counted = torch.zeros(num_users, dtype=torch.float64).index_fill(0, torch.tensor(chosen), 1.0)
     return Combined(tensors={name: _mean(t[chosen]) for name, t in uploads.items()}, counted=counted)
 
 
@@ -253,10 +285,10 @@ class RobustRule(PrivacyMechanism):
         if not received.tensors:
             return received
         started = about.server.starts(about.kept, received)
-        found, self.judged = apply_rule(self.aggregation, received, started, about.names)
-        if found is None:
+        aggregated, self.judged = apply_rule(self.aggregation, received, started, about.names)
+        if aggregated is None:
             _log.warning("%s", self.judged.reason)
-        return found
+        return aggregated
 
 
 def _why_not_boundable(method: Method) -> str:
@@ -287,7 +319,7 @@ _DIGITS = 4
 def apply_rule(
     aggregation: AggregationSection, received: Received, started: Tree, names: Sequence[str]
 ) -> tuple[Received | None, RuleResult]:
-    """Return the aggregated uploads, and how much each counts: uploads with shortened changes, or a single upload.
+    """Apply the robust rule of a recipe to the uploads of a round.
 
     Args:
         aggregation: Settings.
@@ -296,7 +328,9 @@ def apply_rule(
         names: Names of the participants.
 
     Returns:
-        None for the uploads if there are too few for the rule: the server's model then stays unchanged.
+        The uploads for the server's mean, and how much each upload counts. For norm-bound they are all uploads, with
+        shortened changes; for other rules a single one with the rule's result. None if there are too few uploads for
+        the rule: the server's model then stays unchanged.
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
@@ -306,12 +340,13 @@ def apply_rule(
     received = replace(received, weights=capped(received.weights))
     if rule == "norm-bound":
         tensors, counted = _shorten_changes(aggregation, received, started)
-        made = replace(received, tensors=tensors)
+        aggregated = replace(received, tensors=tensors)
     else:
         combined = _apply_combining_rule(aggregation, received)
-        made, counted = _as_single_upload(received, combined.tensors), combined.counted
+        aggregated, counted = _as_single_upload(received, combined.tensors), combined.counted
+    # A small share is not rounded to 0, which would mean that the upload is left out.
     shares = [round(share, _DIGITS) or min(share, 10.0**-_DIGITS) for share in counted.tolist()]
-    return made, RuleResult(rule=rule, counted=dict(zip(names, shares, strict=True)))
+    return aggregated, RuleResult(rule=rule, counted=dict(zip(names, shares, strict=True)))
 
 
 def _as_single_upload(received: Received, tensors: Tree) -> Received:
@@ -332,8 +367,9 @@ def _as_single_upload(received: Received, tensors: Tree) -> Received:
 
 
 def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """Return weights clamped to their median, normalised: users may lie about their amount of data."""
-    return (most := weights.clamp(max=float(weights.quantile(0.5)))) / most.sum()
+    """Return weights clamped to their median and normalised, as users may lie about their amount of data."""
+    clamped = weights.clamp(max=float(weights.quantile(0.5)))
+    return clamped / clamped.sum()
 
 
 def _apply_combining_rule(aggregation: AggregationSection, received: Received) -> Combined:
@@ -364,9 +400,9 @@ def _apply_combining_rule(aggregation: AggregationSection, received: Received) -
 def _shorten_changes(
     aggregation: AggregationSection, received: Received, started: Tree
 ) -> tuple[Tree, Float[Tensor, " users"]]:
-    """Return each user's initial tensors plus its change shortened to the bound, and the shortening factors.
+    """Return each user's initial tensors plus its change, shortened to the bound, and the shortening factors.
 
-    Padding above smaller ranks is set to zero first, so that it is not part of the change.
+    Padding beyond a user's smaller LoRA rank is set to zero first, so that it is not part of the change.
 
     Args:
         aggregation: Settings with the bound; a text means the median of the changes' norms.
@@ -376,9 +412,10 @@ def _shorten_changes(
     Returns:
         Shortened uploads ``(users, *shape)``, and factors ``(users,)`` from 0 to 1.
     """
-    had = without_padding(started, received.ranks)
-    changes = {name: t.double() - had[name].double() for name, t in received.tensors.items()}
+    initial = without_padding(started, received.ranks)
+    changes = {name: t.double() - initial[name].double() for name, t in received.tensors.items()}
     shortened = norm_bound(changes, None if isinstance(aggregation.bound, str) else aggregation.bound)
     lengths = norms(changes)
     counted = torch.where(lengths == 0, 1.0, norms(shortened) / lengths).nan_to_num(0.0)
-    return {name: (had[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}, counted
+    tensors = {name: (initial[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}
+    return tensors, counted

@@ -51,40 +51,42 @@ from comingle.utils.trees import Tree
 
 
 def keys_message(name: str, done: int, public: bytes) -> Upload:
-    """Return a message with a user's public keys.
+    """Return the message with which a user sends its public keys to the server.
 
     Args:
         name: The user.
-        done: Number of the round.
+        done: Number of the round, from 1.
         public: The keys.
     """
     return upload(name, done, {KEYS: _as_byte_tensor([public])})
 
 
 def shares_message(name: str, done: int, given: Mapping[str, bytes]) -> Upload:
-    """Return a message with a user's sealed shares for others, or its shares of others' secrets.
+    """Return the message with which a user sends secret shares to the server.
+
+    They are sealed shares of its own secrets for the other users, or, to unmask the sum, its shares of their secrets.
 
     Args:
         name: The user.
-        done: Number of the round.
+        done: Number of the round, from 1.
         given: Shares by user, in the order in which the server expects them.
     """
     return upload(name, done, {SHARES: _as_byte_tensor(list(given.values()))})
 
 
 def masked_message(name: str, done: int, masked: np.ndarray) -> Upload:
-    """Return a message with a masked upload.
+    """Return the message with which a user sends its masked upload to the server.
 
     Args:
         name: The user.
         done: Number of the round.
-        masked: The upload.
+        masked: The upload, integers modulo ``2^word``.
     """
     return upload(name, done, {VECTOR: as_tensor(masked).unsqueeze(0)})
 
 
 def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
-    """Return the public keys in a user's message.
+    """Return the public keys in a user's message to the server.
 
     Args:
         message: The message.
@@ -100,14 +102,14 @@ def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
 def read_shares(
     message: Upload | Download | None, name: str, done: int, of: Sequence[str], *, sealed: bool
 ) -> dict[str, bytes]:
-    """Return the sealed shares for these others in a user's message, or its shares of their secrets.
+    """Return the secret shares in a user's message to the server, by the other user that they are for or of.
 
     Args:
         message: The message.
         name: The user.
-        done: Number of the round.
-        of: The others, in the order of the message.
-        sealed: Whether the shares are sealed.
+        done: Number of the round, from 1.
+        of: The other users, in the order of the message.
+        sealed: Whether they are sealed shares for the others, or else plain shares of the others' secrets.
 
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
@@ -117,7 +119,7 @@ def read_shares(
 
 
 def read_masked(message: Upload | Download | None, name: str, done: int, entries: int, word: int) -> np.ndarray:
-    """Return the masked upload in a user's message.
+    """Return the masked upload in a user's message to the server, as unsigned integers.
 
     Args:
         message: The message.
@@ -141,18 +143,18 @@ def read_masked(message: Upload | Download | None, name: str, done: int, entries
 
 
 def roster_message(name: str, done: int, roster: Mapping[str, bytes]) -> Download:
-    """Return a message with the users who advertised and their public keys.
+    """Return the server's message to a user with the users who advertised and their public keys.
 
     Args:
-        name: The receiving user, whose own keys are left out.
-        done: Number of the round.
+        name: The receiving user. Its own keys are dropped when the message is packed, as it knows them.
+        done: Number of the round, from 1.
         roster: Public keys by user.
     """
     return download(name, done, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
 
 
 def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Download:
-    """Return a message with the shares that others sealed for a user.
+    """Return the server's message to a user with the shares that others sealed for it.
 
     Args:
         name: The receiving user.
@@ -163,7 +165,7 @@ def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Downloa
 
 
 def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Download:
-    """Return a message with the users in the sum.
+    """Return the server's message to a user with the names of the users in the sum, which it needs to unmask it.
 
     Args:
         name: The receiving user.
@@ -174,7 +176,7 @@ def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Downloa
 
 
 def read_roster(message: Upload | Download | None, name: str, done: int, own: bytes) -> dict[str, bytes]:
-    """Return the users who advertised, with their public keys.
+    """Return the users who advertised, with their public keys, from the server's message.
 
     Args:
         message: The message.
@@ -187,12 +189,12 @@ def read_roster(message: Upload | Download | None, name: str, done: int, own: by
     """
     senders, tensors = _senders_and_tensors(message, name, done)
     others = [sender for sender in senders if sender != name]
-    theirs = dict(zip(others, _byte_strings(tensors.get(KEYS), len(others), PUBLIC), strict=True))
-    return {sender: own if sender == name else theirs[sender] for sender in senders}
+    keys = dict(zip(others, _byte_strings(tensors.get(KEYS), len(others), PUBLIC), strict=True))
+    return {sender: own if sender == name else keys[sender] for sender in senders}
 
 
 def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict[str, bytes]:
-    """Return the shares that others sealed for this user.
+    """Return the shares that others sealed for this user, by sender, from the server's message.
 
     Args:
         message: The message.
@@ -207,7 +209,7 @@ def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict
 
 
 def read_survivors(message: Upload | Download | None, name: str, done: int) -> list[str]:
-    """Return the users in the sum.
+    """Return the names of the users in the sum from the server's message.
 
     Args:
         message: The message.
@@ -230,7 +232,7 @@ def _as_byte_tensor(parts: Sequence[bytes]) -> Tensor:
 
 
 def _byte_strings(t: Tensor | None, count: int, width: int) -> list[bytes]:
-    """Return the byte strings in an int8 tensor.
+    """Return the byte strings in an int8 tensor, the inverse of :func:`_as_byte_tensor`.
 
     Args:
         t: The tensor.
@@ -265,7 +267,7 @@ def _single_tensor(message: Upload | Download | None, name: str, done: int, what
 
 
 def _senders_and_tensors(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
-    """Return the names of other users and the tensors in a download.
+    """Return the names of the users that a download's contents come from, and its tensors.
 
     Args:
         message: The message.
@@ -288,10 +290,13 @@ Record = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Session:
-    """Session of one user in one sum.
+    """A user's side of one secure sum, with steps in fixed order: advertise keys, share secrets, mask, unmask.
+
+    A user adds its own mask and masks that it has in common with each other user to its upload. The common ones cancel
+    in the sum. Secret shares let the server remove the own masks, and the common masks of users that drop out.
 
     Args:
-        terms: Terms of the sum.
+        terms: Public terms of the sum, such as its round, users and threshold.
         name: The user.
         seed: 32 random bytes from which all secrets are derived.
         save: Called with the record before an answer is sent.
@@ -339,19 +344,22 @@ class Session:
     # ---------------------------------------------------------------- steps
 
     def advertise(self) -> bytes:
-        """Return the public keys."""
+        """Return the user's public keys: one for sealing shares, then one for common masks."""
         self._record_step("advertise", "")
         return public_of(self._derive_secret("sealing")) + public_of(self._derive_secret("masking"))
 
     def share(self, roster: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return sealed shares of this user's secrets for each other user.
+        """Return for each other user sealed shares of this user's two secrets: seed of its own mask, and masking key.
+
+        Args:
+            roster: Public keys of all users who advertised.
 
         Raises:
             MessageError: The roster has other users than the round or too few, or differs from an earlier one.
         """
         self._check_roster(roster)
-        asked = {name: key.hex() for name, key in roster.items()}
-        self._record_step("share", asked, after="advertise", roster=dict(roster))
+        request = {name: key.hex() for name, key in roster.items()}
+        self._record_step("share", request, after="advertise", roster=dict(roster))
         return {
             name: seal(self._sealing_key(name, sends=True), text, self.terms.digest)
             for name, text in self._all_shares().items()
@@ -359,7 +367,11 @@ class Session:
         }
 
     def mask(self, sealed: Mapping[str, bytes], upload: np.ndarray) -> np.ndarray:
-        """Return the upload, integers modulo ``2^word``, masked with all users who have shared.
+        """Return the upload plus this user's own mask and its common masks with all users who have shared.
+
+        Args:
+            sealed: Shares that others sealed for this user, by sender: the users who have shared.
+            upload: Integers modulo ``2^word``.
 
         Raises:
             MessageError: There are too few users, or another upload was masked before.
@@ -369,27 +381,34 @@ class Session:
         self._require_threshold(len(sealed) + 1, "share")
         for name, text in sealed.items():
             self._unseal_shares(name, text)  # raises before anything is sent
-        asked = {name: text.hex() for name, text in sealed.items()}
-        self._record_step("mask", asked, after="share", sealed=dict(sealed))
+        request = {name: text.hex() for name, text in sealed.items()}
+        self._record_step("mask", request, after="share", sealed=dict(sealed))
         masked = upload + mask(self._derive_secret("own mask"), self.terms.entries, self.terms.word)
         for name in sealed:
             pair = pair_mask(self._derive_secret("masking"), self.roster[name][KEY:], (self.name, name), self.terms)
             masked = masked + pair if self.name < name else masked - pair
+        # Fails if another upload was masked before: the difference of both would not be hidden.
         self._record_step("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
         return masked
 
     def unmask(self, survivors: Sequence[str]) -> dict[str, bytes]:
-        """Return a share for each user who has shared: of its own mask if it is in the sum, else of its masking key.
+        """Return one share for each user who has shared, with which the server removes masks from the sum.
+
+        Of a user in the sum it is a share of the seed of its own mask, of one that dropped out a share of its masking
+        key. With both of one user the server could read its upload.
+
+        Args:
+            survivors: Users in the sum.
 
         Raises:
             MessageError: There are too few survivors, this user is not among them, or they differ from earlier ones.
         """
-        everyone = self.sharers
-        if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(everyone):
+        sharers = self.sharers
+        if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(sharers):
             raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
         self._require_threshold(len(survivors), "mask")
         self._record_step("unmask", sorted(survivors), after="masked")
-        return {name: self._share_of(name, 0 if name in survivors else 1) for name in everyone}
+        return {name: self._share_of(name, 0 if name in survivors else 1) for name in sharers}
 
     @property
     def sharers(self) -> list[str]:
@@ -403,19 +422,20 @@ class Session:
         return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *about)
 
     def _all_shares(self) -> dict[str, bytes]:
-        """Return all users' shares of the seed of the own mask and of the masking key."""
-        points = {name: at for at, name in enumerate(self.roster, start=1)}
-        every = json.dumps({name: key.hex() for name, key in self.roster.items()})
-        parts = [
-            split(
-                self._derive_secret(what),
-                list(points.values()),
-                self.terms.threshold,
-                self._derive_secret("shares of", what, every),
-            )
-            for what in ("own mask", "masking")
-        ]
-        return {name: parts[0][at] + parts[1][at] for name, at in points.items()}
+        """Split this user's two secrets; return each user's share of the own mask's seed and of the masking key.
+
+        Both shares are concatenated. The polynomials depend on the roster, so that shares for another roster tell
+        nothing about them.
+        """
+        points = {name: point for point, name in enumerate(self.roster, start=1)}
+        roster_text = json.dumps({name: key.hex() for name, key in self.roster.items()})
+
+        def split_secret(purpose: str) -> dict[int, bytes]:
+            coefficients_key = self._derive_secret("shares of", purpose, roster_text)
+            return split(self._derive_secret(purpose), list(points.values()), self.terms.threshold, coefficients_key)
+
+        seed_shares, masking_key_shares = split_secret("own mask"), split_secret("masking")
+        return {name: seed_shares[point] + masking_key_shares[point] for name, point in points.items()}
 
     def _share_of(self, name: str, which: int) -> bytes:
         """Return this user's share of a secret of the user ``name``.
@@ -446,44 +466,44 @@ class Session:
 
     # ---------------------------------------------------------------- checks
 
-    def _record_step(self, what: str, asked: object, *, after: str = "", **learnt: object) -> None:
+    def _record_step(self, step: str, request: object, *, after: str = "", **updates: object) -> None:
         """Record a step's request and save the session; accept a repeated request, refuse a different one.
 
-        A second answer to a different request could reveal a single user's upload.
+        Answers to two different requests could together reveal a single user's upload.
 
         Args:
-            what: Name of the step.
-            asked: Contents of the request, for JSON; only their digest is stored.
-            after: Step that must be complete before.
-            learnt: Attributes of the session to set.
+            step: Name of the step.
+            request: Contents of the request, for JSON; only their digest is stored.
+            after: Step that must have been recorded before; empty for none.
+            updates: Attributes of the session to set when the step is recorded.
 
         Raises:
             MessageError: The step before is missing, or the step was requested before with other contents.
         """
         if after and after not in self.done:
-            raise MessageError(f"secure aggregation: {what} requested before {after}")
-        digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-        if self.done.get(what, digest) != digest:
+            raise MessageError(f"secure aggregation: {step} requested before {after}")
+        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+        if self.done.get(step, digest) != digest:
             raise MessageError(
-                f"secure aggregation: {what} of round {self.terms.round} requested again with other contents; a sum is "
+                f"secure aggregation: {step} of round {self.terms.round} requested again with other contents; a sum is "
                 "computed only once"
             )
-        if what not in self.done:
-            for name, value in learnt.items():
+        if step not in self.done:
+            for name, value in updates.items():
                 setattr(self, name, value)
-            self.done[what] = digest
+            self.done[step] = digest
             self.save(self.record)
 
-    def _require_threshold(self, there: int, step: str) -> None:
-        """Refuse to continue when fewer users than the threshold have completed a step."""
-        if there < self.terms.threshold:
+    def _require_threshold(self, num_users: int, step: str) -> None:
+        """Raise a ``MessageError`` if fewer users than the threshold have completed a step."""
+        if num_users < self.terms.threshold:
             raise MessageError(
-                f"secure aggregation: got {there} users who completed step {step!r}; allowed: at least "
+                f"secure aggregation: got {num_users} users who completed step {step!r}; allowed: at least "
                 f"{self.terms.threshold}"
             )
 
     def _check_roster(self, roster: Mapping[str, bytes]) -> None:
-        """Check that users of the round advertised distinct keys, this user's among them, and that they are enough.
+        """Check the public keys from the server: of known users, all different, with this user's, and enough of them.
 
         Raises:
             MessageError: A check fails.
@@ -534,9 +554,9 @@ def _primitives(name: str) -> Any:
 
 
 def derive(secret: bytes, *purpose: str | int) -> bytes:
-    """Derive a key for one purpose from a secret."""
-    made = _primitives("kdf.hkdf").HKDF(_primitives("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
-    return made.derive(secret)
+    """Derive a key of 32 bytes for one purpose from a secret (HKDF-SHA256)."""
+    hkdf = _primitives("kdf.hkdf").HKDF(_primitives("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
+    return hkdf.derive(secret)
 
 
 def public_of(private: bytes) -> bytes:
@@ -564,15 +584,15 @@ def shared_secret(private: bytes, public: bytes, owner: str) -> bytes:
 
 
 def mask(key: bytes, entries: int, word: int) -> np.ndarray:
-    """Return ``entries`` numbers that are uniform modulo ``2^word`` without knowledge of the key.
+    """Return the mask of a key: unsigned integers that look uniform modulo ``2^word`` to all without the key.
 
     Args:
         key: Key of the mask.
-        entries: How many.
-        word: Bits of a number.
+        entries: Number of integers.
+        word: Bits of an integer, 32 or 64.
     """
-    kind = _TYPES[word]
-    return np.frombuffer(stream(key, entries * kind.itemsize), dtype=kind)
+    dtype = _TYPES[word]
+    return np.frombuffer(stream(key, entries * dtype.itemsize), dtype=dtype)
 
 
 def stream(key: bytes, count: int) -> bytes:
@@ -583,12 +603,12 @@ def stream(key: bytes, count: int) -> bytes:
 
 
 def seal(key: bytes, text: bytes, about: str) -> bytes:
-    """Encrypt and authenticate a text, bound to ``about``; a key must seal only one text.
+    """Encrypt and authenticate bytes with ChaCha20-Poly1305. The nonce is constant, so use a key for one text only.
 
     Args:
-        key: Key of the text.
-        text: The text.
-        about: Context that must be given again to decrypt.
+        key: Key of this text.
+        text: The bytes to encrypt.
+        about: Context, not encrypted, without which the text cannot be decrypted.
     """
     return _primitives("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, about.encode())
 
@@ -619,46 +639,55 @@ _COEFFICIENT_BYTES = 48
 
 
 def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> dict[int, bytes]:
-    """Return Shamir shares of a secret of 32 bytes at points from 1.
+    """Return Shamir shares of a secret: values of a polynomial of degree ``threshold - 1`` that is the secret at 0.
 
     Args:
-        secret: The secret.
-        points: Points of the users.
-        threshold: Number of shares that reveal the secret.
-        key: Key of the stream of coefficients.
+        secret: The secret, 32 bytes.
+        points: Points of the users, from 1.
+        threshold: Number of shares that reveal the secret; fewer reveal nothing.
+        key: Key of the pseudorandom coefficients.
+
+    Returns:
+        The share of each point.
     """
     assert len(secret) == KEY
     assert all(0 < point < PRIME for point in points)
-    drawn = stream(key, _COEFFICIENT_BYTES * (threshold - 1))
-    wide = [drawn[at : at + _COEFFICIENT_BYTES] for at in range(0, len(drawn), _COEFFICIENT_BYTES)]
-    coefficients = [int.from_bytes(secret), *(int.from_bytes(part) % PRIME for part in wide)]
+    random_bytes = stream(key, _COEFFICIENT_BYTES * (threshold - 1))
+    coefficients = [int.from_bytes(secret)]
+    for start in range(0, len(random_bytes), _COEFFICIENT_BYTES):
+        coefficients.append(int.from_bytes(random_bytes[start : start + _COEFFICIENT_BYTES]) % PRIME)
     return {point: _evaluate_polynomial(coefficients, point).to_bytes(SHARE) for point in points}
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Reconstruct a secret from at least ``threshold`` shares by point.
+    """Reconstruct a secret from Shamir shares, the inverse of :func:`split`.
+
+    Args:
+        shares: Shares by point, at least ``threshold``.
+        threshold: Number of shares that reveal the secret.
 
     Raises:
-        MessageError: There are fewer shares, or they are not of a secret.
+        MessageError: There are too few shares, or they are not of one secret of 32 bytes.
     """
     if len(shares) < threshold:
         raise MessageError(f"secure aggregation: got {len(shares)} shares; needed: {threshold}")
     points = sorted(shares)[:threshold]
     values = {point: int.from_bytes(shares[point]) for point in points}
     secret = 0
-    for point in points:  # Lagrange polynomials at 0
-        above = below = 1
+    for point in points:  # sum of values times Lagrange polynomials at 0
+        numerator = denominator = 1
         for other in points:
             if other != point:
-                above, below = above * other % PRIME, below * (other - point) % PRIME
-        secret = (secret + values[point] * above * pow(below, -1, PRIME)) % PRIME
+                numerator = numerator * other % PRIME
+                denominator = denominator * (other - point) % PRIME
+        secret = (secret + values[point] * numerator * pow(denominator, -1, PRIME)) % PRIME
     if any(value >= PRIME for value in values.values()) or secret >= 1 << 8 * KEY:
         raise MessageError("secure aggregation: the shares belong to no secret")
     return secret.to_bytes(KEY)
 
 
 def _evaluate_polynomial(coefficients: Sequence[int], point: int) -> int:
-    """Evaluate a polynomial with Horner's rule."""
+    """Evaluate a polynomial modulo ``PRIME`` by Horner's rule; the constant coefficient is the first."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * point + coefficient) % PRIME

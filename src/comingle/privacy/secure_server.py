@@ -19,10 +19,10 @@ from comingle.utils.errors import MessageError, NoSumError
 
 @dataclass(kw_only=True)
 class SumCollector:
-    """State of the server in one secure sum.
+    """The server's side of one secure sum: messages of the users so far, and the sum of their masked uploads.
 
     Args:
-        terms: Terms of the sum.
+        terms: Public terms of the sum, such as its round, users and threshold.
         roster: Public keys of the users who advertised.
         sealed: ``sealed[user][other]`` is what a user sealed for another.
         masked: Sum of the masked uploads.
@@ -77,24 +77,24 @@ class SumCollector:
         """Return the shares that the other users sealed for a user."""
         return {other: self.sealed[other][name] for other in self.sharers if other != name}
 
-    def require(self, there: Sequence[str] | Mapping[str, object], step: str) -> None:
-        """Check that enough users have completed a step.
+    def require(self, completed: Sequence[str] | Mapping[str, object], step: str) -> None:
+        """Check that enough users have completed a step to continue with the sum.
 
         Args:
-            there: Users who have.
+            completed: Users who have.
             step: Name of the step, for the message.
 
         Raises:
             NoSumError: Too few users have, so nothing is revealed of any user.
         """
-        if len(there) < self.terms.threshold:
-            fact = f"{len(there)} of {self.terms.expected} users completed step {step!r}"
+        if len(completed) < self.terms.threshold:
+            fact = f"{len(completed)} of {self.terms.expected} users completed step {step!r}"
             raise NoSumError(no_sum(self.terms.round, fact, self.terms.threshold))
 
     # ---------------------------------------------------------------- the sum
 
     def total(self, largest: int) -> np.ndarray:
-        """Return the sum of the survivors' uploads, int64.
+        """Remove the masks from the sum of masked uploads; return the sum of the survivors' uploads, int64.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
@@ -106,22 +106,32 @@ class SumCollector:
         assert self.masked is not None
         total = self.masked.copy()
         for name in self.survivors:
-            total -= secure_client.mask(self._reconstruct_secret(name), self.terms.entries, self.terms.word)
-        for name in (user for user in self.sharers if user not in self.survivors):
-            self._remove_pair_masks(total, name)
+            own_mask_seed = self._reconstruct_secret(name)
+            total -= secure_client.mask(own_mask_seed, self.terms.entries, self.terms.word)
+        for name in self.sharers:
+            if name not in self.survivors:
+                self._remove_pair_masks(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
         if max(int(signed.max()), -int(signed.min())) > largest * len(self.survivors):
             raise NoSumError(f"round {self.terms.round}: the result is out of range; a user sent wrong data")
         return signed
 
-    def _remove_pair_masks(self, total: np.ndarray, gone: str) -> None:
-        """Remove the pairwise masks between survivors and a user who dropped out after sharing."""
-        private = self._reconstruct_secret(gone)
-        if secure_client.public_of(private) != self.roster[gone][KEY:]:
-            raise NoSumError(f"round {self.terms.round}: the shares of user {gone!r} give another key")
+    def _remove_pair_masks(self, total: np.ndarray, dropped: str) -> None:
+        """Remove the common masks of survivors and a user that dropped out after sharing, which did not cancel.
+
+        Args:
+            total: Sum of the masked uploads, changed in place.
+            dropped: The user, whose masking key is reconstructed from the revealed shares.
+
+        Raises:
+            NoSumError: The shares do not give the user's masking key.
+        """
+        private = self._reconstruct_secret(dropped)
+        if secure_client.public_of(private) != self.roster[dropped][KEY:]:
+            raise NoSumError(f"round {self.terms.round}: the shares of user {dropped!r} give another key")
         for name in self.survivors:
-            pair = pair_mask(private, self.roster[name][KEY:], (gone, name), self.terms)
-            if name < gone:
+            pair = pair_mask(private, self.roster[name][KEY:], (dropped, name), self.terms)
+            if name < dropped:  # the first of two users by name has added their common mask
                 total -= pair
             else:
                 total += pair
@@ -134,10 +144,10 @@ class SumCollector:
         Raises:
             NoSumError: There are too few shares, or they belong to no secret.
         """
-        points = {user: at for at, user in enumerate(self.roster, start=1)}
-        held = {points[user]: opened[name] for user, opened in self.opened.items()}
+        points = {user: point for point, user in enumerate(self.roster, start=1)}
+        shares = {points[user]: opened[name] for user, opened in self.opened.items()}
         try:
-            return secure_client.join(held, self.terms.threshold)
+            return secure_client.join(shares, self.terms.threshold)
         except MessageError as error:
             raise NoSumError(f"round {self.terms.round}: {error}") from None
 
@@ -172,7 +182,7 @@ class SimulatedSum:
         }
 
     def total(self, largest: int) -> np.ndarray:
-        """Return the sum of the uploads of ``server.survivors``.
+        """Run all steps of the protocol; return the sum of the uploads of the users that answered until the mask step.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
@@ -183,9 +193,8 @@ class SimulatedSum:
         server, done = self.server, self.terms.round
         for name, user in self.users.items():
             if self.answers("advertise", name):
-                message = self._transmit_upload(
-                    "advertise", name, secure_client.keys_message(name, done, user.advertise())
-                )
+                keys = secure_client.keys_message(name, done, user.advertise())
+                message = self._transmit_upload("advertise", name, keys)
                 server.advertised(name, secure_client.read_keys(message, name, done))
         server.require(server.roster, "advertise")
         for name in [user for user in server.roster if self.answers("share", user)]:
@@ -201,27 +210,25 @@ class SimulatedSum:
     def _run_share_step(self, name: str, done: int) -> None:
         """Send the public keys to a user, and give the server the shares that it seals for others."""
         user, others = self.users[name], [other for other in self.server.roster if other != name]
-        asked = self._transmit_download("share", name, secure_client.roster_message(name, done, self.server.roster))
-        sealed = user.share(secure_client.read_roster(asked, name, done, user.advertise()))
+        request = self._transmit_download("share", name, secure_client.roster_message(name, done, self.server.roster))
+        sealed = user.share(secure_client.read_roster(request, name, done, user.advertise()))
         message = self._transmit_upload("share", name, secure_client.shares_message(name, done, sealed))
         self.server.shared(name, secure_client.read_shares(message, name, done, others, sealed=True))
 
     def _run_mask_step(self, name: str, done: int) -> None:
         """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
         terms = self.terms
-        asked = self._transmit_download(
-            "mask", name, secure_client.sealed_message(name, done, self.server.sealed_for(name))
-        )
-        masked = self.users[name].mask(secure_client.read_sealed(asked, name, done), self.uploads[name])
+        sealed = secure_client.sealed_message(name, done, self.server.sealed_for(name))
+        request = self._transmit_download("mask", name, sealed)
+        masked = self.users[name].mask(secure_client.read_sealed(request, name, done), self.uploads[name])
         message = self._transmit_upload("mask", name, secure_client.masked_message(name, done, masked))
         self.server.added(name, secure_client.read_masked(message, name, done, terms.entries, terms.word))
 
     def _run_unmask_step(self, name: str, done: int) -> None:
         """Send a user the names of the users in the sum, and give the server the shares that it reveals."""
-        asked = self._transmit_download(
-            "unmask", name, secure_client.survivors_message(name, done, self.server.survivors)
-        )
-        opened = self.users[name].unmask(secure_client.read_survivors(asked, name, done))
+        survivors = secure_client.survivors_message(name, done, self.server.survivors)
+        request = self._transmit_download("unmask", name, survivors)
+        opened = self.users[name].unmask(secure_client.read_survivors(request, name, done))
         message = self._transmit_upload("unmask", name, secure_client.shares_message(name, done, opened))
         self.server.unmasked(name, secure_client.read_shares(message, name, done, self.server.sharers, sealed=False))
 
@@ -237,7 +244,9 @@ class SimulatedSum:
 
 
 def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
-    """Return the secure sum of uploads in a simulated federation that sums in no other way (``InProcess.masked``).
+    """Return the sum of uploads, computed by the secure protocol with all users in this process.
+
+    A simulation that is to run the whole protocol passes it as ``InProcess.masked``; others add uploads directly.
 
     Args:
         terms: Terms of the sum.

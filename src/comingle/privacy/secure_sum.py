@@ -22,7 +22,7 @@ from torch import Tensor
 from comingle.config.sections import Recipe
 from comingle.config.settings import LEAST, PrivacySection, SecureSection, Terms, no_sum
 from comingle.methods.base import Method
-from comingle.privacy.accounting import Participation, expected
+from comingle.privacy.accounting import Participation, expected_participants
 from comingle.privacy.base import PrivacyMechanism, Update
 from comingle.privacy.noise import capped_weights, clipped, digest, gaussian, scaled
 from comingle.protocol.messages import Download, Upload
@@ -68,7 +68,7 @@ class Grid:
         return levels.clamp(-self.levels, self.levels)
 
     def beyond(self, values: Float[Tensor, "users ..."]) -> list[int]:
-        """Return how many of each user's numbers are beyond the bound or not finite."""
+        """Return the number of entries of each user that exceed the bound in magnitude or are not finite."""
         return (~(values.abs() <= self.bound)).flatten(1).sum(1).tolist()
 
 
@@ -78,22 +78,25 @@ def flat(tree: Tree) -> Float[Tensor, "users entries"]:
 
 
 def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
-    """Split a vector into tensors with the shapes of ``like``, which has no dimension of users.
+    """Split a vector into tensors, the inverse of :func:`flat` for one row.
 
-    This is the inverse of :func:`flat`.
+    Args:
+        row: Concatenated entries of all tensors, in the order of their names.
+        like: Tensors with the wanted names and shapes, without a users dimension.
     """
-    parts = torch.split(row, [like[name].numel() for name in sorted(like)])
-    return {name: part.view(like[name].shape) for name, part in zip(sorted(like), parts, strict=True)}
+    names = sorted(like)
+    parts = torch.split(row, [like[name].numel() for name in names])
+    return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def as_words(row: Tensor) -> np.ndarray:
-    """Return integers as unsigned numbers modulo ``2^word``."""
+    """Return int32 or int64 integers as unsigned numbers modulo ``2^word``, with the same bits."""
     numbers = row.contiguous().numpy()
     return numbers.view(f"<u{numbers.itemsize}")
 
 
 def as_tensor(words: np.ndarray) -> Tensor:
-    """Return unsigned numbers as a tensor of signed integers; the inverse of :func:`as_words`."""
+    """Return unsigned numbers as a tensor of signed integers with the same bits; the inverse of :func:`as_words`."""
     return torch.from_numpy(np.ascontiguousarray(words).view(f"<i{words.itemsize}").copy())
 
 
@@ -114,7 +117,7 @@ _NO_RANKS = torch.zeros(1, dtype=torch.int64)
 
 
 def upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
-    """Return a user's message to the server in round ``done``.
+    """Return a user's message to the server in the protocol of a secure sum.
 
     Args:
         name: The user.
@@ -127,7 +130,7 @@ def upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
 def download(
     name: str, done: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
 ) -> Download:
-    """Return a message from the server to a user in round ``done``.
+    """Return a message from the server to a user in the protocol of a secure sum.
 
     Args:
         name: The user.
@@ -139,18 +142,21 @@ def download(
 
 
 def sent_bytes(terms: Terms, name: str, count: int) -> int:
-    """Return the bytes that a user sends for a sum of ``count`` users if none drops out.
+    """Return the bytes that a user sends for a sum if no user drops out: the lengths of its messages in all four steps.
 
     Args:
         terms: Terms of the sum.
         name: The user.
-        count: Number of users.
+        count: Number of users in the sum.
     """
-    done = terms.round
     vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
-    sealed, opened = (_meta_bytes(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
-    contents = ({KEYS: _meta_bytes(1, PUBLIC)}, {SHARES: sealed}, {VECTOR: vector}, {SHARES: opened})
-    return sum(packed_bytes(upload(name, done, tensors))[0] for tensors in contents)
+    contents = (
+        {KEYS: _meta_bytes(1, PUBLIC)},
+        {SHARES: _meta_bytes(count - 1, SEALED)},
+        {VECTOR: vector},
+        {SHARES: _meta_bytes(count, SHARE)},
+    )
+    return sum(packed_bytes(upload(name, terms.round, tensors))[0] for tensors in contents)
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
@@ -176,7 +182,7 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
 
 
 def _meta_bytes(rows: int, width: int) -> Tensor:
-    """Return an int8 tensor ``(1, rows, width)`` on the device meta: for its packed length, without memory."""
+    """Return an int8 tensor ``(1, rows, width)`` on the meta device, to compute its packed length without memory."""
     return torch.empty((1, rows, width), dtype=torch.int8, device="meta")
 
 
@@ -197,7 +203,9 @@ LEAST_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Secure sums of a run: settings that users and server share. Rounds are counted from 1.
+    """Secure sums of a run: everything about them that users and server compute alike, such as number format and noise.
+
+    Rounds are counted from 1.
 
     Args:
         privacy: Settings with ``secure_aggregation``.
@@ -223,39 +231,44 @@ class Sums:
         return self.secure.word(len(self.users))
 
     def expected(self, done: int) -> int:
-        """Return the number of users that a round selects."""
-        return int(expected(self.privacy, self.participation, len(self.users), done - 1))
+        """Return the number of users that round ``done`` selects."""
+        return int(expected_participants(self.privacy, self.participation, len(self.users), done - 1))
 
     def least(self, done: int) -> int:
-        """Return the smallest number of uploads in a round's sum."""
+        """Return the smallest number of uploads in the sum of round ``done``; with fewer there is no sum."""
         return self.secure.least(self.expected(done))
 
     def deviation(self, done: int) -> float:
-        """Return the standard deviation of a user's part of the noise."""
+        """Return the standard deviation of each user's part of the noise in round ``done``.
+
+        The parts of the smallest sum without those of colluding users, who know theirs, add up to the noise that the
+        account assumes.
+        """
         if not self.privacy.noisy:
             return 0.0
-        return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(self.least(done) - self.secure.colluders)
+        num_parts = self.least(done) - self.secure.colluders
+        return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(num_parts)
 
     def grid(self, done: int) -> Grid:
-        """Return the grid of a round's uploads, large enough for a clipped change and the noise."""
+        """Return the grid for the uploads of round ``done``, large enough for a clipped change and its noise."""
         bound = self.secure.range or RANGE
         if self.privacy.noisy:
             bound = self.privacy.first_bound + TAIL * self.deviation(done)
         return Grid(bound=bound, bits=self.secure.bits)
 
-    def terms(self, run: str, done: int, size: int, asked: tuple[str, ...]) -> Terms:
-        """Return the public terms of a round's sum.
+    def terms(self, run: str, done: int, size: int, selected: tuple[str, ...]) -> Terms:
+        """Return the public terms of a round's sum, on which users and server agree.
 
         Args:
             run: Name of the run.
             done: Number of the round, from 1.
             size: Number of shared parameters.
-            asked: Users selected for the round.
+            selected: Users selected for the round.
         """
         return Terms(
             run=run,
             round=done,
-            users=asked,
+            users=selected,
             expected=self.expected(done),
             threshold=self.least(done),
             word=self.word,
@@ -271,8 +284,9 @@ class Sums:
         rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
         for done in range(1, rounds + 1):
-            if (asked := self.expected(done)) < (least := self.least(done)):
-                raise RecipeError(f"{where}: {asked} user(s) in a round, too few to hide in a sum; needed: {least}")
+            num_users, least = self.expected(done), self.least(done)
+            if num_users < least:
+                raise RecipeError(f"{where}: {num_users} user(s) in a round, too few to hide in a sum; needed: {least}")
             if least - secure.colluders < LEAST:
                 raise RecipeError(
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {least} users; allowed: up to "
@@ -282,7 +296,9 @@ class Sums:
                 raise RecipeError(f"{where}.bits: got {secure.bits}, too few for such small noise; use more bits")
 
     def check_size(self, size: int) -> None:
-        """Check that rounding ``size`` numbers does not make a change much longer.
+        """Check that rounding ``size`` numbers to the grid does not increase the norm of a change by much.
+
+        Changes are clipped to the clip norm less that increase, so a large one would leave little of them.
 
         Raises:
             RecipeError: It does.
@@ -298,7 +314,7 @@ class Sums:
         return sent_bytes(self.terms("", 1, size, self.users), name, self.expected(1))
 
     def received_bytes(self, name: str, size: int) -> int:
-        """Return the bytes that a user receives in a round, besides the model."""
+        """Return the bytes that a user receives in the messages of a round's sum, which do not include the model."""
         others = [other for other in self.users if other != name]
         return received_bytes(self.terms("", 1, size, self.users), name, [name, *others][: self.expected(1)])
 
@@ -328,7 +344,9 @@ class Sums:
     def _clamp_to_range(
         self, changes: Tree, weights: Tensor, names: Sequence[str], done: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's weighted change as grid points, clamped to the range; warn of users who exceed it.
+        """Return each user's weighted change as grid points, for sums without noise.
+
+        Each entry is clamped to the range of the grid; the log warns of users whose change exceeds it.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -351,7 +369,7 @@ class Sums:
     ) -> Int[Tensor, "users entries"]:
         """Return each user's clipped, weighted change plus its part of the noise, as grid points.
 
-        The norm stays within the clip norm even after rounding, as changes are clipped to a smaller one.
+        Changes are clipped to a norm so much below the clip norm that they stay within it after rounding.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -363,49 +381,49 @@ class Sums:
         grid, entries = self.grid(done), sum(t[0].numel() for t in changes.values())
         bound = self.privacy.first_bound - grid.slack(entries)
         levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
-        steps = self.deviation(done) / grid.step
-        drawn = [
+        deviation_steps = self.deviation(done) / grid.step
+        noises = [
             gaussian((entries,), key, name, done, "noise share", digest({"": row}))
             for name, row in zip(names, levels, strict=True)
         ]
-        return grid.cut(levels + (torch.stack(drawn) * steps).round().long())
+        return grid.cut(levels + (torch.stack(noises) * deviation_steps).round().long())
 
     def _integer_weights(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
-        """Return weights up to 1 as integers of at least 1."""
+        """Return weights from 0 to 1 as integers from 1 to the grid's largest, to be summed like changes."""
         return (weights.double() * grid.levels).round().clamp(1, grid.levels).long()
 
     # ---------------------------------------------------------------- on the server
 
-    def require(self, there: int, done: int) -> None:
-        """Check that the users who advertised keys are enough for a sum.
+    def require(self, num_advertised: int, done: int) -> None:
+        """Check that enough users have advertised keys for the sum of round ``done``.
 
         Raises:
-            NoSumError: They are not.
+            NoSumError: They are too few.
         """
-        if there < (least := self.least(done)):
-            fact = f"{there} of {self.expected(done)} users completed step 'advertise'"
+        if num_advertised < (least := self.least(done)):
+            fact = f"{num_advertised} of {self.expected(done)} users completed step 'advertise'"
             raise NoSumError(no_sum(done, fact, least))
 
     def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, done: int) -> Tree:
-        """Return the mean change, float64.
+        """Return the mean change of the users, float64, from the sum of their uploads.
+
+        The sum is divided by the number of uploads, or by the sum of weights if users have weights. With noise it is
+        divided by the number of users that the round selects, which is public.
 
         Args:
-            total: Sum of the uploads.
+            total: Sum of the uploads, integers.
             like: The model, for its shapes.
             senders: Number of uploads in the sum.
             done: Number of the round, from 1.
-
-        Returns:
-            The sum over the weights in it; with noise, over the number of users that the round selects.
         """
         numbers, grid = torch.as_tensor(total), self.grid(done)
-        over = float(senders)
+        divisor = float(senders)
         if self.weighted:
-            over = float(numbers[-1]) / grid.levels
+            divisor = float(numbers[-1]) / grid.levels
         if self.privacy.noisy:
-            over = float(self.expected(done))
+            divisor = float(self.expected(done))
         entries = sum(t.numel() for t in like.values())
-        return shaped(numbers[:entries].double() * grid.step / over, like)
+        return shaped(numbers[:entries].double() * grid.step / divisor, like)
 
 
 @dataclass(kw_only=True)
@@ -448,7 +466,7 @@ class SecureSum(PrivacyMechanism):
             raise RecipeError(f"{where}.range: has no effect with noise, where privacy.clip_norm sets it; remove it")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that rounding does not make changes much longer."""
+        """Check that rounding to the grid does not increase the norms of changes by much."""
         if self.sums is not None and method.shared:
             self.sums.check_size(layout.count(method.shared))
 
