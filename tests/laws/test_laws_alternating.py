@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 from dataclasses import replace
@@ -16,7 +17,9 @@ from comingle.methods import REGISTRY
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.scoring import random_windows
+from comingle.training import settings
 from comingle.training.backends.local import InProcess
+from comingle.training.checkpoints import Clock
 from comingle.utils.seeds import generator
 from comingle.utils.trees import EXPERT_ROLES, ROUTER
 from federations import local_round, take_phase
@@ -217,3 +220,24 @@ def test_users_of_one_cohort_who_are_due_at_different_times_equal_users_alone(
     for number in (1, 2):
         local_round(alone, [0], number)
     torch.testing.assert_close(federation.clients.state.rows[0], alone.clients.state.rows[0], **CLOSE)
+
+
+def test_a_run_that_ends_before_the_routers_first_step_says_so_once(
+    federate: Any, alternating: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings._warn_once.cache_clear()
+    every = alternating["router_every"]
+    for rounds, local_steps, said in ((1, every - 1, 1), (1, every - 1, 0), (1, every, 0), (every, 1, 0)):
+        caplog.clear()
+        federation = federate(
+            alternating,
+            changes={"training.rounds": rounds, "training.local_steps": local_steps, "evaluation.every": 1},
+        )
+        with caplog.at_level(logging.WARNING, logger="comingle"):
+            federation.start(lambda event: None, Clock())
+        lines = [line for line in caplog.messages if "never trained" in line]
+        assert len(lines) == said * has_router(federation), (rounds, local_steps, lines)
+        for line in lines:
+            assert line.startswith(f"method {alternating['name']}: router is never trained: "), line
+            assert f"after every {every} local steps" in line, line
+            assert f"at most {rounds * local_steps}; set method.router_every" in line, line

@@ -28,7 +28,7 @@ from comingle.training.checkpoints import Clock
 from comingle.training.evaluation import evaluation_event, metrics_of, mixtures_event
 from comingle.training.events import AN_EVENT, Observer
 from comingle.training.plan import terms_of
-from comingle.training.settings import RunPlan
+from comingle.training.settings import RunPlan, warn_of_untrained
 from comingle.utils.errors import MessageError, NoSumError, RunError
 from comingle.utils.records import Metrics
 
@@ -349,6 +349,7 @@ class NetworkBackend(Backend[ClientReports]):
         The interval is 1 because a client can revert only a few tasks.
         """
         self.session.observe, self.session.clock = observe, clock
+        warn_of_untrained(self.session.context.plan, self.session.local_steps)
         return self.session.context.plan.updated("checkpoints", every=1), self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:

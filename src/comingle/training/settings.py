@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -22,13 +23,15 @@ from comingle.config.settings import (
     TrainingSection,
 )
 from comingle.data.populations import draw_users
-from comingle.methods.base import Method
+from comingle.methods.base import ROUTERS, Method
 from comingle.privacy.accounting import Work, sample_size
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
 
 if TYPE_CHECKING:
     from comingle.privacy.secure_sum import Sums
+
+logger = logging.getLogger("comingle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,31 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
     steps = [phase.steps * -(-iterations // phase.every) for phase in plan.method.sharing]
     rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
     return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
+
+
+def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
+    """Warn, once per process, of each phase that no user reaches in the whole run.
+
+    Args:
+        plan: Plan of the run.
+        local_steps: Largest number of local steps of a user in one round.
+    """
+    rounds, placement = plan.training.rounds, plan.method.placement
+    widths = placement.specialists if isinstance(placement.specialists, tuple) else (placement.specialists,)
+    without_router = placement.routed and placement.generalists + max(widths) < 2  # one expert needs no router
+    for phase in plan.method.client.phases:
+        if phase.every > rounds * local_steps > 0 and not (without_router and phase.roles <= ROUTERS):
+            _warn_once(plan.method.name, ", ".join(sorted(phase.roles)), phase.every, rounds, local_steps)
+
+
+@cache
+def _warn_once(method: str, roles: str, every: int, rounds: int, local_steps: int) -> None:
+    """Log a warning about roles that are never trained; once per process, even if several seeds are compared."""
+    logger.warning(
+        "method %s: %s is never trained: got a phase after every %d local steps in a run of %d (%d rounds x %d); "
+        "allowed: at most %d; set method.router_every (Phase.every of an own method) to that or less, or train longer",
+        method, roles, every, rounds * local_steps, rounds, local_steps, rounds * local_steps,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)

@@ -55,7 +55,7 @@ from comingle.training.evaluation import (
 from comingle.training.events import Event, JsonMapping, JsonObject, Observer
 from comingle.training.plan import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
-from comingle.training.settings import RunPlan, cohorts
+from comingle.training.settings import RunPlan, cohorts, warn_of_untrained
 from comingle.training.state import check_names, reorder, reorder_kept
 from comingle.training.steps import diverged
 from comingle.utils.errors import NoSumError, RunError
@@ -111,10 +111,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- rounds
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Set observer and clock, and resolve the evaluation interval."""
+        """Set observer and clock, resolve the evaluation interval, and warn of phases that no user reaches."""
         self.observe, self.clock, clients = observe, clock, self.clients
         if clients.plan.evaluation.every == AUTO and clients.method.trains:
             clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
+        if self.leads and clients.method.trains:
+            warn_of_untrained(clients.plan, clients.steps.local_steps)
         return clients.plan, clients.rounds_done
 
     def _resolve_eval_interval(self) -> int:
