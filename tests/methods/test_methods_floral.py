@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from receiving import downloaded, received, started
 from scipy.optimize import minimize
 from torch import Tensor
 
+import comingle
 from comingle.methods import make
 from comingle.methods.mixtures import ClusterSteps, cluster_weights, entropic
 from comingle.methods.server import aggregation_weights
@@ -318,3 +320,14 @@ def test_unreported_mixtures_leave_a_plain_mean(federate_nets: Any) -> None:
     assert all(torch.allclose(kept[False][name], mean, atol=1e-12) for name, mean in means.items())
     different = {name for name, t in kept[True].items() if not torch.allclose(t, kept[False][name], atol=1e-9)}
     assert different == {"model.b", "model.bias"} & set(means) or different == {"model.a", "model.b", "model.bias"}
+
+
+@pytest.mark.parametrize(("section", "said"), [({}, 0), ({"budget": 0.01}, 1)])
+def test_only_a_budget_that_was_set_is_warned_about(
+    section: dict[str, float], said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    users = {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1)) for name in "ab"}
+    recipe = {"training": {"rounds": 1, "batch_size": 8}, "data": {"loss": "mse"}, "floral": section}
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        comingle.run(recipe, users=users, base=lambda: torch.nn.Linear(3, 1), method="floral")
+    assert sum("exceeds budget 0.01" in line for line in caplog.messages) == said

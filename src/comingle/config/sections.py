@@ -48,7 +48,8 @@ class MethodSection(Section):
 class FloralSection(Section):
     """Adaptors of a client-level mixture in a net whose weights are all trained: see ``comingle.floral``.
 
-    ``rank`` or ``budget`` (parameters of one adaptor relative to the layer); without either the budget is 1%.
+    ``rank`` or ``budget`` (parameters of one adaptor relative to the layer); without either the budget is 1%, with
+    at least rank 1.
     """
 
     rank: Count | None = None

@@ -56,6 +56,7 @@ class _Plan:
     norm: bool
     batch_nora: bool
     mixture: Mixture
+    warn: bool = True
 
     def wants(self, module: nn.Module) -> bool:
         """Return whether an adaptable layer gets any adaptor under these settings."""
@@ -131,6 +132,7 @@ def floral(
     per_layer: bool = False,
     copy: bool = True,
     generator: torch.Generator | None = None,
+    warn: bool = True,
 ) -> FloralModel:
     """Add ``num_clusters`` adaptors to every layer of ``model``, and one router (FLoRAL sections 3.2 and 5).
 
@@ -157,6 +159,7 @@ def floral(
         per_layer: Give the router a softmax per layer (section 7), in the order of :meth:`FloralModel.layers`.
         copy: Deep-copy the model first; otherwise change it in place.
         generator: Generator of the initial values; None: torch's global one.
+        warn: Log a warning if rank 1 exceeds the budget of some layers.
 
     Raises:
         RecipeError: A setting is out of range, there is nothing to adapt, layers share parameters or are registered
@@ -166,11 +169,11 @@ def floral(
         raise RecipeError(f"floral model: got {type(model).__name__}; allowed: a torch.nn.Module")
     check_size(rank, budget)
     check_settings(alpha, conv)
-    check_flags(lora=lora, bias=bias, norm=norm, batch_nora=batch_nora, copy=copy)
+    check_flags(lora=lora, bias=bias, norm=norm, batch_nora=batch_nora, copy=copy, warn=warn)
     mixture, router = Mixture(), ClientRouter(num_clusters, temperature=temperature, noise=noise)
     plan = _Plan(
         num_clusters=num_clusters, rank=rank, budget=budget, alpha=alpha, conv=conv, lora=lora, bias=bias, norm=norm,
-        batch_nora=batch_nora, mixture=mixture,
+        batch_nora=batch_nora, mixture=mixture, warn=warn,
     )  # fmt: skip
     wrapped = _add_adaptors(model, plan, router, copy=copy, generator=generator)
     return _route_by_layer(wrapped) if per_layer else wrapped
@@ -311,6 +314,8 @@ def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     low_rank = sum(plan.rank_one(base) is not None for base in bases.values())
     if plan.rank is not None:
         log_limited(plan.rank, plan.limited(bases), low_rank)
+        return
+    if not plan.warn:
         return
     assert plan.budget is not None
     counts = sizes(model)

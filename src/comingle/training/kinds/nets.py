@@ -409,11 +409,12 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, many))]
     if mixture is not None and mixture.of == "adaptors":
         settings = recipe.floral.model_dump()
-        if settings["rank"] is None and settings["budget"] is None:
-            settings["budget"] = 0.01
+        is_default = settings["rank"] is None and settings["budget"] is None
+        if is_default:
+            settings["budget"] = DEFAULT_BUDGET
         sizes = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
         require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **sizes), ADAPTOR_SETS)
-        settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer}
+        settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer, "warn": not is_default}
         nets = [floral(nets[0], copy=False, generator=torch.Generator(), **settings)]
     if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]
@@ -429,6 +430,9 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     }
     return stack(nets, name=NETS + name, users=users, mixture=mixture, **like)
 
+
+DEFAULT_BUDGET = 0.01
+"""Parameters of an adaptor relative to its layer, without ``floral.rank`` and ``floral.budget``; at least rank 1."""
 
 COMPILE_FROM = 20
 """Number of rounds from which ``runtime.compile: auto`` compiles convolutions.
