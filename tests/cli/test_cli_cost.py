@@ -46,6 +46,7 @@ def test_json_has_what_a_run_then_counts(comingle: Any, recipe_file: Path) -> No
     # Local models count, so the last round needs no exchange; what comes of one is downloaded in the next round.
     assert len(rounds) - 1 == found["methods"][0]["exchanges"] == found["rounds"] - 1
     assert [event["upload_bytes"] for event in rounds] == [3 * user["upload_bytes"]] * 3 + [0]
+    assert metrics["upload_bytes_per_user_round"] == user["upload_bytes_per_user_round"] == 3 / 4 * user["upload_bytes"]
     assert [event["download_bytes"] for event in rounds] == [0] + [3 * user["download_bytes"]] * 3
     assert found["free_bytes"] > found["methods"][0]["machine"]["total_bytes"] > 0
     assert found["comigs_1g1s_minus_fedavg"][-1]["true"] < 0

@@ -56,7 +56,9 @@ def test_those_who_are_left_out_cost_nothing(comingle: Any, recipe_file: Path) -
     metrics = json.loads((out / "metrics.json").read_text())
     assert sorted(metrics["users"]) == ["ann", "bob"]
     # Local models count, so the last of two rounds needs no exchange.
-    assert 2 * metrics["upload_bytes_per_user_round"] == found["methods"][0]["users"][0]["upload_bytes"]
+    (user,) = found["methods"][0]["users"]
+    assert 2 * metrics["upload_bytes_per_user_round"] == user["upload_bytes"]
+    assert metrics["upload_bytes_per_user_round"] == user["upload_bytes_per_user_round"]
 
 
 @pytest.mark.slow

@@ -494,9 +494,11 @@ class MethodCost:
     privacy: dict[str, Any] = field(default_factory=dict)
     """Forecast of the privacy budget spent (:func:`comingle.cost.planning.with_privacy`); empty without privacy."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, for JSON."""
-        users = {"users": [user.as_dict() for user in self.users]}
+    def as_dict(self, rounds: int) -> dict[str, object]:
+        """Return nested dictionaries for JSON, with uploads as means over ``rounds``, as the metrics of a run count."""
+        share = self.exchanges / max(1, rounds)
+        sent = [{"upload_bytes_per_user_round": user.upload_bytes * share} for user in self.users]
+        users = {"users": [user.as_dict() | of_user for user, of_user in zip(self.users, sent, strict=True)]}
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
         plain = {key: getattr(self, key) for key in _PLAIN_FIELDS}
         revealed = {"privacy": self.privacy} if self.privacy else {}
@@ -540,6 +542,6 @@ class Plan:
         return {
             **plain,
             f"base_forward_flops_per_{self.unit}": self.base_flops,
-            "methods": [method.as_dict() for method in self.methods],
+            "methods": [method.as_dict(self.rounds) for method in self.methods],
             "comigs_1g1s_minus_fedavg": [asdict(column) for column in self.table3],
         }

@@ -30,6 +30,7 @@ class UserCostRecord(TypedDict):
     trainable_parameters: int
     upload_bytes: float
     download_bytes: float
+    upload_bytes_per_user_round: float
     training_flops_per_round: FlopsRecord
 
 
@@ -245,14 +246,16 @@ def _parameters_table(plan: PlanRecord) -> Table:
     roles = list(dict.fromkeys(role for _, _, user in _user_rows(plan) for role in user["parameters"]))
     table = _captioned_table(
         "Trained parameters of one user, and bytes it sends and receives per exchange",
-        "Tensors travel as float32; an exchange is an upload and the aggregation at the end of a round.",
+        "Tensors travel as float32; an exchange is an upload and the aggregation at the end of a round.\n"
+        "Upload / round: mean over all rounds, with or without an exchange, as in comingle compare.",
     )
-    _add_columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges")
+    _add_columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges", "upload / round")
     exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
     for name, label, user in _user_rows(plan):
         counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
         sent = [_bytes_text(user[key]) for key in ("upload_bytes", "download_bytes")]
-        cells = [*counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, ""))]
+        per_round = _bytes_text(user["upload_bytes_per_user_round"])
+        cells = [*counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, "")), per_round]
         table.add_row(name, words(label), *cells)
     return table
 
