@@ -62,8 +62,9 @@ def read_licences() -> list[str]:
     known: set[str] = set()
     blocks: list[str] = []
     for text in sorted(texts, key=lambda text: (len(text), text)):
+        # Equal except for case and white space counts as equal.
         paragraphs = {" ".join(split_words(paragraph)): paragraph for paragraph in split_paragraphs(text)}
-        blocks += join_paragraphs(paragraphs[words] for words in paragraphs if words not in known)
+        blocks += join_paragraphs(paragraph for normalised, paragraph in paragraphs.items() if normalised not in known)
         known.update(paragraphs)
     return _select_documents({block: block for block in blocks})
 
@@ -78,7 +79,13 @@ DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
 
 
 def _select_documents(documents: Mapping[str, str]) -> list[str]:
-    """Return shuffled documents without near-duplicates, each clipped, up to 400,000 characters in total.
+    """Choose the documents of a demo user, at most 400,000 characters in total.
+
+    Clips each document to 20,000 characters, drops near-duplicates, and takes the first documents in a fixed
+    pseudorandom order.
+
+    Args:
+        documents: Texts by name; the order depends on the names alone.
 
     Raises:
         DataError: There is no text, as on a Python without source files.
@@ -98,13 +105,13 @@ def _shuffle_key(name: str) -> bytes:
 
 
 def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """Drop documents until no head or tail of one overlaps mostly with the others.
+    """Drop documents so that no train split contains most of a test document, however the rest is split.
 
-    A document is dropped if it equals another one. It is also dropped if it has a head or tail (or the whole) with more
-    than half of its shingles in other documents or elsewhere in itself. Documents are tested from the shortest to the
-    longest, so the longest of several versions is kept. The criterion stays true for kept documents, since later steps
-    only remove text. Hence, however the result is split, also if documents are cut in two, no document has more than
-    half of its shingles in the other part.
+    A document is dropped if it equals another one that is still there. It is also dropped if some head or tail of it
+    (or the whole) has more than half of its shingles, which are runs of 13 words, in other documents that are still
+    there, or elsewhere in itself. Documents are tested from the shortest to the longest, so the longest of several
+    versions is kept. The criterion stays true for kept documents, since later steps only remove text. Hence no
+    document, also after being cut in two by a split, has more than half of its shingles in the other part.
     """
     words = [split_words(document) for document in documents]
     texts = Counter(map(" ".join, words))
@@ -115,24 +122,30 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
         text, its_shingles = " ".join(words[index]), shingles[index]
         if text and texts[text] == 1 and not _has_repeated_end([occurrences[shingle] > 1 for shingle in its_shingles]):
             kept.append(index)
-        else:
+        else:  # uncount the dropped text, so that the last of several equal documents is kept
             texts[text] -= 1
             occurrences.subtract(its_shingles)
     return [documents[index] for index in sorted(kept)]
 
 
-def _has_repeated_end(known: Sequence[bool]) -> bool:
-    """Return whether more than half of the shingles of some head or tail are known."""
-    lengths = range(1, len(known) + 1)
-    return any(
-        2 * count > length
-        for end in (known, known[::-1])
-        for count, length in zip(accumulate(end), lengths, strict=True)
-    )
+def _has_repeated_end(is_repeated: Sequence[bool]) -> bool:
+    """Return whether some head or tail of a document consists mostly of shingles that occur elsewhere.
+
+    Args:
+        is_repeated: For each shingle of the document, in order, whether it occurs elsewhere too.
+    """
+    lengths = range(1, len(is_repeated) + 1)
+    for flags in (is_repeated, is_repeated[::-1]):  # heads, then tails
+        if any(2 * repeated > length for repeated, length in zip(accumulate(flags), lengths, strict=True)):
+            return True
+    return False
 
 
 def _clip(document: str, characters: int) -> str:
-    """Return the first lines of a document, up to this many characters."""
+    """Return the whole lines at the beginning of a document that fit into this many characters.
+
+    A first line that does not fit is cut.
+    """
     if len(document) <= characters:
         return document
     return document[: document.rfind("\n", 0, characters) + 1] or document[:characters]

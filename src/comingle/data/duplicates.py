@@ -30,7 +30,7 @@ def split_words(document: str) -> list[str]:
 def hash_shingles(
     documents: Sequence[list[str]],
 ) -> tuple[UInt64[np.ndarray, " shingles"], Int64[np.ndarray, " shingles"]]:
-    """Return the hash of every run of 13 words inside a document, and the number of its document.
+    """Return the hash of every run of 13 words inside a document, and the index of its document.
 
     The hash is ``sum_k m^(12-k) hash(word_k) mod 2**64`` with an odd multiplier m, computed for all documents in 13
     passes over one array. Python salts hashes of strings per process, so the values are comparable within one process
@@ -40,7 +40,7 @@ def hash_shingles(
         documents: Words of each document.
 
     Returns:
-        Hashes and document numbers, both of shape ``(shingles,)``.
+        Hashes and document indices, both of shape ``(shingles,)``.
     """
     lengths = [len(words) for words in documents]
     flat = np.fromiter((hash(word) for words in documents for word in words), np.int64, sum(lengths)).view(np.uint64)
@@ -50,7 +50,8 @@ def hash_shingles(
     for offset in range(SHINGLE_WORDS):
         hashes = hashes * _MULTIPLIER + flat[offset : offset + count]
     first, last = owner[:count], owner[len(owner) - count :]
-    return hashes[first == last], first[first == last]
+    is_inside = first == last  # not across the border of two documents
+    return hashes[is_inside], first[is_inside]
 
 
 T = TypeVar("T")
@@ -62,8 +63,8 @@ _CHUNK_BYTES = 1 << 20
 logger = logging.getLogger("comingle")
 
 
-class Repeated:
-    """Filter that drops duplicate documents of a user if ``data.deduplicate`` is set.
+class DuplicateFilter:
+    """Filter that drops duplicate documents of each user if ``data.deduplicate`` is set.
 
     Args:
         drops: Drop duplicates; otherwise documents are returned unchanged.
@@ -73,23 +74,32 @@ class Repeated:
         self.drops, self.counts = drops, Counter[str]()
 
     def drop(
-        self, name: str, parts: Mapping[str, Sequence[T]], words: Callable[[T], str], *, held_out: Sequence[str] = ()
+        self,
+        name: str,
+        documents_by_split: Mapping[str, Sequence[T]],
+        text_of: Callable[[T], str],
+        *,
+        held_out: Sequence[str] = (),
     ) -> dict[str, list[T]]:
-        """Remove a user's duplicate documents, ignoring case and white space; do nothing unless ``drops``.
+        """Return a user's documents by split, each document once; unchanged unless ``drops``.
+
+        Documents that differ only in case and white space are duplicates. Counts what it drops, for :meth:`report`.
 
         Args:
             name: Name of the user.
-            parts: Documents by split.
-            words: Returns the text of a document.
-            held_out: Splits in decreasing priority; a document in several splits is kept in the first of these.
+            documents_by_split: Documents by split.
+            text_of: Returns the text of a document.
+            held_out: Splits in decreasing priority; a document in several splits is kept in the first of these. Other
+                splits follow in their order in ``documents_by_split``.
         """
         if not self.drops:
-            return {split: list(documents) for split, documents in parts.items()}
+            return {split: list(documents) for split, documents in documents_by_split.items()}
         seen: set[bytes] = set()
-        kept: dict[str, list[T]] = {split: [] for split in parts}
-        for split in sorted(parts, key=lambda split: [*held_out, split].index(split)):
-            for document in parts[split]:
-                text = " ".join(words(document).casefold().split())
+        kept: dict[str, list[T]] = {split: [] for split in documents_by_split}
+        # Held-out splits come first, so that dropping a duplicate leaves them complete and train without their text.
+        for split in sorted(documents_by_split, key=lambda split: [*held_out, split].index(split)):
+            for document in documents_by_split[split]:
+                text = " ".join(text_of(document).casefold().split())
                 digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
                 if digest not in seen:
                     kept[split].append(document)
@@ -109,17 +119,24 @@ class Repeated:
 
 
 def warn_same_files(sources: Mapping[str, Iterable[str | None]]) -> None:
-    """Warn of users who train on the same file or on copies of one; ``sources`` has the paths of each user."""
-    owners: dict[str, list[str]] = {}
-    for name, source in ((name, source) for name, paths in sources.items() for source in paths if source):
-        place = source if is_named(source) else os.path.realpath(os.path.expanduser(source))
-        owners.setdefault(place, []).append(name)
-    sizes = Counter(os.path.getsize(place) for place in owners if os.path.isfile(place))
-    by_content: dict[str, list[str]] = {}
-    for place, names in owners.items():
-        is_unique = not os.path.isfile(place) or sizes[os.path.getsize(place)] < 2 or not os.path.getsize(place)
-        by_content.setdefault(place if is_unique else _digest(Path(place)), []).extend(names)
-    shared = [names for names in by_content.values() if len(set(names)) > 1]
+    """Warn of users who train on the same file or on copies of one, which is usually a mistake in the recipe.
+
+    Args:
+        sources: Paths and names of sources of each user; empty ones and None are ignored.
+    """
+    users_by_source: dict[str, list[str]] = {}
+    for name, paths in sources.items():
+        for path in filter(None, paths):
+            source = path if is_named(path) else os.path.realpath(os.path.expanduser(path))
+            users_by_source.setdefault(source, []).append(name)
+    num_files_of_size = Counter(os.path.getsize(source) for source in users_by_source if os.path.isfile(source))
+    users_by_content: dict[str, list[str]] = {}
+    for source, names in users_by_source.items():
+        # Only files of equal size can be copies, so that most files need not be read.
+        size = os.path.getsize(source) if os.path.isfile(source) else 0
+        may_have_copy = size > 0 and num_files_of_size[size] > 1
+        users_by_content.setdefault(_digest(Path(source)) if may_have_copy else source, []).extend(names)
+    shared = [names for names in users_by_content.values() if len(set(names)) > 1]
     if shared:
         listed = "; ".join(" and ".join(map(repr, dict.fromkeys(names[:_LISTED]))) for names in shared[:_LISTED])
         more = f"; and {len(shared) - _LISTED} more files" if len(shared) > _LISTED else ""

@@ -82,8 +82,8 @@ MAX_EXPANDED_VARIABLE = "COMINGLE_MAX_DECOMPRESSED_BYTES"
 """Environment variable that replaces :data:`MAX_EXPANDED`, in bytes."""
 
 
-def max_expanded() -> int:
-    """Return the largest decompressed size of a file, in bytes.
+def max_decompressed_bytes() -> int:
+    """Return the largest allowed size of a decompressed file: 8 GiB, unless an environment variable sets another.
 
     Raises:
         DataError: The environment variable is not a positive whole number.
@@ -99,17 +99,17 @@ def max_expanded() -> int:
 def open_bytes(path: Path) -> Any:
     """Open a file for reading bytes, and decompress it if it has the suffix of a compression.
 
-    Reading raises an ``OSError`` when a compressed file expands to more than 200 times its size and 64 MiB, or to more
-    than :func:`max_expanded` bytes.
+    Against decompression bombs, reading raises an ``OSError`` when a compressed file expands to more than 200 times its
+    size and 64 MiB, or to more than :func:`max_decompressed_bytes`.
 
     Raises:
         OSError: The file cannot be opened.
         DataError: The environment variable of the limit is not a positive whole number.
     """
     opener = OPENERS.get(path.suffix.lower())
-    if opener is None:
-        return OPENERS[""](path)
-    limit = max_expanded()
+    if opener is None:  # the suffix is not that of a compression
+        return path.open("rb")
+    limit = max_decompressed_bytes()
     return io.BufferedReader(_BoundedExpansion(opener(path), path.stat().st_size, limit), buffer_size=1 << 16)
 
 
@@ -271,17 +271,19 @@ def list_files(folder: Path) -> list[str]:
     found: list[str] = []
     seen = {os.path.realpath(folder)}
 
-    def unreadable(error: OSError) -> None:
+    def add_unreadable(error: OSError) -> None:
+        """List a folder that ``os.walk`` could not read."""
         found.append(Path(str(error.filename)).relative_to(folder).as_posix())
 
-    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=add_unreadable):
         kept: list[str] = []
+        # Links come last, so that of a folder and a link to it next to it the folder is listed.
         for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(root, name)), name)):
             real = os.path.realpath(os.path.join(root, name))
             if _is_visible(name) and real not in seen:
                 seen.add(real)
                 kept.append(name)
-        folders[:] = kept
+        folders[:] = kept  # os.walk descends into these
         below = Path(root).relative_to(folder)
         found += [(below / name).as_posix() for name in files if _is_visible(name)]
     return sorted(found)
@@ -295,8 +297,12 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     """List the files of rows below a folder by split and path, and the other files, which are not read.
 
     The split of a file follows from its own name or that of a folder, as in ``train.jsonl``,
-    ``test-00000-of-00002.parquet`` or ``validation/a.csv``; without such a name it is "train". If the paths of all
-    files contain the word of a split anywhere, as ``news_train.csv`` and ``news_test.csv`` do, these words decide.
+    ``test-00000-of-00002.parquet`` or ``validation/a.csv``; without such a name it is "train". Names such as
+    ``news_train.csv``, with the word of a split anywhere in the path, decide only if all files have such a word and
+    one of them is in train: a single ``mental_test.csv`` need not be a test split.
+
+    Returns:
+        The files of rows; and the relative paths of the other files, except a README.md.
 
     Raises:
         DataError: The folder has no files of rows.
@@ -304,21 +310,26 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     names = list_files(folder)
     rows = [name for name in names if has_rows(Path(name)) and (folder / name).is_file()]
     rows = [name for name in rows if Path(name).name not in _METADATA]
-    left_out = [name for name in names if name not in set(rows) and Path(name).name.lower() != _DATA_CARD]
+    other_files = [name for name in names if name not in set(rows) and Path(name).name.lower() != _DATA_CARD]
     if not rows:
         there = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
         raise DataError(f"{folder}: no files of rows; found: {there}; allowed: {', '.join(ROW_SUFFIXES)}")
-    worded = [_split_by_word(name) for name in rows]
-    splits = worded if "train" in worded and None not in worded else [_split_by_name(name) for name in rows]
+    splits = [_split_by_word(name) for name in rows]
+    if "train" not in splits or None in splits:
+        splits = [_split_by_name(name) for name in rows]
     files = [
         RowFile(path=folder / name, split=split or "train", extra_columns=dict(_partition_columns(name)))
         for name, split in zip(rows, splits, strict=True)
     ]
-    return sorted(files, key=lambda file: _ORDER.index(file.split)), left_out
+    return sorted(files, key=lambda file: _ORDER.index(file.split)), other_files
 
 
 def _split_by_name(name: str) -> str | None:
-    """Return the split that the beginning of a file's name, or the name of its nearest folder, denotes."""
+    """Return the split that the beginning of a file's name denotes, or else the name of its nearest folder.
+
+    Returns:
+        "train", "validation" or "test"; None if no name denotes a split.
+    """
     *folders, own = name.lower().split("/")
     stem = own.partition(".")[0]
     for word, split in _SPLITS.items():
@@ -328,7 +339,7 @@ def _split_by_name(name: str) -> str | None:
 
 
 def _split_by_word(name: str) -> str | None:
-    """Return the split that the last such word in a file's path denotes."""
+    """Return the split that the last word for a split in a file's path denotes; None if there is no such word."""
     return next((_SPLITS[word] for word in reversed(_WORDS.split(name.lower())) if word in _SPLITS), None)
 
 
@@ -374,7 +385,8 @@ def read_text_file(path: Path, *, max_bytes: int | None = None) -> list[str]:
 
     Args:
         path: The file.
-        max_bytes: Largest number of bytes to read, of a longer file up to the last line end before that; None for all.
+        max_bytes: Largest number of bytes to read. A longer file is read, with a warning, up to the last line end
+            before that number. None to read all.
 
     Raises:
         DataError: The file cannot be opened, or is not UTF-8 text.
@@ -403,18 +415,18 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
     """
     documents: list[str] = []
     skipped: list[str] = []
-    rows: list[str] = []
+    row_files: list[str] = []
     left = max_bytes
     for name in list_files(folder):
         path = folder / name
         if has_rows(path) or path.suffix.lower() in _NOTEBOOKS:
-            rows.append(name)
+            row_files.append(name)
             continue
         if max_bytes is not None and left is not None and left <= 0:
             warn_longer(folder, max_bytes)
             break
         try:
-            if not path.is_file():
+            if not path.is_file():  # a device or pipe, or a folder that cannot be read
                 raise _NotText
             with path.open("rb") as file:
                 text, _ = _read_head(file, left)
@@ -422,11 +434,11 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
             documents.append(text)
         except (OSError, _NotText):
             skipped.append(name)
-    left_out = [f"skipped {len(skipped)} files that are not UTF-8 text, first: {skipped[0]}"] if skipped else []
-    if rows:
-        left_out.append(f"skipped {len(rows)} files of rows or notebooks, first: {rows[0]}")
-    if left_out:
-        _LOG.warning("%s: %s", folder, "; ".join(left_out))
+    warnings = [f"skipped {len(skipped)} files that are not UTF-8 text, first: {skipped[0]}"] if skipped else []
+    if row_files:
+        warnings.append(f"skipped {len(row_files)} files of rows or notebooks, first: {row_files[0]}")
+    if warnings:
+        _LOG.warning("%s: %s", folder, "; ".join(warnings))
     return documents
 
 
@@ -451,7 +463,14 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
 
 
 def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, bool]:
-    """Return the text of the first ``max_bytes`` bytes up to the last line end, and whether the file is longer."""
+    """Return the text of a file, and whether the file is longer.
+
+    Of a file with more than ``max_bytes`` bytes, the text ends at the last line end before that number of bytes.
+
+    Raises:
+        _NotText: The content is not UTF-8 text.
+    """
+    # One byte more than needed shows whether the file is longer.
     content: bytes = file.read() if max_bytes is None else _read_up_to(file, max_bytes + 1)
     if max_bytes is None or len(content) <= max_bytes:
         return _decode(content), False
@@ -468,7 +487,15 @@ def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:
 
 
 def _decode(content: bytes, *, final: bool = True) -> str:
-    """Decode UTF-8 and normalise line ends; drop a byte order mark and, unless ``final``, a cut-off last character."""
+    """Decode UTF-8, drop a byte order mark, and replace Windows line ends.
+
+    Args:
+        content: Bytes of a file from its beginning.
+        final: Whether they reach to its end; if not, the last character may be cut off and is then dropped.
+
+    Raises:
+        _NotText: The bytes are not UTF-8 text, or have a word that is too long for tokenizers.
+    """
     if kind := describe_binary(content):
         raise _NotText(f"is {kind}, not text; {_ALLOWED}")
     try:

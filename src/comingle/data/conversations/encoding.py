@@ -389,7 +389,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
     def read(self, rows: Rows) -> Generator[UserConversations, None, None]:
         """Yield the messages of each user."""
-        return iterate_users(self.data, self.seed, rows, self.bad, self.repeated, self.given)
+        return iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
 
     def encode(self, read: UserConversations) -> UserAnswers:
         """Return the conversations as windows, none longer than the context."""

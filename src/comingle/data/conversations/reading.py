@@ -18,7 +18,7 @@ from comingle.config.settings import UserFiles
 from comingle.data.conversations.messages import Columns, Messages, messages_of
 from comingle.data.conversations.scoring import same_words
 from comingle.data.conversations.section import ConversationRows, ConversationsSection
-from comingle.data.duplicates import Repeated, warn_same_files
+from comingle.data.duplicates import DuplicateFilter, warn_same_files
 from comingle.data.files import long_word_problem
 from comingle.data.row_files import BadRows, Row, read_name
 from comingle.data.streaming import ListedRows, Rows, read_each
@@ -82,7 +82,9 @@ def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None
     Raises:
         DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
     """
-    return list(iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)))
+    return list(
+        iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate))
+    )
 
 
 def iterate_users(
@@ -90,7 +92,7 @@ def iterate_users(
     seed: int,
     rows: Rows,
     bad: BadRows,
-    repeated: Repeated,
+    duplicates: DuplicateFilter,
     given: Mapping[str, object] | None = None,
 ) -> Generator[UserConversations, None, None]:
     """Read and split the conversations of one user after another.
@@ -100,7 +102,7 @@ def iterate_users(
         seed: Seed of the splits.
         rows: Groups the rows of a data set by user.
         bad: Collects bad rows.
-        repeated: Drops duplicate conversations of a user if the section enables this.
+        duplicates: Drops duplicate conversations of a user if the section enables this.
         given: Rows of the users if a program passes them: a list, a ``Dataset``, a path, or a mapping from splits to
             lists or ``Dataset`` objects.
 
@@ -108,17 +110,17 @@ def iterate_users(
         DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
     """
     if given is not None:
-        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, bad, repeated).items()
+        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, bad, duplicates).items()
     elif data.given:
         raise DataError("data.given: a program must pass the users; call comingle.run(recipe, users=...)")
     elif data.dataset is not None:
-        readers = _dataset_readers(data, rows, bad, repeated)
+        readers = _dataset_readers(data, rows, bad, duplicates)
     else:
-        readers = file_readers(data, bad, repeated).items()
+        readers = file_readers(data, bad, duplicates).items()
 
     def report() -> None:
         bad.report()
-        repeated.report()
+        duplicates.report()
 
     return read_each(
         ((name, partial(read, name, seed)) for name, read in readers),
@@ -130,7 +132,7 @@ def iterate_users(
 
 
 def given_readers(
-    data: ConversationsSection, given: Mapping[str, object], bad: BadRows, repeated: Repeated
+    data: ConversationsSection, given: Mapping[str, object], bad: BadRows, duplicates: DuplicateFilter
 ) -> dict[str, Reader]:
     """Return a reader for the conversations of each user that a program passes.
 
@@ -138,7 +140,7 @@ def given_readers(
         data: The recipe's section.
         given: Rows by user.
         bad: Collects bad rows.
-        repeated: Drops duplicate conversations.
+        duplicates: Drops duplicate conversations.
 
     Raises:
         DataError: A name is not a valid user name.
@@ -148,15 +150,15 @@ def given_readers(
     readers: dict[str, Reader] = {}
     for name, rows in given.items():
         if isinstance(rows, str | Path):
-            readers[name] = partial(read_files, data, bad, repeated, UserFiles(path=str(rows)))
+            readers[name] = partial(read_files, data, bad, duplicates, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
             wanted = data.split.model_copy(update={"given": True, "valid_name": "valid" if "valid" in rows else None})
             if "valid" not in rows and "validation" in rows:
                 wanted = wanted.model_copy(update={"valid_name": "validation"})
             parts = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
-            readers[name] = partial(split_records, data, bad, repeated, parts, split=wanted)
+            readers[name] = partial(split_records, data, bad, duplicates, parts, split=wanted)
         else:
-            readers[name] = partial(split_records, data, bad, repeated, {"train": list(rows_of(rows, "train", bad))})
+            readers[name] = partial(split_records, data, bad, duplicates, {"train": list(rows_of(rows, "train", bad))})
     return readers
 
 
@@ -185,21 +187,21 @@ Reader = Callable[[str, int], UserConversations]
 # -------------------------------------------------------------------- one user
 
 
-def file_readers(data: ConversationsSection, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
+def file_readers(data: ConversationsSection, bad: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
     """Return a reader for each user in the recipe; warn of users that share a file.
 
     Args:
         data: The recipe's section.
         bad: Collects bad rows.
-        repeated: Drops duplicate conversations.
+        duplicates: Drops duplicate conversations.
     """
     users = data.users or {}
     warn_same_files({name: (source.path, source.train) for name, source in users.items()})
-    return {name: partial(read_files, data, bad, repeated, source) for name, source in users.items()}
+    return {name: partial(read_files, data, bad, duplicates, source) for name, source in users.items()}
 
 
 def read_files(
-    data: ConversationsSection, bad: BadRows, repeated: Repeated, source: UserFiles, name: str, seed: int
+    data: ConversationsSection, bad: BadRows, duplicates: DuplicateFilter, source: UserFiles, name: str, seed: int
 ) -> UserConversations:
     """Read and split the conversations of a user in the recipe.
 
@@ -208,7 +210,7 @@ def read_files(
     Args:
         data: The recipe's section.
         bad: Collects bad rows.
-        repeated: Drops duplicate conversations.
+        duplicates: Drops duplicate conversations.
         source: Files of the user.
         name: Name of the user.
         seed: Seed of the splits.
@@ -224,7 +226,7 @@ def read_files(
     valid_name = "valid" if source.valid is not None else None
     names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
     section = data.split.model_copy(update={"given": has_own_splits, **names})
-    return split_records(data, bad, repeated, parts, name, seed, split=section)
+    return split_records(data, bad, duplicates, parts, name, seed, split=section)
 
 
 def _with_split(records: Iterable[Record], split: str) -> list[Record]:
@@ -235,7 +237,7 @@ def _with_split(records: Iterable[Record], split: str) -> list[Record]:
 def split_records(
     data: ConversationsSection,
     bad: BadRows,
-    repeated: Repeated,
+    duplicates: DuplicateFilter,
     parts: Mapping[str, Sequence[Record]],
     name: str,
     seed: int,
@@ -247,7 +249,7 @@ def split_records(
     Args:
         data: The recipe's section.
         bad: Collects rows that are not conversations.
-        repeated: Drops duplicate conversations if the section enables this.
+        duplicates: Drops duplicate conversations if the section enables this.
         parts: Rows by the splits that they are in.
         name: Name of the user.
         seed: Seed of the shuffle.
@@ -259,7 +261,7 @@ def split_records(
     split = split or data.split
     max_conversations, held_out = data.max_conversations_of(name), (split.test_name, split.valid_name or "")
     found = {key: _conversations(data, bad, name, records[:max_conversations]) for key, records in parts.items()}
-    read = repeated.drop(name, found, _comparable_text, held_out=held_out)
+    read = duplicates.drop(name, found, _comparable_text, held_out=held_out)
     if not any(read.values()):
         raise NoTextError(f"user {name!r}: no conversations; at least one is needed")
     if not split.given:
@@ -355,7 +357,7 @@ def _split_size(count: int, fraction: float) -> int:
 
 
 def _dataset_readers(
-    data: ConversationsSection, rows: Rows, bad: BadRows, repeated: Repeated
+    data: ConversationsSection, rows: Rows, bad: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
     """Yield a reader for each user of a data set, after grouping all of its rows.
 
@@ -369,7 +371,7 @@ def _dataset_readers(
         unpack=lambda content: tuple(json.loads(content)),
     )
     for name, parts in rows.groups(choose_dataset_users(data.dataset, rows.owners)):
-        yield name, partial(split_records, data, bad, repeated, parts)
+        yield name, partial(split_records, data, bad, duplicates, parts)
 
 
 def _placeholder(value: object) -> dict[str, str]:

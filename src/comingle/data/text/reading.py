@@ -12,7 +12,7 @@ import torch
 
 from comingle.config import Recipe, SplitSection
 from comingle.config.settings import DataSection
-from comingle.data.duplicates import Repeated, warn_same_files
+from comingle.data.duplicates import DuplicateFilter, warn_same_files
 from comingle.data.files import max_read_bytes
 from comingle.data.populations import Named, User
 from comingle.data.row_files import BadRows, BadRowsError
@@ -112,7 +112,9 @@ def read_users(data: TextSection, seed: int, bad: BadRows | None = None) -> list
     Raises:
         DataError: A source is missing or unreadable, or users without text are refused.
     """
-    return list(iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)))
+    return list(
+        iterate_users(data, seed, ListedRows(), bad or BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate))
+    )
 
 
 def iterate_users(
@@ -120,7 +122,7 @@ def iterate_users(
     seed: int,
     rows: Rows,
     bad: BadRows,
-    repeated: Repeated,
+    duplicates: DuplicateFilter,
     given: Mapping[str, object] | None = None,
 ) -> Generator[UserText, None, None]:
     """Read and split the documents of one user after another.
@@ -130,22 +132,22 @@ def iterate_users(
         seed: Seed of the splits.
         rows: Groups the rows of a data set by user.
         bad: Collects bad rows.
-        repeated: Drops duplicate documents of a user if the section enables this.
+        duplicates: Drops duplicate documents of a user if the section enables this.
         given: Data of the users if a program passes it: documents, a table, a path, or a mapping from splits to these.
 
     Raises:
         DataError: A source is missing or unreadable, data is not text, or users without text or bad rows are refused.
     """
     if given is not None:
-        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, seed, bad, repeated).items()
+        readers: Iterable[tuple[str, Reader]] = given_readers(data, given, seed, bad, duplicates).items()
     elif data.dataset is not None:
-        readers = _dataset_readers(data, seed, rows, bad, repeated)
+        readers = _dataset_readers(data, seed, rows, bad, duplicates)
     else:
-        readers = user_readers(data, seed, bad, repeated).items()
+        readers = user_readers(data, seed, bad, duplicates).items()
 
     def report() -> None:
         bad.report()
-        repeated.report()
+        duplicates.report()
 
     skips = data.on_small_user == "skip"
     return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, data="text", report=report)
@@ -159,7 +161,7 @@ ReadUpTo = Callable[[int | None], list[str]]
 
 
 def _dataset_readers(
-    data: TextSection, seed: int, rows: Rows, bad: BadRows, repeated: Repeated
+    data: TextSection, seed: int, rows: Rows, bad: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
     """Yield a reader for each selected user of a data set, after grouping all of its rows.
 
@@ -168,13 +170,13 @@ def _dataset_readers(
         seed: Seed of the splits.
         rows: Groups the rows by user.
         bad: Collects bad rows.
-        repeated: Drops duplicate documents.
+        duplicates: Drops duplicate documents.
     """
     assert data.dataset is not None
     wanted = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
     check_limits(data, list(wanted))
     for name, splits in rows.groups(wanted):
-        yield name, partial(split_rows, name, splits, data.split, seed, repeated)
+        yield name, partial(split_rows, name, splits, data.split, seed, duplicates)
 
 
 def dataset_options(source: DatasetSource) -> dict[str, Any]:
@@ -189,20 +191,20 @@ def dataset_options(source: DatasetSource) -> dict[str, Any]:
     }
 
 
-def user_readers(data: TextSection, seed: int, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
+def user_readers(data: TextSection, seed: int, bad: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
     """Return a reader for each user in the recipe; warn of users that share a file.
 
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
         bad: Collects bad rows.
-        repeated: Drops duplicate documents.
+        duplicates: Drops duplicate documents.
     """
     users = data.users or {}
     limits = token_limits(data, list(users))
     warn_same_files({name: (source.path, source.train) for name, source in users.items()})
     return {
-        name: partial(_read_user, name, source, data.split, seed, limits[name], bad, repeated)
+        name: partial(_read_user, name, source, data.split, seed, limits[name], bad, duplicates)
         for name, source in users.items()
     }
 
@@ -214,7 +216,7 @@ def _read_user(
     seed: int,
     limits: Mapping[str, int | None],
     bad: BadRows,
-    repeated: Repeated,
+    duplicates: DuplicateFilter,
 ) -> UserText:
     """Read and split a user's documents; ``limits`` has the token limits, which bound how much is read."""
 
@@ -222,13 +224,18 @@ def _read_user(
         return lambda max_bytes: read_documents(path, column=source.column, max_bytes=max_bytes, bad=bad)
 
     if source.path is not None:
-        return split_source(name, reading(source.path), split, seed, limits, repeated)
+        return split_source(name, reading(source.path), split, seed, limits, duplicates)
     paths = {key: path for key in ("train", "valid", "test") if (path := getattr(source, key)) is not None}
-    return split_sources(name, {key: reading(path) for key, path in paths.items()}, split, seed, limits, repeated)
+    return split_sources(name, {key: reading(path) for key, path in paths.items()}, split, seed, limits, duplicates)
 
 
 def split_source(
-    name: str, read: ReadUpTo, split: SplitSection, seed: int, limits: Mapping[str, int | None], repeated: Repeated
+    name: str,
+    read: ReadUpTo,
+    split: SplitSection,
+    seed: int,
+    limits: Mapping[str, int | None],
+    duplicates: DuplicateFilter,
 ) -> UserText:
     """Split one source into train, valid and test by fractions.
 
@@ -238,12 +245,12 @@ def split_source(
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
         limits: Token limits of the user by recipe key, which bound how much is read.
-        repeated: Drops duplicate documents.
+        duplicates: Drops duplicate documents.
     """
     train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     rest = 1 - split.valid - split.test
     max_bytes = max_read_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
-    documents = repeated.drop(name, {"": read(max_bytes)}, str)[""]
+    documents = duplicates.drop(name, {"": read(max_bytes)}, str)[""]
     return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 
@@ -253,7 +260,7 @@ def split_sources(
     split: SplitSection,
     seed: int,
     limits: Mapping[str, int | None],
-    repeated: Repeated,
+    duplicates: DuplicateFilter,
 ) -> UserText:
     """Read a source for each split; without one for valid, cut valid from train by the recipe's fraction.
 
@@ -263,7 +270,7 @@ def split_sources(
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
         limits: Token limits of the user by recipe key, which bound how much is read.
-        repeated: Drops duplicate documents.
+        duplicates: Drops duplicate documents.
     """
     train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     carved = split.valid if "valid" not in reads else 0.0
@@ -273,13 +280,13 @@ def split_sources(
         "test": max_read_bytes(train=(test, 1.0)),
     }
     read = {key: read(max_bytes[key]) for key, read in reads.items()}
-    parts = repeated.drop(name, read, str, held_out=("test", "valid"))
+    parts = duplicates.drop(name, read, str, held_out=("test", "valid"))
     given = "valid" if "valid" in parts else None
     return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
 
 
 def split_rows(
-    name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int, repeated: Repeated
+    name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int, duplicates: DuplicateFilter
 ) -> UserText:
     """Split a user's rows of a data set into train, valid and test, by the data set's splits or by fractions.
 
@@ -288,9 +295,9 @@ def split_rows(
         splits: Documents by the data set's splits.
         split: The recipe's section with fractions and names of splits.
         seed: Seed of the shuffle.
-        repeated: Drops duplicate documents.
+        duplicates: Drops duplicate documents.
     """
-    splits = repeated.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
+    splits = duplicates.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
     if not split.given:
         documents = [d for documents in splits.values() for d in documents]
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
@@ -340,7 +347,7 @@ def _text_column(data: object) -> str | None:
 
 
 def given_readers(
-    data: TextSection, given: Mapping[str, object], seed: int, bad: BadRows, repeated: Repeated
+    data: TextSection, given: Mapping[str, object], seed: int, bad: BadRows, duplicates: DuplicateFilter
 ) -> dict[str, Reader]:
     """Return a reader for the text of each user that a program passes.
 
@@ -349,7 +356,7 @@ def given_readers(
         given: Data by user.
         seed: Seed of the splits.
         bad: Collects bad rows.
-        repeated: Drops duplicate documents.
+        duplicates: Drops duplicate documents.
     """
     limits = token_limits(data, list(given))
     readers: dict[str, Reader] = {}
@@ -358,10 +365,10 @@ def given_readers(
             sources = {
                 _SPLITS[str(split)]: partial(_read_documents_of, bad, name, part) for split, part in source.items()
             }
-            readers[name] = partial(split_sources, name, sources, data.split, seed, limits[name], repeated)
+            readers[name] = partial(split_sources, name, sources, data.split, seed, limits[name], duplicates)
         else:
             read = partial(_read_documents_of, bad, name, source)
-            readers[name] = partial(split_source, name, read, data.split, seed, limits[name], repeated)
+            readers[name] = partial(split_source, name, read, data.split, seed, limits[name], duplicates)
     return readers
 
 
@@ -509,7 +516,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         skips = data.on_small_user == "skip"
         super().__init__(data, seed, load_base, context=context, validates=validates, skips=skips)
         self.given, self.overlaps = given, FirstUsers()
-        self.bad, self.repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+        self.bad, self.duplicates = BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate)
 
     def sources(self) -> list[str]:
         """Return the paths of users' files, or of the data set."""
@@ -554,7 +561,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
 
         With ``data.held_out: mixture``, users with too little text are skipped before the others are mixed.
         """
-        own = iterate_users(self.data, self.seed, rows, self.bad, self.repeated, self.given)
+        own = iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
         if self.data.held_out != "mixture":
             yield from own
             return
