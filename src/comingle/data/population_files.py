@@ -113,14 +113,22 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
 
 
 def _count_tokens(user: UserAnswers) -> Mapping[str, int]:
-    """Return the width of the train windows and the number of their tokens without padding."""
+    """Return what a user adds to the totals of a population (``UserForm.counts``).
+
+    Returns:
+        ``most_width``, the width of the train windows, of which the total is the maximum over the users; and
+        ``tokens``, the number of their tokens without padding, of which it is the sum.
+    """
     return {"most_width": user.train.windows.shape[1], "tokens": int((user.train.windows != PAD).sum())}
 
 
 def _arrays_of_samples(user: UserSamples) -> Arrays:
     """Return a user's inputs and targets by ``SPLIT.inputs`` and ``SPLIT.targets``."""
-    parts = {split: user.split(split) for split in SPLITS}
-    return {f"{s}.{key}": getattr(part, key) for s, part in parts.items() for key in ("inputs", "targets")}
+    arrays: dict[str, Tensor] = {}
+    for split in SPLITS:
+        samples = user.split(split)
+        arrays |= {f"{split}.inputs": samples.inputs, f"{split}.targets": samples.targets}
+    return arrays
 
 
 def _samples_from_arrays(name: str, arrays: Arrays) -> UserSamples:
@@ -194,7 +202,7 @@ class PopulationWriter:
         """
         form = FORMS.get(type(user))
         if form is None or (self.count and type(user) is not self._form):
-            allowed = self._form.__name__ if self.count else ", ".join(kind.__name__ for kind in FORMS)
+            allowed = self._form.__name__ if self.count else ", ".join(known.__name__ for known in FORMS)
             raise DataError(f"user {user.name!r}: got {type(user).__name__}; allowed: {allowed}")
         self._form, self.count = type(user), self.count + 1
         self._names.add(user.name)
@@ -243,20 +251,24 @@ def _checksum(path: Path) -> int:
 
 
 def _serialise(form: UserForm, user: object) -> bytes:
-    """Return a JSON line with the name, dtype and shape of each array, followed by the arrays."""
-    parts = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
-    header = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in parts.items()]
-    pieces = [_pad_to_alignment(json.dumps(header).encode() + b"\n", b" ")]
-    pieces += [
-        _pad_to_alignment(t.flatten().view(torch.uint8).numpy().tobytes(), b"\0") for t in parts.values() if t.numel()
-    ]
-    return b"".join(pieces)
+    """Return the record of a user: a JSON line with the name, dtype and shape of each array, then the arrays.
+
+    The line and each array are padded to multiples of 16 bytes, since memory-mapped tensors need aligned starts.
+    """
+    arrays = {key: t.detach().cpu().contiguous() for key, t in form.parts(user).items()}
+    header = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in arrays.items()]
+    line = json.dumps(header).encode() + b"\n"
+    record = [b" " * _padding_bytes(len(line)), line]  # padded in front, since the arrays begin after the line end
+    for t in arrays.values():
+        if t.numel():
+            content = t.flatten().view(torch.uint8).numpy().tobytes()
+            record += [content, b"\0" * _padding_bytes(len(content))]
+    return b"".join(record)
 
 
-def _pad_to_alignment(content: bytes, by: bytes) -> bytes:
-    """Pad bytes to the alignment: spaces go before the content, so that its last line stays last; zeros go after it."""
-    padding = by * (-len(content) % _ALIGNMENT)
-    return padding + content if by == b" " else content + padding
+def _padding_bytes(size: int) -> int:
+    """Return the number of bytes to add to ``size`` bytes for a multiple of the alignment."""
+    return -size % _ALIGNMENT
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -279,10 +291,10 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             which raises the same error.
     """
     about = read_about(folder)
-    form = next((form for kind, form in FORMS.items() if kind.__name__ == about.get("type")), None)
+    form = next((form for user_type, form in FORMS.items() if user_type.__name__ == about.get("type")), None)
     try:
-        sums = about["sums"] if form else {}
-        if changed := [name for name, known in sums.items() if _checksum(folder / name) != known]:
+        checksums = about["sums"] if form else {}  # without a form, the check of the lengths below raises the error
+        if changed := [name for name, checksum in checksums.items() if _checksum(folder / name) != checksum]:
             raise ValueError(f"{', '.join(changed)}: changed since it was written")
         names = StoredNames(folder)
         ends = np.memmap(folder / ENDS, dtype=_END_DTYPE, mode="r")
@@ -304,25 +316,27 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             )
         return form.user(names[number], _read_arrays(content, start))
 
-    valid = int((sizes[:, 1] > 0).sum())
-    known = {**about["counts"], "valid": valid}
-    return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=known)
+    totals = {**about["counts"], "valid": int((sizes[:, 1] > 0).sum())}  # valid: number of users with valid data
+    return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=totals)
 
 
 def _read_arrays(content: mmap.mmap, start: int) -> dict[str, Tensor]:
-    """Return the arrays of the record at ``start``, as views of the file.
+    """Return the arrays of the record at byte ``start`` of ``users.bin``, as views of the memory-mapped file.
 
     A record is a padded line of JSON with key, dtype and shape of each array, and then the arrays, each padded to the
-    alignment.
+    alignment (:func:`_serialise`).
     """
-    at = content.find(b"\n", start) + 1
+    offset = content.find(b"\n", start) + 1
     arrays: dict[str, Tensor] = {}
-    for key, name, shape in json.loads(content[start:at]):
-        dtype, count = getattr(torch, name), int(np.prod(shape, dtype=np.int64))
-        whole = torch.frombuffer(content, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
-        arrays[key] = whole.view(shape)
+    for key, dtype_name, shape in json.loads(content[start:offset]):
+        dtype, count = getattr(torch, dtype_name), int(np.prod(shape, dtype=np.int64))
+        if count:
+            flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset)
+        else:  # frombuffer refuses a count of 0
+            flat = torch.empty(0, dtype=dtype)
+        arrays[key] = flat.view(shape)
         size = count * dtype.itemsize
-        at += size + -size % _ALIGNMENT
+        offset += size + _padding_bytes(size)
     return arrays
 
 
@@ -365,7 +379,10 @@ class _WarningRecorder(logging.Handler):
 
 
 def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
-    """Read all users and write each user with enough data.
+    """Read all users of a recipe, and write each user with enough data to a folder, one at a time.
+
+    Besides the population, writes the skipped users to ``skipped.jsonl``. Adds to ``about.json`` the warnings that are
+    due at the start of every run (``told``), those that reading logged (``heard``), and the number of skipped users.
 
     Raises:
         DataError: A source cannot be read, or a user has too little data and the reader does not skip users.
@@ -376,13 +393,13 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
             reader.on_skip = lambda name, what: skipped.write(json.dumps([name, what]) + "\n")
             rows = StoredRows(folder)
             with closing(reader.read(rows)) as read:
-                for found, user in reader.stream(read):
+                for unencoded, user in reader.stream(read):
                     if not reader.skips and (shortage := reader.shortage(user)) is not None:
                         small.add(user.name, shortage)
                     elif not small.count:  # after a refusal only shortages are collected, for the error message
-                        reader.inspect(found, user)
+                        reader.inspect(unencoded, user)
                         writer.add(user)
-                    del found, user  # free memory before the next user is read
+                    del unencoded, user  # free memory before the next user is read
             rows.remove()
         if small.count:
             raise reader.refuse(small)
@@ -393,7 +410,8 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
 def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
     """Return the users of a reader from the cache, reading and caching them first if necessary.
 
-    Logs the warnings of reading them, also when they come from the cache.
+    Logs the warnings of reading them, also when they come from the cache. Reads the users again if the cached files are
+    damaged.
 
     Returns:
         The users, the content of ``about.json``, and the skipped users with what each has too little of.
@@ -404,11 +422,12 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
     folder, was_cached = cached_population(reader)
     try:
         users, about = read_population(folder), read_about(folder)
-    except DataError:  # the cached files are damaged: read the users again
+    except DataError:  # the cached files are damaged
         shutil.rmtree(folder, ignore_errors=True)
         folder, was_cached = cached_population(reader)
         users, about = read_population(folder), read_about(folder)
-    for line in (*(about["heard"] if was_cached else []), *about["told"]):
+    warnings_of_reading = about["heard"] if was_cached else []  # otherwise reading has just logged them
+    for line in (*warnings_of_reading, *about["told"]):
         logger.warning("%s", line)
     return users, about, SkippedUsers(folder / SKIPPED, about["skipped"])
 
@@ -480,7 +499,7 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
             if not cached:  # a system's cleaner may have deleted single files
                 shutil.rmtree(target, ignore_errors=True)
             make_once(target, partial(write_users, reader))
-            os.utime(target / ABOUT)
+            os.utime(target / ABOUT)  # records the last use, for _delete_unused
         _delete_unused(cache)
     except OSError as error:
         message = f"{cache}: cannot be written to: {error.strerror}; set COMINGLE_CACHE to another folder"
@@ -489,7 +508,11 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
 
 
 def _digest_states(states: Iterator[Sequence[object] | None]) -> str | None:
-    """Return a digest of the states of all sources; None if a source is not a file."""
+    """Return a digest of the states of all sources, as yielded by :func:`_source_states`.
+
+    Returns:
+        The digest, in hex; None if a source is not a file or folder, so that its changes cannot be noticed.
+    """
     digest = hashlib.sha256()
     for state in states:
         if state is None:
@@ -513,12 +536,13 @@ def _source_states(sources: list[str]) -> Iterator[list[object] | None]:
 def _folder_states(top: Path) -> Iterator[list[object]]:
     """Yield the state of each file and folder below ``top``.
 
-    Follows links to folders, since a class may be one; visits each folder once, since links may form a cycle.
+    Follows links to folders, since the folder of a class of images may be a link. Visits each folder once, since links
+    may form a cycle.
     """
     seen = set[str]()
     for place, folders, files in os.walk(top, followlinks=True):
         real = os.path.realpath(place)
-        yield [place, real]  # an empty folder may be a class
+        yield [place, real]  # also of an empty folder, which may be a class without images
         if real in seen:
             folders.clear()
             continue
@@ -528,15 +552,15 @@ def _folder_states(top: Path) -> Iterator[list[object]]:
 
 
 def _file_state(path: Path) -> list[object]:
-    """Return path, size, times and inode of a file.
+    """Return path, size, times and inode of a file, which change when its content does.
 
     The change time counts too, because extracting an archive may reset the modification time.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:  # a dangling link: the reader reports it
         return [str(path.absolute())]
-    return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    return [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def _delete_unused(cache: Path) -> None:

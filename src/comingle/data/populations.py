@@ -132,7 +132,7 @@ class StoredNamesWriter:
         self._open.close()
 
     def finish(self) -> StoredNames:
-        """Write the index and return all names.
+        """Write the index for finding names, and return all names.
 
         Raises:
             DataError: A name occurs twice.
@@ -140,12 +140,13 @@ class StoredNamesWriter:
         self.close()
         hashes = np.frombuffer(self._hashes, dtype=np.uint64)
         order = hashes.argsort(kind="stable")
+        sorted_hashes = hashes[order]
         order.astype("<i8").tofile(self.folder / _INDEX)
-        hashes[order].astype("<u8").tofile(self.folder / _HASHES)
+        sorted_hashes.astype("<u8").tofile(self.folder / _HASHES)
         (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
         names = StoredNames(self.folder)
-        ranked = hashes[order]
-        for at in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
+        # Equal names have equal hashes, which are neighbours; equal hashes may belong to different names.
+        for at in np.flatnonzero(sorted_hashes[1:] == sorted_hashes[:-1]).tolist():
             if (name := names[int(order[at])]) == names[int(order[at + 1])]:
                 raise DataError(f"user {name!r} occurs twice; names must be unique")
         return names
@@ -204,7 +205,8 @@ class StoredNames(IndexedNames):
             ValueError: No user has the name.
         """
         key = np.uint64(_hash(value.encode()))
-        for at in range(int(np.searchsorted(self._hashes, key)), len(self._hashes)):
+        first = int(np.searchsorted(self._hashes, key))
+        for at in range(first, len(self._hashes)):  # several names may have the same hash
             if self._hashes[at] != key:
                 break
             if (number := int(self._index[at])) in self.span and self._name_of(number) == value:
@@ -340,7 +342,8 @@ class LazyPopulation(UserCollection[User]):
     def select(self, numbers: Sequence[int]) -> UserCollection[User]:
         """Return the users with these numbers.
 
-        A range gives a lazy population that shares the cache of this one; other numbers read the users.
+        A range of consecutive numbers gives a lazy population that shares the cache of this one; other sequences of
+        numbers read the users into memory.
         """
         if not isinstance(numbers, range):
             return UserList(self[number] for number in numbers)
@@ -349,7 +352,7 @@ class LazyPopulation(UserCollection[User]):
             self.names[span],
             lambda number: self[numbers[number]],
             digest=self.digest,
-            cache_size=1,
+            cache_size=1,  # users are cached by this population
             sizes=None if self.sizes is None else self.sizes[span],
             about=self.about,
         )
@@ -405,8 +408,9 @@ class UserNumbers:
 def draw_users(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
     """Draw ``count`` users uniformly without replacement; return their numbers in ascending order.
 
-    Up to :data:`MAX_HASHED_NAMES` users, the draw takes the users with the smallest hash of (purpose, name), so it does
-    not depend on their order. Above that, it samples numbers with a generator seeded by ``purpose``, so it does.
+    Among at most :data:`MAX_HASHED_NAMES` users, the draw takes those with the smallest hash of (purpose, name), so the
+    result does not depend on the order of ``names``. Among more, it samples numbers with a generator seeded by
+    ``purpose``, which is fast, but the result depends on the order.
 
     Args:
         names: Names of all users.
@@ -427,6 +431,11 @@ def digest_names(names: Sequence[str]) -> str:
 
 
 def __getattr__(name: str) -> object:
+    """Return :class:`LazyPopulation` for its former name, with a warning.
+
+    Raises:
+        AttributeError: The module has no attribute of another name.
+    """
     if name != "Crowd":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn("comingle.data.populations.Crowd is now LazyPopulation", DeprecationWarning, stacklevel=2)

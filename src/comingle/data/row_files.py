@@ -125,7 +125,14 @@ class BadRows:
 
 
 def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
-    """Return one line per problem; merge consecutive rows of one source with the same problem."""
+    """Return one line per problem; merge consecutive rows of one source with the same problem.
+
+    Args:
+        problems: Pairs of a row's place, such as ``chats.jsonl: line 3``, and its problem.
+
+    Returns:
+        Lines such as ``chats.jsonl: line 3, line 4: not JSON``.
+    """
     lines = list[str]()
     for (source, problem), group in groupby(problems, key=lambda item: (item[0].rpartition(": ")[0], item[1])):
         places = ", ".join(where.removeprefix(f"{source}: ") for where, _ in group)
@@ -193,18 +200,24 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
         columns, read = _csv_columns(path, sep), lambda bad, _: read_csv(path, sep, bad)
     else:
         read = lambda bad, _: read_json(path, bad)  # noqa: E731
-    if extra_columns:
-        inner, columns = read, None if columns is None else (*extra_columns, *columns)
-        read = lambda bad, wanted: ((place, {**extra_columns, **row}) for place, row in inner(bad, wanted))  # noqa: E731
-    return Table(where=str(path), split=split, read=read, columns=columns)
+    if not extra_columns:
+        return Table(where=str(path), split=split, read=read, columns=columns)
+
+    def read_extended(bad: BadRows, wanted: Sequence[str] | None) -> PlacedRows:
+        """Yield the rows with the extra columns; a column of the file of the same name takes precedence."""
+        for place, row in read(bad, wanted):
+            yield place, {**extra_columns, **row}
+
+    all_columns = None if columns is None else (*extra_columns, *columns)
+    return Table(where=str(path), split=split, read=read_extended, columns=all_columns)
 
 
 def read_name(value: object, column: str) -> str:
     """Return a cell of a user or split column as a name, with numbers spelled as in the file.
 
     Raises:
-        ValueError: The value is not a string or number, or its original spelling is lost, so that two users could be
-            merged into one.
+        ValueError: The value is not a string or number. Or it is a ``float`` whose spelling in the file is unknown,
+            so that two users, such as 1.0 and 1.00, could be merged into one.
     """
     if isinstance(value, str):
         return value
@@ -239,6 +252,7 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
     """
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
+            # The first line may be a whole list in gigabytes, so no more of it is read than is needed to see that.
             number, line = 1, file.readline(_CHUNK_CHARACTERS)
             while line and not line.strip():
                 number, line = number + line.endswith("\n"), file.readline(_CHUNK_CHARACTERS)
@@ -247,7 +261,7 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
                 return
             if not line.endswith("\n"):
                 line += _read_line(file, path, number)
-            if suffix_of(path) == ".json" and not _is_object(line):
+            if suffix_of(path) == ".json" and not _is_object(line):  # an object in several lines
                 yield from _stream_objects(file, line, number, path, bad)
                 return
             while line:
@@ -414,8 +428,8 @@ _LONGEST_LITERAL = len("-Infinity") + 1
 def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
     """Yield the rows of a file whose first line names the columns; of columns with equal names the first counts.
 
-    Unlike ``datasets``, it does not take an extra field in the first row for an index, which would make texts of the
-    users.
+    Missing fields at the end of a row are empty. A row with more fields than columns is bad; ``datasets`` takes the
+    first field of such rows for an index instead, which shifts the columns.
 
     Args:
         path: The file.
@@ -431,8 +445,9 @@ def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
                 what = f"got {len(row)} fields for {len(columns)} columns; quote texts that contain {sep!r}"
                 bad.add(f"{path}: line {line}", what)
                 continue
-            fields = [""] * (len(columns) - len(row)) + row[::-1]
-            yield f"line {line}", dict(zip(reversed(columns), fields, strict=True))
+            row += [""] * (len(columns) - len(row))
+            # Reversed, since of equal keys a dict keeps the value that comes last.
+            yield f"line {line}", dict(zip(reversed(columns), reversed(row), strict=True))
 
 
 def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
@@ -443,15 +458,24 @@ def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
 
 @contextmanager
 def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
-    """Return the columns, and an iterator over the rows that are not blank, each with its last line number."""
+    """Open a CSV file for the duration of the context.
+
+    Yields the names of the columns, and an iterator over the rows that are not blank, each with the number of its last
+    line.
+
+    Raises:
+        DataError: The file cannot be read, or its quotes are malformed.
+    """
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     reader: Any = None
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
+            # Not `file` itself, whose lines have no limit. An empty string marks the end of the file.
             lines = takewhile(bool, (_read_line(file, path, number) for number in count(1)))
             reader = csv.reader(lines, delimiter=sep, strict=True)
             rows = ((reader.line_num, row) for row in reader if row)
-            yield next(rows, (0, []))[1], rows
+            _, columns = next(rows, (0, []))
+            yield columns, rows
     except (*UNREADABLE, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: line {reader.line_num if reader else 0}: {error}") from None
 
@@ -460,41 +484,48 @@ def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[
 
 
 def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Sequence[str] | None], PlacedRows]]:
-    """Return the columns of a Parquet file, and a reader of its rows."""
+    """Return the columns of a Parquet file, and a reader of its rows.
+
+    Returns:
+        The names of the columns; and a function for ``Table.read``, which opens the file again.
+
+    Raises:
+        DataError: The package ``datasets`` is missing, or the file is not Parquet.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise DataError(f"{path}: reading .parquet needs the package datasets: pip install 'comingle[data]'") from error
 
-    def opened() -> Any:
+    def open_file() -> Any:
         """Open the file; a compressed one is decompressed in memory, since Parquet needs random access."""
         compressed = path.suffix.lower() != ".parquet"
         return parquet.ParquetFile(pyarrow.BufferReader(open_bytes(path).read()) if compressed else str(path))
 
     def read(_: BadRows, wanted: Sequence[str] | None) -> PlacedRows:
-        for number, row in enumerate(_parquet_rows(path, opened, wanted), start=1):
+        for number, row in enumerate(_parquet_rows(path, open_file, wanted), start=1):
             yield f"row {number}", row
 
     try:
-        with opened() as file:
+        with open_file() as file:
             return tuple(file.schema_arrow.names), read
     except Exception as error:  # pyarrow's exceptions have no useful common base
         raise DataError(f"{path}: cannot be read as Parquet: {describe_cause(error)}") from None
 
 
-def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] | None) -> Iterator[Row]:
+def _parquet_rows(path: Path, open_file: Callable[[], Any], wanted: Sequence[str] | None) -> Iterator[Row]:
     """Yield the rows of a Parquet file, with class labels replaced by their names.
 
     Args:
         path: Path of the file, for messages.
-        opened: Opens the file.
+        open_file: Opens the file as a ``ParquetFile``.
         wanted: Columns to read; None for all.
 
     Raises:
         DataError: Reading fails.
     """
-    with opened() as file:
+    with open_file() as file:
         schema = file.schema_arrow
         names = schema.names if wanted is None else [name for name in schema.names if name in wanted]
         labels = _class_labels(schema)
@@ -511,7 +542,11 @@ def _parquet_rows(path: Path, opened: Callable[[], Any], wanted: Sequence[str] |
 
 
 def _class_labels(schema: Any) -> dict[str, list[str]]:
-    """Return the names of class labels by column, as ``datasets`` stores them in a file's metadata."""
+    """Return the names of class labels by column, as ``datasets`` stores them in the metadata of a Parquet file.
+
+    Args:
+        schema: The file's ``pyarrow.Schema``.
+    """
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):

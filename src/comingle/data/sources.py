@@ -86,10 +86,10 @@ def group_documents(
     users: Sequence[str] | int | None = None,
     **options: Any,
 ) -> Iterable[str]:
-    """Store the rows of a data set in ``rows`` for grouping by user; return the selected users.
+    """Store the documents of a data set in ``rows``, which can group them by user; return the selected users.
 
     Args:
-        source: See :func:`iterate_documents`, also for the other arguments.
+        source: A data set, as for :func:`iterate_documents`.
         rows: Empty store of the rows.
         user: Column that names a row's user.
         text: Column that holds the document.
@@ -102,9 +102,9 @@ def group_documents(
     Raises:
         DataError: A source, column or user is unknown, a name is invalid, or rows are unreadable or missing.
     """
-    where, found = source_label(source), iterate_documents(source, user=user, text=text, users=users, **options)
+    where = source_label(source)
     rows.fill(
-        found,
+        iterate_documents(source, user=user, text=text, users=users, **options),
         pack=lambda document: document.encode("utf-8", "surrogatepass"),
         unpack=lambda content: content.decode("utf-8", "surrogatepass"),
     )
@@ -119,7 +119,9 @@ def group_documents(
 
 
 def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:
-    """Return the error for a source in which no row has both a text and a user.
+    """Return the error for a source in which no row has both a text and a user, or which has no rows at all.
+
+    Reads the source once more to tell these two cases apart.
 
     Args:
         source: The source.
@@ -127,7 +129,8 @@ def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: s
         user: Column that names a row's user.
         **options: Further arguments of :func:`comingle.data.tables.read_tables`.
     """
-    if any(True for table in read_tables(source, **options) for _ in table.read(BadRows("skip"), None)):
+    all_rows = (row for table in read_tables(source, **options) for row in table.read(BadRows("skip"), None))
+    if next(all_rows, None) is not None:
         return DataError(
             f"{source_label(source)}: no row has both text in column {text!r} and a user in column {user!r}"
         )
@@ -191,30 +194,53 @@ def _within_limits(
     users: Sequence[str] | int | None,
     max_documents: int | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of one table that are within the limits; ``counts`` has the numbers of documents kept so far."""
-    named = set(users) if isinstance(users, Sequence) else None
-    number = users if named is None else len(named)
-    limited = max_documents is not None or isinstance(users, int)
+    """Yield the rows of one table that are within the limits on users and documents.
+
+    Ends early once all selected users have their maximum number of documents, so that a stream is not read to its end.
+    It never ends early if rows name their splits, since later rows may be of other splits.
+
+    Args:
+        counts: Numbers of documents kept so far, by user and split; updated. Shared by the tables of a source.
+        rows: Document, user and, if rows name their splits, split of each row.
+        own_split: Split of rows that do not name one.
+        users: Names of the selected users; rows of others are kept too, and the caller drops them. Or the number of
+            first users to keep; None for all.
+        max_documents: Number of first documents of each user and split to keep; None for all.
+
+    Yields:
+        User, split and document of each kept row.
+    """
+    selected = set(users) if isinstance(users, Sequence) else None
+    num_selected = users if selected is None else len(selected)
+    is_limited = max_documents is not None or isinstance(users, int)
     complete: set[str] = set()  # selected users with the maximum number of documents of this split
     for document, owner, *row_split in rows:
         split = row_split[0] if row_split else own_split
-        if not limited:
+        if not is_limited:
             yield owner, split, document
             continue
         if isinstance(users, int) and owner not in counts and len(counts) == users:
-            continue
-        of_user = counts.setdefault(owner, Counter())
-        if max_documents is None or of_user[split] < max_documents:
-            of_user[split] += 1
+            continue  # not one of the first users
+        counts_of_user = counts.setdefault(owner, Counter())
+        if max_documents is None or counts_of_user[split] < max_documents:
+            counts_of_user[split] += 1
             yield owner, split, document
-        if not row_split and of_user[split] == max_documents and (named is None or owner in named):
+        if not row_split and counts_of_user[split] == max_documents and (selected is None or owner in selected):
             complete.add(owner)
-            if len(complete) == number:
+            if len(complete) == num_selected:
                 return
 
 
 def _read_rows(source: str, column: str, count: int | None, max_bytes: int | None, bad: BadRows) -> list[str]:
-    """Read the documents of the first ``count`` rows (None: of all rows), up to about ``max_bytes`` bytes."""
+    """Read one column of the rows of a source as documents.
+
+    Args:
+        source: File or folder of rows, or hub name.
+        column: Column with the documents.
+        count: Number of first rows to read, as a stream if the source is on the hub; None for all.
+        max_bytes: Stop with a warning after about this many bytes of text; None for all.
+        bad: Collects bad rows.
+    """
     documents: list[str] = []
     left = math.inf if max_bytes is None else max_bytes
     tables = read_tables(source, stream=count is not None)

@@ -83,8 +83,10 @@ def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, s
         raise DataError(f"user {name!r}: no documents to split; at least one is needed")
     shuffled = _shuffle(documents, "split", seed, name)
     total = sum(map(len, shuffled))
-    seen, test_part = _cut(shuffled, round(total * (1 - test)))
-    train, valid_part = _cut(seen, round(total * (1 - test - valid))) if valid else (seen, [])
+    train_and_valid, test_part = _cut(shuffled, round(total * (1 - test)))
+    train, valid_part = train_and_valid, list[str]()
+    if valid:
+        train, valid_part = _cut(train_and_valid, round(total * (1 - test - valid)))
     return UserText(name=name, train=tuple(train), valid=tuple(valid_part), test=tuple(test_part))
 
 
@@ -98,10 +100,11 @@ def split_given(
     valid_fraction: float = 0.0,
     seed: int = 0,
 ) -> UserText:
-    """Return a user from existing splits.
+    """Return a user whose documents are split already; cut off a validation split if there is none.
 
     If ``valid`` is None or missing in ``splits``, ``valid_fraction`` of train becomes valid (by characters, documents
-    shuffled by (seed, name)). With a fraction of 0, valid stays empty if it is None.
+    shuffled by (seed, name)). If that fraction is 0, valid stays empty if no split is named, and a named split that is
+    missing is an error.
 
     Args:
         splits: Documents by split.
@@ -115,8 +118,8 @@ def split_given(
     Raises:
         NoTextError: A named split is missing and nothing replaces it; the message lists the existing splits.
     """
-    replaceable = valid is None or (valid not in splits and valid_fraction > 0)
-    for wanted in (train, test) if replaceable else (train, valid, test):
+    needs_no_valid = valid is None or (valid not in splits and valid_fraction > 0)
+    for wanted in (train, test) if needs_no_valid else (train, valid, test):
         if wanted not in splits:
             names_given = ", ".join(splits) or "none"
             hint = did_you_mean(str(wanted), splits)
@@ -126,8 +129,8 @@ def split_given(
         return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)
     if valid_fraction == 0:
         return UserText(name=name, train=tuple(splits[train]), test=test_part)
-    carved = split_by_fractions(splits[train], valid=valid_fraction, test=0.0, seed=seed, name=name)
-    return replace(carved, test=test_part)
+    train_and_valid = split_by_fractions(splits[train], valid=valid_fraction, test=0.0, seed=seed, name=name)
+    return replace(train_and_valid, test=test_part)
 
 
 def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
@@ -159,16 +162,17 @@ HELD_OUT = ("valid", "test")
 class Mixture:
     """Incremental form of :func:`mix_held_out`: users are added one after another.
 
-    Stores one share per pair of users and split.
+    Each user's held-out documents are cut into one share for each user's mixture. The stores of these shares decide
+    whether documents stay in memory.
 
     Args:
-        lists: Returns an empty store of document lists with this name.
+        make_lists: Returns an empty store of document lists with this name.
         seed: Seed of the order of documents.
     """
 
-    def __init__(self, lists: Callable[[str], DocumentLists], seed: int):
-        self.lists, self.seed, self.names = lists, seed, list[str]()
-        self._own = lists("own")
+    def __init__(self, make_lists: Callable[[str], DocumentLists], seed: int):
+        self.make_lists, self.seed, self.names = make_lists, seed, list[str]()
+        self._own = make_lists("own")  # train, valid and test of the first user, then of the second, and so on
         self._sizes: dict[str, list[int]] = {split: [] for split in HELD_OUT}
         self._shares: dict[str, DocumentLists] = {}
 
@@ -187,31 +191,32 @@ class Mixture:
             DataError: A user has no documents in a split that others have.
         """
         self._own.finish()
-        order = sorted(range(len(self.names)), key=self.names.__getitem__)
-        for at, split in enumerate(HELD_OUT, start=1):
+        by_name = sorted(range(len(self.names)), key=self.names.__getitem__)  # not by the order of adding
+        for position, split in enumerate(HELD_OUT, start=1):  # position among train, valid and test
             if quota := mixture_quota(dict(zip(self.names, self._sizes[split], strict=True)), split):
-                self._shares[split] = shares = self.lists(split)
-                for contributor in order:
-                    own, name = self._own[3 * contributor + at], self.names[contributor]
-                    for share in cut_shares(own, quota, len(order), split, self.seed, name):
+                self._shares[split] = shares = self.make_lists(split)
+                for contributor in by_name:
+                    own, name = self._own[3 * contributor + position], self.names[contributor]
+                    for share in cut_shares(own, quota, len(by_name), split, self.seed, name):
                         shares.add(share)
                 shares.finish()
-        places = {user: place for place, user in enumerate(order)}
+        ranks = {user: rank for rank, user in enumerate(by_name)}
         for user, name in enumerate(self.names):
-            mixed = {split: self._mixture_of(shares, places[user], order) for split, shares in self._shares.items()}
+            mixed = {split: self._mixture_of(shares, ranks[user], by_name) for split, shares in self._shares.items()}
             yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
 
-    def _mixture_of(self, shares: DocumentLists, place: int, order: Sequence[int]) -> tuple[str, ...]:
-        """Return a user's mixture: one share of each user, interleaved.
+    def _mixture_of(self, shares: DocumentLists, rank: int, by_name: Sequence[int]) -> tuple[str, ...]:
+        """Return a user's mixture for one split: one share of each user, interleaved.
 
         Args:
-            shares: Shares of all users, contributor by contributor.
-            place: Rank of the user among the sorted names.
-            order: Numbers of the users, sorted by name.
+            shares: For each user in the order of ``by_name``, its share for each user's mixture, in the same order.
+            rank: Position of the user in ``by_name``.
+            by_name: Numbers of the users, sorted by name.
         """
-        return interleave(
-            {self.names[contributor]: shares[at * len(order) + place] for at, contributor in enumerate(order)}
-        )
+        shares_for_user = {
+            self.names[contributor]: shares[at * len(by_name) + rank] for at, contributor in enumerate(by_name)
+        }
+        return interleave(shares_for_user)
 
     def remove(self) -> None:
         """Delete the files."""
@@ -241,7 +246,7 @@ def find_overlap(user: UserText) -> Overlap:
 
 
 def _documents_in_train(documents: Sequence[str], texts: set[str], shingles: UInt64[np.ndarray, " known"]) -> list[str]:
-    """Return the documents that occur in train, or of whose shingles more than half do.
+    """Return the documents that also are in train, entirely or by more than half of their 13-word shingles.
 
     Args:
         documents: Held-out documents.
@@ -291,19 +296,26 @@ def cut_shares(documents: Sequence[str], quota: int, parts: int, split: str, see
     """
     shares: list[list[str]] = []
     rest = _shuffle(documents, "mix", split, seed, name)
+    # Cut from the end, so that every cut is at a multiple of quota / parts characters from the beginning.
     for index in range(parts, -1, -1):
         rest, part = _cut(rest, quota * index // parts)
         shares.insert(0, part)
-    return shares[:-1]
+    return shares[:-1]  # the last part is beyond the quota
 
 
 def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return all documents, sorted by the number of characters before each in its contributor's share."""
-    placed: list[tuple[int, str, str]] = []
+    """Return the documents of all shares in an order in which every prefix has about as much text of each share.
+
+    Documents are sorted by the number of characters before them in their share, then by the name of the contributor.
+
+    Args:
+        shares: Documents by name of the contributor.
+    """
+    sortable: list[tuple[int, str, str]] = []
     for contributor, documents in shares.items():
-        before = accumulate(map(len, documents), initial=0)
-        placed += [(offset, contributor, document) for offset, document in zip(before, documents, strict=False)]
-    return tuple(document for _, _, document in sorted(placed))
+        offsets = accumulate(map(len, documents), initial=0)  # one more than documents: the last is the total
+        sortable += [(offset, contributor, document) for offset, document in zip(offsets, documents, strict=False)]
+    return tuple(document for _, _, document in sorted(sortable))
 
 
 def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
@@ -314,23 +326,34 @@ def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
 
 
 def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str]]:
-    """Cut a list of documents after about this many characters; a document at the border may be cut in two."""
+    """Cut a list of documents after about this many characters; a document at the border may be cut in two.
+
+    Returns:
+        The documents before and after the cut, without empty parts of the document at the border.
+    """
     ends = list(accumulate(map(len, documents)))
     index = bisect_right(ends, characters)
     if index == len(documents):
         return list(documents), []
-    document = documents[index]
-    at = _cut_point(document, characters - ends[index] + len(document))
+    document = documents[index]  # at the border
+    start = ends[index] - len(document)
+    at = _cut_point(document, characters - start)
     head, tail = document[:at], document[at:]
     return [*documents[:index], *filter(None, [head])], [*filter(None, [tail]), *documents[index + 1 :]]
 
 
 def _cut_point(document: str, position: int) -> int:
-    """Return the line end nearest to a position; in a long or only line, the nearest white space; else the position."""
+    """Return where to cut a document near a position: between two lines, or else between two words.
+
+    The result is the nearest border of the line at the position. In a line of more than 1,000 characters, or in a
+    document of one line, it is the nearest position after a space; without spaces, the given position.
+    """
     start = document.rfind("\n", 0, position) + 1
     end = document.find("\n", position) + 1 or len(document)
-    only = start == 0 and end == len(document)
-    if position == start or not (only or end - start > _LONG_LINE_CHARACTERS):
+    is_only_line = start == 0 and end == len(document)
+    is_long = end - start > _LONG_LINE_CHARACTERS
+    if position == start or not (is_only_line or is_long):
         return start if position - start <= end - position else end
-    spaces = (document.rfind(" ", start, position) + 1, document.find(" ", position, end) + 1)
-    return min((at for at in spaces if at > start), key=lambda at: abs(at - position), default=position)
+    after_spaces = (document.rfind(" ", start, position) + 1, document.find(" ", position, end) + 1)
+    # A search without result gives 0, which is not after `start`.
+    return min((at for at in after_spaces if at > start), key=lambda at: abs(at - position), default=position)

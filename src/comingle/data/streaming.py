@@ -226,34 +226,36 @@ class StoredRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Append the packed rows to the file."""
+        """Write the packed rows to one file, and the user, split and end of each to another."""
         end, self._unpack = 0, unpack
         with open(self._contents, "wb") as contents, open(self._index, "wb") as index:
             for owner, split, content in rows:
-                number = self.owners.setdefault(owner, len(self.owners))
-                part = self._splits.setdefault(split, len(self._splits))
+                user_number = self.owners.setdefault(owner, len(self.owners))
+                split_number = self._splits.setdefault(split, len(self._splits))
                 packed = pack(content)
                 end += len(packed)
                 contents.write(packed)
-                index.write(np.array((number, part, end), dtype=_ROW).tobytes())
+                index.write(np.array((user_number, split_number, end), dtype=_ROW).tobytes())
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         """Yield each of these users with its rows by split, read from the file."""
         if not self.owners:
             return
         rows = np.memmap(self._index, dtype=_ROW, mode="r")
-        order = rows["owner"].argsort(kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
+        # Row numbers by user: those of user u are rows_by_user[starts[u] : starts[u + 1]]. int32 saves memory.
+        rows_by_user = rows["owner"].argsort(kind="stable").astype(np.int32 if len(rows) < 2**31 else np.int64)
         starts = np.concatenate([[0], np.bincount(rows["owner"], minlength=len(self.owners)).cumsum()])
         splits = list(self._splits)
         with open(self._contents, "rb") as contents:
             for name in names:
-                number, found = self.owners[name], dict[str, list[Any]]()
-                for at in order[starts[number] : starts[number + 1]].tolist():
-                    start = int(rows["end"][at - 1]) if at else 0
+                user_number, contents_by_split = self.owners[name], dict[str, list[Any]]()
+                for row in rows_by_user[starts[user_number] : starts[user_number + 1]].tolist():
+                    start = int(rows["end"][row - 1]) if row else 0
                     contents.seek(start)
-                    content = contents.read(int(rows["end"][at]) - start)
-                    found.setdefault(splits[int(rows["split"][at])], []).append(self._unpack(content))
-                yield name, found
+                    content = contents.read(int(rows["end"][row]) - start)
+                    split = splits[int(rows["split"][row])]
+                    contents_by_split.setdefault(split, []).append(self._unpack(content))
+                yield name, contents_by_split
 
     def documents(self, name: str) -> DocumentLists:
         """Return lists of documents in files."""
@@ -276,12 +278,14 @@ def read_each(
     data: str,
     report: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield the data of each user; after the last, raise an error for users without data unless they are skipped later.
+    """Yield the data of each user, then raise one error that lists all users without data.
+
+    Users who are skipped for too little data later are no error, unless all users are without data.
 
     Args:
         readers: Name of each user, and the function that reads its data.
         without_data: Returns an empty user with this name.
-        skips: Users with too little data are skipped later; if all are without data, this is an error all the same.
+        skips: Whether users with too little data are skipped later.
         data: Noun for what users have, for messages.
         report: Called after the last user; raises an error for bad rows or warns of them.
 
@@ -337,7 +341,9 @@ class SmallUserFilter(Generic[User]):
         return False
 
     def require_some(self) -> None:
-        """Check that not all users are skipped.
+        """Check that not all users are skipped, and prepare the warning about those that are (``left_out_lines``).
+
+        Call it after the last user.
 
         Raises:
             DataError: All users are skipped.

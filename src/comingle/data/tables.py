@@ -56,16 +56,17 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
     Raises:
         DataError: No row has one of the columns.
     """
-    heads = [head for column in columns for head in (column, column.partition(".")[0])]
+    # For meta.set both, since a column of this very name takes precedence over a field of meta.
+    columns_to_read = [name for column in columns for name in (column, column.partition(".")[0])]
     names, missing = list(table.columns or ()), list(columns)
     if table.columns is not None:
         missing = [column for column in columns if column not in names and column.partition(".")[0] not in names]
         _require_columns(missing, names, table.where)
-    empty = True
-    for place, row in table.read(bad, heads):
-        empty = False
+    is_empty = True
+    for place, row in table.read(bad, columns_to_read):
+        is_empty = False
         names = names or list(row)
-        missing = [column for column in missing if not has_column(row, column)]
+        missing = [column for column in missing if not has_column(row, column)]  # in all rows so far
         document, *others = (field_of(row, column) for column in columns)
         if document is None or any(other is None for other in others):
             continue
@@ -74,7 +75,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
             owners = [read_name(other, column) for other, column in zip(others, columns[1:], strict=True)]
             if text.strip():
                 yield text, *owners
-    if not empty:
+    if not is_empty:
         _require_columns(missing, names, table.where)
 
 
@@ -85,6 +86,9 @@ def _require_columns(missing: Sequence[str], names: Sequence[str], where: str) -
         missing: Missing columns.
         names: Columns that exist.
         where: Name of the table in messages.
+
+    Raises:
+        DataError: A column is missing.
     """
     for column in missing:
         chats = " Conversations need data.kind: conversations." if "messages" in names else ""
@@ -127,10 +131,14 @@ def field_of(row: Row, column: str) -> object:
 
 
 def has_column(row: Row, column: str) -> bool:
-    """Return whether a row has such a column or field, with or without a value."""
+    """Return whether a row has a column, or for ``meta.set`` the field ``set`` in a column ``meta``.
+
+    The value may be missing. If ``meta`` itself has no value, the row counts as having every field of it.
+    """
     head, _, field = column.partition(".")
     inner = row.get(head)
-    return column in row or (head in row and (inner is None or (isinstance(inner, dict) and field in inner)))
+    has_field = head in row and (inner is None or (isinstance(inner, dict) and field in inner))
+    return column in row or has_field
 
 
 def table_of(rows: Rows, where: str, split: str) -> Table:
@@ -330,17 +338,26 @@ def _load_splits(
 def _load_any(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
 ) -> object:
-    """Return a data set of ``datasets``, or a list of tables by split."""
+    """Load a source that is not named as ``hub:NAME``; for the arguments see :func:`_load_splits`.
+
+    Returns:
+        Pairs of split and table if our own readers can read the files; else a ``Dataset`` or ``DatasetDict`` of
+        ``datasets``.
+
+    Raises:
+        DataError: The source is a path that does not exist.
+    """
     path = expand_home(source)
-    local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
+    exists = os.path.exists(path)
+    is_local = exists or (source in _LOCAL_BUILDERS and data_files is not None)
     options: dict[str, Any] = {"name": name, "data_files": data_files}
-    if on_disk:
+    if exists:
         source = str(path)
-    elif not local and looks_like_path(source):
+    elif not is_local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
     if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
-    if not local:
+    if not is_local:
         return datasets.load_dataset(source, **options)
     builder = datasets.load_dataset_builder(source, cache_dir=cache, **options)
     if not decoded and (tables := _tables_of_builder(builder)) is not None:
@@ -350,15 +367,20 @@ def _load_any(
 
 
 def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
-    """Return the local files of a ``datasets`` builder as tables; None if it has options that our readers lack."""
-    plain, known = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
-    found = {key: value for key, value in vars(builder.config).items() if key not in known and plain[key] != value}
-    sep = found.pop("sep", None) or found.pop("delimiter", None)
-    found.pop("delimiter", None)
-    given = builder.config.data_files
-    if builder.name not in ("json", "csv", "parquet") or found or not given:
+    """Return the local files of a ``datasets`` builder as tables, to be read without converting them first.
+
+    Returns:
+        Pairs of split and table; None if the builder has options or files that our readers do not support.
+    """
+    config, defaults = vars(builder.config), vars(type(builder.config)())
+    irrelevant = ("name", "version", "data_dir", "data_files", "description")
+    options = {key: value for key, value in config.items() if key not in irrelevant and defaults[key] != value}
+    sep = options.pop("sep", None) or options.pop("delimiter", None)  # two names of the same option
+    options.pop("delimiter", None)
+    files_by_split = builder.config.data_files
+    if builder.name not in ("json", "csv", "parquet") or options or not files_by_split:
         return None
-    files = [(str(split), Path(str(file))) for split, split_files in given.items() for file in split_files]
+    files = [(str(split), Path(str(file))) for split, of_split in files_by_split.items() for file in of_split]
     if not all(file.exists() and (has_rows(file) or file.suffix in OPENERS) for _, file in files):
         return None
     return [(split, open_table(file, split=split, sep=sep)) for split, file in files]
@@ -381,7 +403,10 @@ def _import_datasets(source: str) -> ModuleType:
 
 @contextmanager
 def _without_output(datasets: ModuleType) -> Iterator[None]:
-    """Disable the progress bars and log lines of ``datasets``; its errors are raised as ours."""
+    """Disable the progress bars and log lines of ``datasets`` for the duration of the context.
+
+    Its errors need no log lines, since they are raised as :class:`DataError`.
+    """
     bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
