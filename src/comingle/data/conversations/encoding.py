@@ -86,13 +86,14 @@ class Answers:
 
     def only(self, kept: Bool[Tensor, " n"]) -> Answers:
         """Return the conversations with True in ``kept``, with their responses."""
-        responses = kept[self.owners]
+        new_rows = kept.cumsum(0) - 1  # row of each kept conversation among those that are kept
+        kept_responses = kept[self.owners]
         return replace(
             self,
             windows=self.windows[kept],
-            owners=(kept.cumsum(0) - 1)[self.owners[responses]],
-            prompt_tokens=self.prompt_tokens[responses],
-            references=tuple(compress(self.references, responses.tolist())),
+            owners=new_rows[self.owners[kept_responses]],
+            prompt_tokens=self.prompt_tokens[kept_responses],
+            references=tuple(compress(self.references, kept_responses.tolist())),
         )
 
 
@@ -178,16 +179,17 @@ def build_answers(
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
     for row, conversation in zip(windows, encoded, strict=True):
         tokens = torch.tensor(conversation.tokens)
-        row[: len(conversation)] = tokens if prompts else hide(tokens)
+        row[: len(conversation)] = tokens if prompts else hide(tokens)  # hidden tokens are input without loss
         for start, stop in conversation.masked or ():
             row[start:stop] = hide(tokens[start:stop])
         for start, stop in conversation.responses:
             row[start:stop] = tokens[start:stop]
-    starts = [(number, start) for number, conversation in enumerate(encoded) for start, _ in conversation.responses]
+    # The row and the first token of each response.
+    response_starts = [(row, start) for row, one in enumerate(encoded) for start, _ in one.responses]
     return Answers(
         windows=windows,
-        owners=torch.tensor([number for number, _ in starts], dtype=torch.int64),
-        prompt_tokens=torch.tensor([start for _, start in starts], dtype=torch.int64),
+        owners=torch.tensor([row for row, _ in response_starts], dtype=torch.int64),
+        prompt_tokens=torch.tensor([start for _, start in response_starts], dtype=torch.int64),
         references=tuple(reference for conversation in encoded for reference in conversation.references),
         limit=limit,
         measures=tuple(measures),
@@ -219,10 +221,10 @@ def _concatenate(parts: Sequence[Answers]) -> Answers:
 
     Windows are padded to the widest, and the numbers of conversations in ``owners`` are shifted.
     """
-    before = accumulate((len(part) for part in parts), initial=0)
+    first_rows = accumulate((len(part) for part in parts), initial=0)  # one more than parts: the last is the total
     return Answers(
         windows=torch.cat(widen([part.windows for part in parts])),
-        owners=torch.cat([part.owners + first for part, first in zip(parts, before, strict=False)]),
+        owners=torch.cat([part.owners + first for part, first in zip(parts, first_rows, strict=False)]),
         prompt_tokens=torch.cat([part.prompt_tokens for part in parts]),
         references=tuple(reference for part in parts for reference in part.references),
         limit=max(part.limit for part in parts),
@@ -255,29 +257,34 @@ class Encoder:
         self.counts, self.ends = Counter[str](), self.template.ends()
 
     def encode(self, user: UserConversations) -> UserAnswers:
-        """Encode a user's conversations; those that the chat template rejects are bad rows."""
-        data = self.data
-        parts = {
-            split: [
-                fitting
-                for placed in getattr(user, split)
-                for encoded in self._encode_turns(user.name, placed)
-                if (fitting := _cut_to_context(encoded, self.context, data.too_long == "cut", self.counts))
-            ]
-            for split in SPLITS
-        }
-        limit = max((conversation.longest for part in parts.values() for conversation in part), default=1)
+        """Encode a user's conversations and cut them to the context.
+
+        Conversations that the chat template rejects become bad rows.
+        """
+        encoded_by_split = {split: self._encode_split(user.name, getattr(user, split)) for split in SPLITS}
+        encoded = [conversation for of_split in encoded_by_split.values() for conversation in of_split]
+        limit = max((conversation.longest for conversation in encoded), default=1)
         train, valid, test = (
             build_answers(
-                part,
+                of_split,
                 limit=limit,
-                measures=data.measures,
+                measures=self.data.measures,
                 ends=self.ends,
-                prompts=data.loss_on == "all" and split == "train",
+                prompts=self.data.loss_on == "all" and split == "train",
             )
-            for split, part in parts.items()
+            for split, of_split in encoded_by_split.items()
         )
         return UserAnswers(name=user.name, train=train, valid=valid, test=test)
+
+    def _encode_split(self, name: str, conversations: Sequence[PlacedConversation]) -> list[Encoded]:
+        """Return the conversations of a split of the user ``name`` as tokens, without those that do not fit."""
+        fitting: list[Encoded] = []
+        for placed in conversations:
+            for encoded in self._encode_turns(name, placed):
+                cut = _cut_to_context(encoded, self.context, self.data.too_long == "cut", self.counts)
+                if cut is not None:
+                    fitting.append(cut)
+        return fitting
 
     def _encode_turns(self, name: str, placed: PlacedConversation) -> list[Encoded]:
         """Return a conversation as tokens; several results if the chat template rewrites earlier turns.
@@ -315,22 +322,31 @@ class Encoder:
     @property
     def notes(self) -> list[str]:
         """Warnings over all users: conversations that are too long, and tool calls that the template does not write."""
-        calls = self.counts["calls"]
-        lost = (
-            f"{calls} responses have tool calls that the base model's chat template does not write; they have no loss"
-        )
-        return [*filter(None, [self.too_long_line, lost if calls else ""])]
+        notes = [self.too_long_line] if self.too_long_line else []
+        if calls := self.counts["calls"]:
+            notes.append(
+                f"{calls} responses have tool calls that the base model's chat template does not write; they have no "
+                "loss"
+            )
+        return notes
 
 
 def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
-    """Cut a conversation after its last whole response within ``context`` tokens; None if no response fits.
+    """Cut a conversation after its last whole response within ``context`` tokens.
 
-    Without ``cuts``, a conversation that is too long is dropped as a whole.
+    Args:
+        encoded: The conversation.
+        context: Largest number of tokens.
+        cuts: Whether to cut; if not, a conversation that is too long is left out as a whole.
+        counts: Numbers of conversations by ``all``, ``cut`` and ``left out``; updated.
+
+    Returns:
+        The conversation, cut if necessary; None if it is left out, as when no response fits.
     """
     counts["all"] += 1
     if len(encoded) <= context:
         return encoded
-    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []
+    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []  # token spans
     counts["cut" if kept else "left out"] += 1
     if not kept:
         return None
@@ -340,10 +356,18 @@ def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[
 
 
 def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
-    """Return the users that lack conversations in a split that will be used, and which splits these are."""
-    wanted = ("train", "valid", "test") if needs_validation else ("train", "test")
-    small = {user.name: [split for split in wanted if not len(getattr(user, split))] for user in users}
-    return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
+    """Return what users lack who have no conversations in a split that will be used.
+
+    Args:
+        users: Users, encoded or not.
+        needs_validation: The method needs validation data.
+
+    Returns:
+        Phrases such as "no conversations in train and test", by the names of these users.
+    """
+    used_splits = ("train", "valid", "test") if needs_validation else ("train", "test")
+    empty_splits = {user.name: [split for split in used_splits if not len(getattr(user, split))] for user in users}
+    return {name: f"no conversations in {' and '.join(splits)}" for name, splits in empty_splits.items() if splits}
 
 
 def check_shortages(users: Sequence[object], *, needs_validation: bool) -> None:
@@ -417,14 +441,17 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
         System messages are excluded, since a user's conversations often share one.
         """
-        parts = {
-            split: tuple(
-                " ".join(m["content"] for m in messages if m["role"] != "system")
-                for _, messages in getattr(read, split)
+
+        def texts_of(conversations: Sequence[PlacedConversation]) -> tuple[str, ...]:
+            """Return one text for each conversation."""
+            return tuple(
+                " ".join(message["content"] for message in messages if message["role"] != "system")
+                for _, messages in conversations
             )
-            for split in SPLITS
-        }
-        return UserText(name=read.name, **parts)
+
+        return UserText(
+            name=read.name, train=texts_of(read.train), valid=texts_of(read.valid), test=texts_of(read.test)
+        )
 
 
 class _UnencodedReader(ConversationReader):
@@ -457,14 +484,14 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
     Raises:
         DataError: Conversations cannot be read, or a run would refuse them.
     """
-    tokenizer, context, small = local_tokenizer(recipe.base), recipe.training.context, set[str]()
-    made = _UnencodedReader if tokenizer is None else ConversationReader
-    reader = made(data, recipe.data_seed, _no_base, context=context, validates=validates)
-    if tokenizer is not None:
+    tokenizer, context, skipped = local_tokenizer(recipe.base), recipe.training.context, set[str]()
+    reader_class = _UnencodedReader if tokenizer is None else ConversationReader
+    reader = reader_class(data, recipe.data_seed, _no_base, context=context, validates=validates)
+    if tokenizer is not None:  # set the cached property, which would load the base model
         reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad)
-    reader.on_skip = lambda name, what: small.add(name)
+    reader.on_skip = lambda name, what: skipped.add(name)
     users = [user for _, user in reader.stream(list(reader.read(ListedRows())))]
     for line in reader.summary()[1]:
         logger.warning("%s", line)
     check_shortages(users, needs_validation=validates)
-    return {user.name: len(user.train) for user in users}, small
+    return {user.name: len(user.train) for user in users}, skipped

@@ -70,14 +70,16 @@ class Columns:
 
     @classmethod
     def read(cls, section: Mapping[str, object]) -> Columns:
-        """Return the columns that a section names, before the section is validated; invalid values count as missing."""
-        prompt = section.get("prompt")
-        listed = [prompt] if isinstance(prompt, str) else prompt
-        names = isinstance(listed, list | tuple) and listed and all(isinstance(name, str) for name in listed)
-        messages, response = section.get("messages"), section.get("response")
+        """Return the columns that a recipe's section ``data`` names, also if the section is not validated yet.
+
+        A missing or invalid value is replaced by the default.
+        """
+        messages, prompt, response = (section.get(key) for key in ("messages", "prompt", "response"))
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        is_valid = isinstance(prompts, list | tuple) and prompts and all(isinstance(name, str) for name in prompts)
         return cls(
             messages=messages if isinstance(messages, str) else cls.messages,
-            prompt=tuple(listed) if isinstance(listed, list | tuple) and names else cls.prompt,
+            prompt=tuple(prompts) if isinstance(prompts, list | tuple) and is_valid else cls.prompt,
             response=response if isinstance(response, str) else cls.response,
         )
 
@@ -119,7 +121,8 @@ def messages_of(
         used, messages = (SHAREGPT,), _read_messages(row[SHAREGPT], SHAREGPT, remark)
     else:
         used, messages = (*columns.prompt, columns.response), _prompt_and_response(row, columns)
-    known = {name.partition(".")[0] if name not in row else name for name in (*used, *read)}
+    # Of meta.set, a field of a column, the whole column counts as used.
+    known = {name if name in row else name.partition(".")[0] for name in (*used, *read)}
     others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
     messages = _read_history(others.pop("history", None), remark) + messages
     for name in _SYSTEM:
@@ -142,7 +145,8 @@ def _is_value(value: object) -> bool:
 def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[MessageRecord]:
     """Return a prompt and its response as two messages.
 
-    Prompt columns after the first may be empty; the others are joined with blank lines.
+    The prompt consists of the texts of all prompt columns, joined with blank lines. Prompt columns after the first,
+    such as ``input`` after ``instruction``, must exist but may be empty.
 
     Args:
         row: Values by column.
@@ -152,18 +156,27 @@ def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[Me
         ValueError: A column is missing, or a value is not text.
     """
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
-    others = columns.prompt[1:]
-    if missing := [n for n, value in values.items() if value is None and not (n in others and has_column(row, n))]:
+    optional = [name for name in columns.prompt[1:] if has_column(row, name)]
+    if missing := [name for name, value in values.items() if value is None and name not in optional]:
         hint = did_you_mean(missing[0], row) if columns.named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.description}.{hint}")
     texts = {name: _read_text(value, name) for name, value in values.items() if value is not None}
     prompts = [texts[name] for name in columns.prompt if name in texts]
-    prompt = "\n\n".join(text for text in prompts if text.strip()) if others else prompts[0]
+    has_several = len(columns.prompt) > 1
+    prompt = "\n\n".join(text for text in prompts if text.strip()) if has_several else prompts[0]
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
 
 def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
-    """Return earlier turns, which are pairs of question and response, or messages."""
+    """Return the messages of earlier turns from a column ``history``.
+
+    Args:
+        value: Pairs of question and response, or messages; a missing or empty value gives no messages.
+        remark: Called with properties that users should know about.
+
+    Raises:
+        ValueError: The value is neither.
+    """
     if not _is_value(value):
         return []
     if isinstance(value, list | tuple) and all(isinstance(record, Mapping) for record in value):
@@ -180,7 +193,16 @@ def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
 
 
 def _prepend_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
-    """Prepend a system message from another column; raise a ``ValueError`` if there is a different one already."""
+    """Prepend the value of a system column as a message, if it has one.
+
+    Args:
+        messages: Messages of the conversation.
+        value: Value of the column.
+        column: Name of the column, for messages.
+
+    Raises:
+        ValueError: The conversation begins with a different system message already, or the value is not text.
+    """
     if not _is_value(value):
         return messages
     text = _read_text(value, column)
@@ -192,7 +214,11 @@ def _prepend_system(messages: list[MessageRecord], value: object, column: str) -
 
 
 def _read_tools(value: object) -> list[object]:
-    """Return the tools of a conversation from a list or its JSON; each must have a name."""
+    """Return the tools of a conversation from a list or its JSON; empty if there is no value.
+
+    Raises:
+        ValueError: The value is not a list, or a tool has no name.
+    """
     if not _is_value(value):
         return []
     tools = _from_json(value)
@@ -232,17 +258,14 @@ def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRe
         or not all(isinstance(record, Mapping) for record in value)
     ):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
-    others = dict.fromkeys(
-        key for record in value for key, its in record.items() if key not in _KEYS and _is_value(its)
-    )
     messages = [_read_message(record, f"{column}[{number}]", remark) for number, record in enumerate(value)]
-    if any(
-        _is_value(record.get("name")) and message["role"] != "tool"
-        for record, message in zip(value, messages, strict=True)
-    ):
-        others["name"] = None
-    if others:
-        remark(f"unused keys of messages: {', '.join(others)}")
+    fields = [item for record in value for item in record.items()]
+    unused = [key for key, content in fields if key not in _KEYS and _is_value(content)]
+    for record, message in zip(value, messages, strict=True):
+        if _is_value(record.get("name")) and message["role"] != "tool":  # only the names of tools are used
+            unused.append("name")
+    if unused:
+        remark(f"unused keys of messages: {', '.join(dict.fromkeys(unused))}")
     return messages
 
 
@@ -259,15 +282,15 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
     Raises:
         ValueError: The role is unknown, or a value has a wrong type.
     """
-    role, content = (
-        next((record[key] for key in keys if record.get(key) is not None), None) for keys in (_ROLE, _CONTENT)
-    )
+    role = next((record[key] for key in _ROLE if record.get(key) is not None), None)
+    content = next((record[key] for key in _CONTENT if record.get(key) is not None), None)
     if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
     role = _OTHER_ROLES.get(role, role)
-    calls, nameless = _read_tool_calls(record.get("tool_calls"), role, f"{where}.tool_calls")
-    text = "" if content is None and (calls or nameless) else _read_text(content, f"{where}.content")
+    calls, has_nameless_calls = _read_tool_calls(record.get("tool_calls"), role, f"{where}.tool_calls")
+    may_lack_content = calls or has_nameless_calls
+    text = "" if content is None and may_lack_content else _read_text(content, f"{where}.content")
     message: MessageRecord = {"role": role, "content": text}
     if calls:
         message["tool_calls"] = calls
@@ -276,20 +299,29 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
     if role == "tool" and _is_value(record.get("name")):
         message["name"] = record["name"]
     for key in _REASONING_KEYS:
-        if _is_value(thought := record.get(key)) and message["content"].lstrip()[:7] != "<think>":
+        if _is_value(thought := record.get(key)) and not message["content"].lstrip().startswith("<think>"):
             thought = _read_text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-    if nameless:
+    if has_nameless_calls:
         remark("tool calls without a function name; these responses have no loss")
-    if not _has_loss(record, role, where) or nameless:
+    if not _has_loss(record, role, where) or has_nameless_calls:
         message["learn"] = False
     return message
 
 
 def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
-    """Return False if a key of a response excludes it from the loss."""
-    given = {key: record[key] for key in _LOSS_KEYS if record.get(key) is not None}
-    for key, value in given.items():
+    """Return False if a message is a response that one of its keys, such as ``weight: 0``, excludes from the loss.
+
+    Args:
+        record: The message as read.
+        role: Its role.
+        where: Its place, for messages.
+
+    Raises:
+        ValueError: Such a key has another value than 0 or 1, or puts the loss on a message that is no response.
+    """
+    values = {key: record[key] for key in _LOSS_KEYS if record.get(key) is not None}
+    for key, value in values.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")
         if value and role != ASSISTANT:
@@ -297,13 +329,24 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
                 f"{where}.{key} is {value!r} on a message of the {role}; allowed: only on responses (to train on "
                 "whole conversations, set data.loss_on: all)"
             )
-    return role != ASSISTANT or all(given.values())
+    return role != ASSISTANT or all(values.values())
 
 
 def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
     """Return the tool calls that name a function, and whether there are calls without a name.
 
     Parses arguments that are a JSON object. Calls without a name are dropped, since no template can write them.
+
+    Args:
+        value: List of calls or its JSON, in which a call is ``{name, arguments}`` or ``{function: {name, arguments}}``.
+        role: Role of the message.
+        where: Place of the calls, for messages.
+
+    Returns:
+        Calls as ``{type, function: {name, arguments}}``, with ``id`` if they have one; and whether some lack a name.
+
+    Raises:
+        ValueError: The value is not a list of mappings, or the message is not a response.
     """
     if not _is_value(value):
         return [], False
@@ -311,14 +354,14 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     if role != ASSISTANT or not isinstance(calls, list | tuple) or not all(isinstance(c, Mapping) for c in calls):
         raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: on responses, a list of functions with a name")
     named = [call for call in calls if _is_function(call)]
-    found = []
+    normalised = []
     for call in named:
         function = {**call.get("function", {key: call[key] for key in ("name", "arguments") if key in call})}
         arguments = _from_json(function.get("arguments"))
         function["arguments"] = arguments if isinstance(arguments, Mapping) else function.get("arguments") or {}
-        given = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}
-        found.append({"type": "function", **given, "function": function})
-    return found, len(named) < len(calls)
+        id_and_type = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}
+        normalised.append({"type": "function", **id_and_type, "function": function})
+    return normalised, len(named) < len(calls)
 
 
 def _read_text(value: object, what: str) -> str:
@@ -350,24 +393,30 @@ def _is_part(part: object) -> bool:
 
 
 def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
-    """Check that there is a response to train on after the first message, and that no such response is empty."""
+    """Check that there is a response to train on after the first message, and that no such response is empty.
+
+    Remarks on a first message of the assistant, on other empty messages, and on consecutive messages of one role.
+
+    Raises:
+        ValueError: There is no such response, or one is empty.
+    """
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:
         raise ValueError("no response; at least one message of the assistant is needed")
-    opens = messages[0]["role"] == ASSISTANT
-    if opens and len(responses) == 1:
+    begins_with_response = messages[0]["role"] == ASSISTANT  # it has no prompt, hence no loss
+    if begins_with_response and len(responses) == 1:
         raise ValueError("the first message is the only response; begin with a message of the user or system")
-    learnt = [message for message in responses if message.get("learn", True)]
-    if not all(message["content"].strip() or message.get("tool_calls") for message in learnt):
+    with_loss = [message for message in responses if message.get("learn", True)]
+    if not all(message["content"].strip() or message.get("tool_calls") for message in with_loss):
         raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
-    if not any(message.get("learn", True) for message in responses[int(opens) :]):
+    if not any(message.get("learn", True) for message in responses[int(begins_with_response) :]):
         raise ValueError(
             "every response is excluded from the loss, by a key or because a tool call has no function name; at least "
             "one response with loss is needed"
         )
-    if opens:
+    if begins_with_response:
         remark("begins with a message of the assistant, which has no loss")
-    if empty := [m["role"] for m in messages if m["role"] != ASSISTANT and not m["content"].strip()]:
-        remark(f"an empty message of the {empty[0]}")
-    if twice := [a["role"] for a, b in pairwise(messages) if a["role"] == b["role"] != "tool"]:
-        remark(f"two consecutive messages of the {twice[0]}")
+    if empty_roles := [m["role"] for m in messages if m["role"] != ASSISTANT and not m["content"].strip()]:
+        remark(f"an empty message of the {empty_roles[0]}")
+    if repeated_roles := [a["role"] for a, b in pairwise(messages) if a["role"] == b["role"] != "tool"]:
+        remark(f"two consecutive messages of the {repeated_roles[0]}")

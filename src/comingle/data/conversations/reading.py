@@ -152,13 +152,13 @@ def given_readers(
         if isinstance(rows, str | Path):
             readers[name] = partial(read_files, data, bad, duplicates, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
-            wanted = data.split.model_copy(update={"given": True, "valid_name": "valid" if "valid" in rows else None})
-            if "valid" not in rows and "validation" in rows:
-                wanted = wanted.model_copy(update={"valid_name": "validation"})
-            parts = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
-            readers[name] = partial(split_records, data, bad, duplicates, parts, split=wanted)
+            valid_name = next((split for split in ("valid", "validation") if split in rows), None)
+            section = data.split.model_copy(update={"given": True, "valid_name": valid_name})
+            by_split = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
+            readers[name] = partial(split_records, data, bad, duplicates, by_split, split=section)
         else:
-            readers[name] = partial(split_records, data, bad, duplicates, {"train": list(rows_of(rows, "train", bad))})
+            by_split = {"train": list(rows_of(rows, "train", bad))}
+            readers[name] = partial(split_records, data, bad, duplicates, by_split)
     return readers
 
 
@@ -218,39 +218,34 @@ def read_files(
     has_own_splits = source.path is None
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
     max_conversations = data.max_conversations_of(name)
-    parts = {
-        split: _with_split(islice(read_records(path, bad=bad), max_conversations), split)
-        for split, path in paths.items()
-        if path is not None
-    }
+    records_by_split: dict[str, list[Record]] = {}
+    for split, path in paths.items():
+        if path is not None:  # the key counts, not the split that the name of the file denotes
+            records = islice(read_records(path, bad=bad), max_conversations)
+            records_by_split[split] = [(split, where, row) for _, where, row in records]
     valid_name = "valid" if source.valid is not None else None
     names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
     section = data.split.model_copy(update={"given": has_own_splits, **names})
-    return split_records(data, bad, duplicates, parts, name, seed, split=section)
-
-
-def _with_split(records: Iterable[Record], split: str) -> list[Record]:
-    """Return rows with ``split`` as their split."""
-    return [(split, where, row) for _, where, row in records]
+    return split_records(data, bad, duplicates, records_by_split, name, seed, split=section)
 
 
 def split_records(
     data: ConversationsSection,
     bad: BadRows,
     duplicates: DuplicateFilter,
-    parts: Mapping[str, Sequence[Record]],
+    records_by_split: Mapping[str, Sequence[Record]],
     name: str,
     seed: int,
     *,
     split: SplitSection | None = None,
 ) -> UserConversations:
-    """Split a user's rows: as given, or by fractions of the conversations, shuffled by (seed, name).
+    """Read the conversations in a user's rows and split them: as given, or by fractions, shuffled by (seed, name).
 
     Args:
         data: The recipe's section.
         bad: Collects rows that are not conversations.
         duplicates: Drops duplicate conversations if the section enables this.
-        parts: Rows by the splits that they are in.
+        records_by_split: Rows by the splits that they are in.
         name: Name of the user.
         seed: Seed of the shuffle.
         split: Fractions and names of splits; by default those of the section.
@@ -260,19 +255,23 @@ def split_records(
     """
     split = split or data.split
     max_conversations, held_out = data.max_conversations_of(name), (split.test_name, split.valid_name or "")
-    found = {key: _conversations(data, bad, name, records[:max_conversations]) for key, records in parts.items()}
-    read = duplicates.drop(name, found, _comparable_text, held_out=held_out)
-    if not any(read.values()):
+    all_conversations = {
+        key: _conversations(data, bad, name, records[:max_conversations]) for key, records in records_by_split.items()
+    }
+    by_split = duplicates.drop(name, all_conversations, _comparable_text, held_out=held_out)
+    if not any(by_split.values()):
         raise NoTextError(f"user {name!r}: no conversations; at least one is needed")
     if not split.given:
-        conversations = [placed for placed_of_split in read.values() for placed in placed_of_split]
+        conversations = [placed for of_split in by_split.values() for placed in of_split]
         train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
         return UserConversations(name=name, train=train, valid=valid, test=test)
     for wanted in filter(None, (split.train_name, split.valid_name, split.test_name)):
-        if wanted not in read and not (wanted == split.valid_name and split.valid):
-            hint = did_you_mean(wanted, read)
-            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {', '.join(read)}.{hint}")
-    train, valid, test = tuple(read[split.train_name]), read.get(split.valid_name or ""), read[split.test_name]
+        is_replaceable = wanted == split.valid_name and split.valid  # by a fraction of train
+        if wanted not in by_split and not is_replaceable:
+            hint = did_you_mean(wanted, by_split)
+            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {', '.join(by_split)}.{hint}")
+    train, test = tuple(by_split[split.train_name]), by_split[split.test_name]
+    valid = by_split.get(split.valid_name or "")
     if valid is None:
         train, valid, _ = split_by_count(train, split.valid, 0.0, seed, name)
     return UserConversations(name=name, train=train, valid=tuple(valid), test=tuple(test))
@@ -281,20 +280,27 @@ def split_records(
 def _conversations(
     data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]
 ) -> list[PlacedConversation]:
-    """Return the conversations of rows; ``bad`` collects each ``ValueError`` with the row's place."""
-    found: list[PlacedConversation] = []
-    read = [] if data.dataset is None else [column for column in (data.dataset.user, data.dataset.split) if column]
+    """Return the conversations of a user's rows, without those of rows that cannot be used.
+
+    Args:
+        data: The recipe's section.
+        bad: Collects the rows that cannot be used, and remarks.
+        name: Name of the user.
+        records: The rows.
+    """
+    conversations: list[PlacedConversation] = []
+    dataset = data.dataset
+    other_columns = [] if dataset is None else [column for column in (dataset.user, dataset.split) if column]
     for _, where, row in records:
         place = f"user {name!r}: {where}"
         with bad.row(place):
-            messages = messages_of(row, data.columns, read=read, remark=partial(bad.remark, place))
-            if problem := next(
-                filter(None, (long_word_problem(str(message["content"])) for message in messages)), None
-            ):
-                raise ValueError(f"a message holds {problem}")
+            messages = messages_of(row, data.columns, read=other_columns, remark=partial(bad.remark, place))
+            for message in messages:
+                if problem := long_word_problem(str(message["content"])):
+                    raise ValueError(f"a message holds {problem}")
             _check_labels(messages, data.labels)
-            found.append((where, messages))
-    return found
+            conversations.append((where, messages))
+    return conversations
 
 
 def _comparable_text(placed: PlacedConversation) -> str:
@@ -312,7 +318,9 @@ def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
     Raises:
         ValueError: A response is not a label.
     """
-    for message in messages if labels else ():
+    if not labels:
+        return
+    for message in messages:
         response = message["content"]
         if message["role"] == "assistant" and not any(same_words(response, label) for label in labels):
             raise ValueError(f"the response {response!r:.60} is not a label; allowed: {list_names(labels)}")
@@ -342,9 +350,9 @@ def split_by_count(
         raise DataError(f"user {name!r}: split fractions valid={valid}, test={test}: their sum must be below 1")
     shuffled = list(conversations)
     random.Random(derive("split", seed, name)).shuffle(shuffled)
-    counts = [_split_size(len(shuffled), part) for part in (test, valid)]
-    first, second = counts[0], sum(counts)
-    return tuple(shuffled[second:]), tuple(shuffled[first:second]), tuple(shuffled[:first])
+    num_test, num_valid = (_split_size(len(shuffled), fraction) for fraction in (test, valid))
+    held_out, train = shuffled[: num_test + num_valid], shuffled[num_test + num_valid :]
+    return tuple(train), tuple(held_out[num_test:]), tuple(held_out[:num_test])
 
 
 def _split_size(count: int, fraction: float) -> int:
@@ -361,6 +369,12 @@ def _dataset_readers(
 ) -> Iterator[tuple[str, Reader]]:
     """Yield a reader for each user of a data set, after grouping all of its rows.
 
+    Args:
+        data: The recipe's section.
+        rows: Groups the rows by user; stores them as JSON if it keeps them on disk.
+        bad: Collects bad rows.
+        duplicates: Drops duplicate conversations.
+
     Raises:
         DataError: No row names a user, or a selected user has no rows.
     """
@@ -370,8 +384,8 @@ def _dataset_readers(
         pack=lambda record: json.dumps(record, default=_placeholder).encode(),
         unpack=lambda content: tuple(json.loads(content)),
     )
-    for name, parts in rows.groups(choose_dataset_users(data.dataset, rows.owners)):
-        yield name, partial(split_records, data, bad, duplicates, parts)
+    for name, records_by_split in rows.groups(choose_dataset_users(data.dataset, rows.owners)):
+        yield name, partial(split_records, data, bad, duplicates, records_by_split)
 
 
 def _placeholder(value: object) -> dict[str, str]:
@@ -388,27 +402,39 @@ def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tup
     source, counts = data.dataset, Counter[tuple[str, str]]()
     assert source is not None
     for table in read_tables(source.path, name=source.config):
-        found, named = list(table.columns or ()), False
+        columns, has_user_column = list(table.columns or ()), False
         for place, row in table.read(bad, None):
-            found, where = found or list(row), f"{table.where}: {place}"
-            named = named or has_column(row, source.user)
+            columns, where = columns or list(row), f"{table.where}: {place}"
+            has_user_column = has_user_column or has_column(row, source.user)
             with bad.row(where):
-                if (key := _user_and_split(row, source, table.split)) is None:
+                if (user_and_split := _user_and_split(row, source, table.split)) is None:
                     continue
-                counts[key] += 1
-                if (max_conversations := data.max_conversations_of(key[0])) is None or counts[key] <= max_conversations:
-                    yield key[0], (key[1], where, row)
-        if found and not named:
-            hint, there = did_you_mean(source.user, found), list_names(found)
-            raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {there}.{hint}")
+                counts[user_and_split] += 1
+                user, split = user_and_split
+                limit = data.max_conversations_of(user)
+                if limit is None or counts[user_and_split] <= limit:
+                    yield user, (split, where, row)
+        if columns and not has_user_column:
+            hint, found = did_you_mean(source.user, columns), list_names(columns)
+            raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {found}.{hint}")
     if not counts:
         bad.report()
         raise DataError(f"{_source_label(source)}: no row has a user in column {source.user!r}")
 
 
 def _user_and_split(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str] | None:
-    """Return the user and the split of a row; None if either has no value."""
-    owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
+    """Return the user and the split of a row; None if either has no value.
+
+    Args:
+        row: The row.
+        source: The recipe's section, which names the columns.
+        own_split: Split of the row's table, which counts if the recipe names no column with the split.
+
+    Raises:
+        ValueError: A value is not a name.
+    """
+    owner = field_of(row, source.user)
+    split = own_split if source.split is None else field_of(row, source.split)
     if owner is None or split is None:
         return None
     return read_name(owner, source.user), read_name(split, source.split or "")

@@ -31,22 +31,22 @@ _UNSPACED = ("CJK ", "HIRAGANA ", "KATAKANA ", "THAI ", "LAO ", "KHMER ", "MYANM
 def split_words(text: str) -> list[str]:
     """Return the words of a text, normalised by NFKC, in lower case, with marks attached to their letters."""
     words: list[str] = []
-    within = False  # whether the next letter or digit continues the last word
+    is_open = False  # whether the next letter or digit continues the last word
     for character in unicodedata.normalize("NFKC", text).lower():
-        kind = unicodedata.category(character)[0]
-        if kind == "M":
-            if words and (within or _is_unspaced(words[-1][0])):
+        category = unicodedata.category(character)[0]
+        if category == "M":  # a mark, such as an accent
+            if words and (is_open or _is_unspaced(words[-1][0])):
                 words[-1] += character
-        elif kind not in "LN":
-            within = False
-        elif _is_unspaced(character):
+        elif category not in "LN":  # neither a letter nor a number
+            is_open = False
+        elif _is_unspaced(character):  # a word by itself
             words.append(character)
-            within = False
-        elif within:
+            is_open = False
+        elif is_open:
             words[-1] += character
         else:
             words.append(character)
-            within = True
+            is_open = True
     return words
 
 
@@ -130,16 +130,17 @@ def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerSco
     )
 
 
-def judge(score: AnswerScore, given: Sequence[str], wanted: Sequence[str]) -> AnswerScore:
-    """Return the score extended by the measures of generated responses.
+def judge(score: AnswerScore, generated: Sequence[str], references: Sequence[str]) -> AnswerScore:
+    """Return the score extended by the mean of each wanted measure over the generated responses.
 
     Args:
         score: Score from the losses.
-        given: Generated responses; if empty, the score is returned unchanged.
-        wanted: References, in the same order.
+        generated: Generated responses; if empty, the score is returned unchanged.
+        references: Expected responses, in the same order.
     """
-    if not given:
+    if not generated:
         return score
-    pairs = list(zip(given, wanted, strict=True))
-    names = [name for name in score.names if name in JUDGES]
-    return replace(score, judged={name: sum(JUDGES[name](*pair) for pair in pairs) / len(pairs) for name in names})
+    pairs = list(zip(generated, references, strict=True))
+    measures = {name: JUDGES[name] for name in score.names if name in JUDGES}
+    means = {name: sum(measure(*pair) for pair in pairs) / len(pairs) for name, measure in measures.items()}
+    return replace(score, judged=means)

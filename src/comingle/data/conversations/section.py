@@ -74,7 +74,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
     @model_validator(mode="after")
     def _labels_are_scored(self) -> ConversationsSection:
-        """Check that labels come with the score accuracy and the other way round, and that lists have no duplicates."""
+        """Check that labels are given if and only if accuracy is scored, and that lists have no duplicates."""
         if ("accuracy" in self.scores) != bool(self.labels):
             raise ValueError("scores: [accuracy] and labels require each other; labels lists all possible responses")
         for key, listed in (("scores", self.scores), ("labels", self.labels), ("prompt", self.columns.prompt)):
@@ -86,13 +86,16 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
     def _limits_are_for_users(self) -> ConversationsSection:
         """Check that ``max_conversations`` limits only users in the recipe."""
         limits = self.max_conversations if isinstance(self.max_conversations, dict) else {}
-        if self.users is not None and (strangers := [name for name in limits if name not in self.users]):
-            hint = did_you_mean(strangers[0], self.users)
-            raise ValueError(f"max_conversations: no user {strangers[0]!r}; allowed: {list_names(self.users)}.{hint}")
+        if self.users is not None and (unknown := [name for name in limits if name not in self.users]):
+            hint = did_you_mean(unknown[0], self.users)
+            raise ValueError(f"max_conversations: no user {unknown[0]!r}; allowed: {list_names(self.users)}.{hint}")
         return self
 
     def max_conversations_of(self, name: str) -> int | None:
-        """Return how many first conversations of each split of a user are kept; None for all."""
+        """Return how many first conversations of each split of a user are kept; None for all.
+
+        The user's own entry overrides that of the data set, which overrides that of the section.
+        """
         limit = self.max_conversations
         general = limit.get(name) if isinstance(limit, Mapping) else limit
         own = self.users[name].max_conversations if self.users and name in self.users else None
