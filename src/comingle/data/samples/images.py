@@ -70,14 +70,18 @@ class Images:
 
 def split_named(name: str) -> str | None:
     """Return the split that a folder's name denotes, such as ``Training``, ``val`` or ``test_set``; else None."""
-    plain = re.sub(r"[^a-z]", "", name.casefold())
-    return _SPLIT_OF.get(re.sub("(set|data|images)$", "", plain))
+    letters = re.sub(r"[^a-z]", "", name.casefold())
+    return _SPLIT_OF.get(re.sub("(set|data|images)$", "", letters))
 
 
 def find_splits(folder: Path, key: str) -> dict[str, Path]:
     """Return the subfolder of each split if there are a train and a held-out split; else ``{"train": folder}``.
 
     Without a test split, the validation split is used as the test split.
+
+    Args:
+        folder: Folder of a user, with subfolders for splits or for classes.
+        key: Recipe key that names the folder, for error messages.
 
     Raises:
         DataError: Two subfolders denote the same split.
@@ -113,7 +117,12 @@ def list_visible(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield files at any depth; follow links to folders, but no cycles."""
+    """Yield files at any depth, without hidden and system ones; follow links to folders, but no cycles.
+
+    Args:
+        folder: The folder.
+        seen: Real paths of the folders above it.
+    """
     real = os.path.realpath(folder)
     if real in seen:
         return
@@ -144,27 +153,38 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
         raise DataError(f"{folder}: no such folder; it should hold a subfolder of images for each class")
     if not (classes := class_folders(folder)):
         raise DataError(f"{folder}: no subfolders; allowed: a subfolder of images for each class")
-    within = {path: sorted(_files_below(path)) for path in classes}
-    images = {path: [file for file in of_class if _is_image(file)] for path, of_class in within.items()}
-    files = [path for of_class in images.values() for path in of_class]
-    if not files:
+    files_of_classes = {path: sorted(_files_below(path)) for path in classes}
+    images_of_classes = {path: [file for file in files if _is_image(file)] for path, files in files_of_classes.items()}
+    images = [file for files in images_of_classes.values() for file in files]
+    if not images:
         raise DataError(
             f"{folder}: no images in {list_names(c.name for c in classes)}; looked for {' '.join(SUFFIXES)}"
         )
-    _check_depth(folder, images, key)
-    beside = [path for path in list_visible(folder) if path.is_file()]
-    others = [path for of_class in within.values() for path in of_class if not _is_image(path)]
-    unread = Counter(path.suffix.lower() or path.name for path in [*beside, *others])
-    labels = tuple(path.relative_to(folder).parts[0] for path in files)
+    _check_depth(folder, images_of_classes, key)
+    outside_classes = [path for path in list_visible(folder) if path.is_file()]
+    other_files = [file for files in files_of_classes.values() for file in files if not _is_image(file)]
+    unread = Counter(path.suffix.lower() or path.name for path in [*outside_classes, *other_files])
+    labels = tuple(path.relative_to(folder).parts[0] for path in images)
     names = tuple(path.name for path in classes)
-    return Images(pixels=_read_images(files, image_format), labels=labels, classes=names, unread=unread)
+    return Images(pixels=_read_images(images, image_format), labels=labels, classes=names, unread=unread)
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
-    """Check that the subfolders hold images directly; splits or albums would be taken for classes."""
-    holding = [path for path, files in images.items() if files]
-    deeper = [path for path in holding if not any(file.parent == path for file in images[path])]
-    if deeper != holding and not any(split_named(path.name) for path in deeper):
+    """Check that the subfolders hold images directly, since splits or albums would be taken for classes.
+
+    Passes if some subfolders do, and none of the others has the name of a split.
+
+    Args:
+        folder: The folder.
+        images: Images at any depth below each of its subfolders.
+        key: Recipe key that names the folder.
+
+    Raises:
+        DataError: The images are one level deeper; the message says what to give instead.
+    """
+    with_images = [path for path, files in images.items() if files]
+    deeper = [path for path in with_images if not any(file.parent == path for file in images[path])]
+    if deeper != with_images and not any(split_named(path.name) for path in deeper):
         return
     names = [path.name for path in deeper]
     inner = sorted({file.relative_to(path).parts[0] for path in deeper for file in images[path]})
@@ -209,7 +229,11 @@ def _read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tens
 
 
 def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
-    """Return an image as ``(h, w, 1)`` or ``(h, w, 3)``, rotated as its EXIF data says."""
+    """Return an image as bytes of shape ``(h, w, 1)`` or ``(h, w, 3)``, rotated as its EXIF data says.
+
+    Raises:
+        DataError: The file is not a readable image, or the package pillow is missing.
+    """
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
@@ -236,11 +260,14 @@ _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
 def _convert_to_8_bits(image: Any, file: Any) -> Any:
-    """Scale 16-bit images to 8 bits, which Pillow would clip at 255; blend transparent images with white.
+    """Scale a 16-bit image to 8 bits, which Pillow would clip at 255, and blend a transparent one with white.
 
     Args:
-        image: Upright image.
-        file: Image as opened, with its format and tags.
+        image: Upright Pillow image.
+        file: Pillow image as opened, with the file's format and tags.
+
+    Returns:
+        The converted image; other images unchanged.
 
     Raises:
         DataError: The range of pixel values is unknown.
@@ -254,12 +281,14 @@ def _convert_to_8_bits(image: Any, file: Any) -> Any:
             "or give an .npz file of real numbers"
         )
     if image.mode.startswith("I"):
-        tags = getattr(file, "tag_v2", {})
-        values = np.array(image).astype(np.float64) / (2 ** tags.get(_BITS, (16,))[0] - 1)
+        tags = getattr(file, "tag_v2", {})  # of a TIFF file; empty for other formats
+        num_bits = tags.get(_BITS, (16,))[0]
+        values = np.array(image).astype(np.float64) / (2**num_bits - 1)
         values = 1 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values
         return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in _WITH_ALPHA:
         colours = image.convert("RGBA")
-        if colours.getextrema()[3][0] < 255:
+        lowest_alpha, _ = colours.getextrema()[3]
+        if lowest_alpha < 255:
             return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
     return image

@@ -106,13 +106,13 @@ def split_samples(name: str, splits: Mapping[str, Samples], *, valid: float, tes
     if "test" in splits and "valid" in splits:
         return UserSamples(name=name, train=train, valid=splits["valid"], test=splits["test"])
     train = select_samples(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
-    parts = dict(splits)
+    held_out = dict(splits)
     if "test" not in splits:
         valid /= 1 - test  # a fraction of all samples, not of those that remain
-        train, parts["test"] = _hold_out_share(name, train, "test", test)
+        train, held_out["test"] = _hold_out_share(name, train, "test", test)
     if "valid" not in splits:
-        train, parts["valid"] = _hold_out_share(name, train, "valid", valid) if valid else (train, train.first(0))
-    return UserSamples(name=name, train=train, valid=parts["valid"], test=parts["test"])
+        train, held_out["valid"] = _hold_out_share(name, train, "valid", valid) if valid else (train, train.first(0))
+    return UserSamples(name=name, train=train, valid=held_out["valid"], test=held_out["test"])
 
 
 def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tuple[Samples, Samples]:
@@ -166,7 +166,7 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
 
     Args:
         name: Name of the user.
-        data: Samples, or a mapping from splits to samples.
+        data: Samples, or a mapping from splits to samples; ``UserSamples`` are returned unchanged.
         valid: Fraction for a missing validation split.
         test: Fraction for a missing test split.
         seed: Seed of the shuffle.
@@ -179,14 +179,15 @@ def read_given(name: str, data: object, *, valid: float, test: float, seed: int)
         raise DataError(f"{where}: got {type(data).__name__}; allowed: {ALLOWED_SAMPLES}")
     if isinstance(data, UserSamples):
         return data
-    splits = data if isinstance(data, Mapping) else {"train": data}
-    if isinstance(data, Mapping) and not {"train", "test"} <= set(data):
+    if not isinstance(data, Mapping):
+        splits = {"train": read_samples(data, where)}
+    elif {"train", "test"} <= set(data):
+        splits = {split: read_samples(item, f"{where}: {split}") for split, item in data.items()}
+    else:
         raise DataError(
             f"{where}: got splits {', '.join(map(repr, data))}; allowed: 'train', 'test' and optionally 'valid'"
         )
-    is_single = not isinstance(data, Mapping)
-    read = {split: read_samples(item, where if is_single else f"{where}: {split}") for split, item in splits.items()}
-    return split_samples(name, read, valid=valid, test=test, seed=seed)
+    return split_samples(name, splits, valid=valid, test=test, seed=seed)
 
 
 _ARRAY_NAMES = (("inputs", "targets"), ("x", "y"), ("X", "y"))
@@ -211,14 +212,17 @@ class Remarks:
     """Numbers of files that are not read, by user and suffix."""
 
     def add_splits(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Record a validation split that is used as test split, and files of a user's folder outside of splits.
+        """Record what :func:`comingle.data.samples.images.find_splits` makes of a user's folder.
+
+        Records a validation split that is used as the test split, and the files outside of splits, which are not read.
+        A folder without splits has neither.
 
         Args:
             user: Name of the user.
             folder: Folder of the user.
             splits: Subfolder of each split.
         """
-        if "test" in splits:
+        if "test" in splits:  # the folder has splits
             if split_named(splits["test"].name) != "test":
                 self.renamed[user] = splits["test"].name
             self.add_unread(user, Counter(path.name for path in list_visible(folder) if path not in splits.values()))
@@ -248,7 +252,7 @@ class Remarks:
 def read_source(
     user: str, source: SampleSource, image_format: ImageFormat, remarks: Remarks
 ) -> dict[str, Samples | Images]:
-    """Read one user's samples by split.
+    """Read one user's samples by split, from one source that may have splits, or from one source per split.
 
     Args:
         user: Name of the user.
@@ -274,10 +278,9 @@ def read_source(
         if _is_npz_file(path, where):
             parts[split] = read_npz(path, where)["train"]
         else:
-            folder_images = parts[split] = read_folder(
-                path, image_format, key if len(splits) == 1 else f"{key}.{split}"
-            )
-            remarks.add_unread(user, folder_images.unread)
+            images = read_folder(path, image_format, key if len(splits) == 1 else f"{key}.{split}")
+            remarks.add_unread(user, images.unread)
+            parts[split] = images
     return parts
 
 
@@ -308,16 +311,20 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     """
     arrays = read_arrays(path)
     for x, y in _ARRAY_NAMES:
-        whole = (x, y) if {x, y} <= arrays.keys() else None
-        parts = {
-            split: (f"{x}_{name}", f"{y}_{name}")
-            for split, names in _SPLIT_SUFFIXES.items()
-            for name in names
-            if {f"{x}_{name}", f"{y}_{name}"} <= arrays.keys()
+        names_by_split = {
+            split: (f"{x}_{suffix}", f"{y}_{suffix}")
+            for split, suffixes in _SPLIT_SUFFIXES.items()
+            for suffix in suffixes
+            if {f"{x}_{suffix}", f"{y}_{suffix}"} <= arrays.keys()
         }
-        if whole or {"train", "test"} <= parts.keys():
-            chosen = {"train": whole} if whole else parts
-            return {s: as_samples(arrays[a], arrays[b], f"{where}: {path}") for s, (a, b) in chosen.items()}
+        if {x, y} <= arrays.keys():
+            names_by_split = {"train": (x, y)}
+        elif not {"train", "test"} <= names_by_split.keys():
+            continue
+        return {
+            split: as_samples(arrays[inputs], arrays[targets], f"{where}: {path}")
+            for split, (inputs, targets) in names_by_split.items()
+        }
     found = list_names(arrays) or "nothing"
     raise DataError(
         f"{where}: {path}: found {found}; allowed: inputs and targets, or x and y (or x_train, y_train ...)"
@@ -331,21 +338,25 @@ def collect_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str
     kept as a bit mask to save memory.
 
     Args:
-        own: Classes of each user, by name.
+        own: Name and classes of each user.
         named: Classes in the recipe; empty if it names none.
+
+    Returns:
+        The classes, and the note; empty if no user lacks a class.
 
     Raises:
         DataError: A user has a class that is not in ``named``.
     """
     bits, masks = {label: 1 << place for place, label in enumerate(named)}, dict[str, int]()
-    for name, has in own:
-        if named and (more := sorted(set(has) - set(named))):
-            raise DataError(f"user {name!r}: got class {more[0]!r}; allowed: {list_names(named)} (data.classes)")
-        masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(has))
+    for name, labels in own:
+        if named and (unknown := sorted(set(labels) - set(named))):
+            raise DataError(f"user {name!r}: got class {unknown[0]!r}; allowed: {list_names(named)} (data.classes)")
+        masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(labels))
     if not any(masks.values()):
         return (), ""
     classes = named or tuple(sorted(bits))
-    lacking = [name for name, mask in masks.items() if mask != sum(bits.values())]
+    all_bits = sum(bits.values())
+    lacking = [name for name, mask in masks.items() if mask != all_bits]
     if not lacking:
         return classes, ""
     missing = list_names(label for label in classes if not masks[lacking[0]] & bits[label])
@@ -385,8 +396,8 @@ def _as_samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
     """
     if isinstance(item, Samples):
         return item
-    number = {label: i for i, label in enumerate(labels)}
-    targets = torch.from_numpy(np.array([number[label] for label in item.labels], dtype=np.int64))
+    class_numbers = {label: number for number, label in enumerate(labels)}
+    targets = torch.from_numpy(np.array([class_numbers[label] for label in item.labels], dtype=np.int64))
     return Samples(inputs=item.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)
 
 
@@ -433,14 +444,14 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def read(self, rows: Rows) -> Generator[UserSamples, None, None]:
         """Yield users' samples in splits; classes are collected from the folders of all users first."""
         if self.given is not None:
-            yield from (read_given(name, held, **self._shares) for name, held in self.given.items())
+            yield from (read_given(name, data, **self._shares) for name, data in self.given.items())
             return
         users, image_format = self.section.users or {}, image_format_of(self.section)
-        own = ((name, _classes_in(name, source)) for name, source in users.items())
-        self.labels, self._classes_note = collect_classes(own, self.section.labels)
+        classes_of_users = ((name, _classes_in(name, source)) for name, source in users.items())
+        self.labels, self._classes_note = collect_classes(classes_of_users, self.section.labels)
         for name, source in users.items():
-            found = read_source(name, source, image_format, self._remarks)
-            yield split_samples(name, number_classes(self.section, name, found, self.labels), **self._shares)
+            unnumbered = read_source(name, source, image_format, self._remarks)
+            yield split_samples(name, number_classes(self.section, name, unnumbered, self.labels), **self._shares)
 
     def encode(self, read: UserSamples) -> UserSamples:
         """Return the user, with targets as real numbers if the loss does not take classes.
@@ -454,7 +465,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if self._whole and not _has_whole_targets(user):
             self._whole = False
             assert self._unchanged is not None
-            check([self._unchanged, user], classes=self._class_limit)
+            check([self._unchanged, user], classes=self._class_limit)  # raises the error: the first user has classes
         if self._whole and not self.loss.classes:
             user = with_real_targets(user)
         self._first = self._first or user
@@ -464,8 +475,9 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     def _count_classes(self, user: UserSamples) -> None:
         """Update the number of classes, the classes seen, and the users with held-out classes they do not train on."""
-        parts = (item.targets for item in (user.train, user.valid, user.test) if len(item))
-        self._num_classes = max(self._num_classes, *(int(targets.max()) + 1 for targets in parts))
+        for samples_of_split in (user.train, user.valid, user.test):
+            if len(samples_of_split):
+                self._num_classes = max(self._num_classes, int(samples_of_split.targets.max()) + 1)
         if len(self._seen) < 2:  # two suffice: the check is for data with a single class
             self._seen.update(user.train.targets.unique()[:2].tolist())
         if labels := unseen_labels(user):
@@ -475,8 +487,8 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def loss(self) -> Loss:
         """Loss of the program or recipe, or the default for the kind of targets."""
         if self._whole not in self._losses:
-            usual = CROSS_ENTROPY if self._whole else MSE
-            self._losses[self._whole] = usual if self._loss is None else find_loss(self._loss, classes=self._whole)
+            default = CROSS_ENTROPY if self._whole else MSE
+            self._losses[self._whole] = default if self._loss is None else find_loss(self._loss, classes=self._whole)
         return self._losses[self._whole]
 
     @property
@@ -490,23 +502,33 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         check([user] if user is self._first else [self._first, user], classes=self._class_limit)
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return shape, outputs and classes, and warnings about classes that users lack or do not train on.
+        """Return what the users have in common, and warnings about classes that users lack or do not train on.
+
+        Returns:
+            The shape of an input, the number of outputs, whether targets are whole numbers, and the names of the
+            classes, for :meth:`common`; and the warnings.
 
         Raises:
             DataError: There are no users, or all samples have the same class.
         """
         if self._first is None:
             raise DataError("no users; at least one is needed")
-        train, classes = self._first.train, self.loss.classes
-        named = max(len(self.labels), self.section.outputs or 0)
-        outputs = (named or max(1, self._num_classes)) if classes else train.targets.shape[-1]
+        train, is_classification = self._first.train, self.loss.classes
+        num_named_classes = max(len(self.labels), self.section.outputs or 0)
+        num_classes = num_named_classes or max(1, self._num_classes)
+        outputs = num_classes if is_classification else train.targets.shape[-1]
         lines = [*self._remarks.lines, *([self._classes_note] if self._classes_note else [])]
-        if classes and self._whole:
+        if is_classification and self._whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:
             lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.users))
-        about = {"outputs": outputs, "whole": self._whole, "labels": list(self.labels)}
-        return {"shape": list(train.inputs.shape[1:]), **about}, lines
+        about = {
+            "shape": list(train.inputs.shape[1:]),
+            "outputs": outputs,
+            "whole": self._whole,
+            "labels": list(self.labels),
+        }
+        return about, lines
 
     def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
         """Return the task that the users share."""
@@ -570,9 +592,9 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
 
 
 def with_real_targets(user: UserSamples) -> UserSamples:
-    """Return the user with targets as real numbers of shape ``(n, 1)``, for a regression."""
+    """Return the user with whole-number targets as real numbers of shape ``(n, 1)``, for a regression."""
 
-    def real(samples: Samples) -> Samples:
+    def with_real(samples: Samples) -> Samples:
         return Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
 
-    return replace(user, train=real(user.train), valid=real(user.valid), test=real(user.test))
+    return replace(user, train=with_real(user.train), valid=with_real(user.valid), test=with_real(user.test))

@@ -104,7 +104,7 @@ class SampleBank:
     def take(
         self, users: Sequence[int], indices: Int[Tensor, "users batch"]
     ) -> tuple[Float[Tensor, "users batch *shape"], Tensor, Bool[Tensor, "users batch"]]:
-        """Gather samples ``indices[s]`` of user ``users[s]`` for each s.
+        """Gather a batch for each of these users: samples ``indices[s]`` of user ``users[s]``.
 
         Samples with the index ``PAD`` are absent: they repeat another sample and must not contribute to the loss.
 
@@ -113,14 +113,14 @@ class SampleBank:
             indices: Indices within each user's samples, or ``PAD``.
 
         Returns:
-            Inputs and targets of shape ``(users, batch, ...)``, and which samples are present.
+            Inputs and targets of shape ``(users, batch, ...)``, and which samples are present, on the bank's device.
         """
         indices = indices.cpu().long()
         chosen = torch.tensor(users, dtype=torch.int64)
         starts, counts = self.starts[chosen, None], self.counts[chosen, None]
         # A larger index would read another user's samples.
         assert bool(((indices >= PAD) & (indices < counts)).all()), "an index beyond the user's samples"
-        # If the last user has no samples, its start is past the end.
+        # Absent samples repeat the user's first. If the last user has no samples, its start is past the end.
         at = (starts + indices.clamp(min=0)).clamp(max=len(self.inputs) - 1).to(self.inputs.device)
         return _gather(self.inputs, at), _gather(self.targets, at), (indices != PAD).to(self.inputs.device)
 
@@ -214,14 +214,14 @@ def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: i
         if split != "valid":
             raise DataError(f"{where} has no samples; at least 1 is needed")
         return
-    for part, like in ((samples.inputs, first.train.inputs), (samples.targets, first.train.targets)):
-        part_name = "inputs" if part is samples.inputs else "targets"
-        got, needed = tuple(part.shape[1:]), tuple(like.shape[1:])
+    for name in ("inputs", "targets"):
+        values: Tensor = getattr(samples, name)
+        got, needed = tuple(values.shape[1:]), tuple(getattr(first.train, name).shape[1:])
         if got != needed:
             expected = f"those of user {first.name!r} {needed}"
-            raise DataError(f"{where} {part_name} have shape {got} but {expected}; all need the same shape")
-        if part.is_floating_point() and not bool(part.isfinite().all()):
-            raise DataError(f"{where} {part_name} hold NaN or infinite values; allowed: finite numbers")
+            raise DataError(f"{where} {name} have shape {got} but {expected}; all need the same shape")
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise DataError(f"{where} {name} hold NaN or infinite values; allowed: finite numbers")
     _check_targets(samples.targets, classes, where)
 
 
@@ -265,9 +265,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def as_samples(inputs: object, targets: object, where: str) -> Samples:
-    """Return samples from arrays or tensors: images in [0, 1] with channels first, integer targets as class numbers.
+    """Return samples from arrays or tensors of any numeric type.
 
-    Inputs of type bool, uint8 or uint16 with three or four axes are images.
+    Inputs become real numbers with at least two axes. Inputs of type bool, uint8 or uint16 with three or four axes are
+    images, and are scaled to [0, 1] with channels first. Integer targets of shape ``(n,)`` or ``(n, 1)`` are class
+    numbers; real ones become vectors of shape ``(n, d)``, for a regression.
 
     Args:
         inputs: Inputs; the first axis counts samples.
@@ -294,9 +296,10 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
         raise DataError(
             f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
         )
-    y = y.flatten() if not y.is_floating_point() and y.dim() == 2 and y.shape[1] == 1 else y
     if y.is_floating_point():
         y = y.reshape(len(y), -1) if len(y) else y.reshape(0, 1)
+    elif y.dim() == 2 and y.shape[1] == 1:
+        y = y.flatten().long()
     elif y.dim() == 1:
         y = y.long()
     else:
@@ -309,7 +312,10 @@ _LARGEST = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 
 
 def as_images(pixels: Tensor) -> Tensor:
-    """Return pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` in [0, 1]."""
+    """Return pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` in [0, 1].
+
+    The last axis is taken for the channels if it has a length of 1, 3 or 4, unless the second may be them as well.
+    """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)
     elif (last := pixels.shape[-1]) in (1, 3, 4) and pixels.shape[1] not in {1, 3, last}:
@@ -373,7 +379,15 @@ ALLOWED_SAMPLES = "a torch Dataset of (input, target), a pair of arrays or tenso
 
 
 def _read_items(data: Any, where: str) -> Samples:
-    """Return the items of a map-style data set, in order."""
+    """Return all items of a map-style PyTorch data set, in order.
+
+    Args:
+        data: The data set.
+        where: Its place, for messages.
+
+    Raises:
+        DataError: The data set has no length or no items, or an item is not a pair of numbers or arrays.
+    """
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise DataError(f"{where}: got a data set without a length; allowed: one with __len__ and __getitem__")
     inputs, targets = [], []
@@ -390,12 +404,17 @@ def _read_items(data: Any, where: str) -> Samples:
 
 
 def _as_item_tensor(value: object, where: str) -> Tensor:
-    """Return a number, array, tensor or image as a tensor."""
+    """Return a number, array, tensor or image as a tensor on the CPU.
+
+    Raises:
+        DataError: The value is not numeric; the message begins with ``where``.
+    """
     if isinstance(value, Tensor):
         return value.detach().cpu()
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or an image")
+    # np.array copies, since a tensor on an image's read-only memory would warn.
     return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
 
 
@@ -439,22 +458,28 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
     """
     if share <= 0 or not len(labels):
         return torch.arange(len(labels)), torch.arange(0)
-    counts = labels.bincount()
+    counts = labels.bincount()  # of each label, like all tensors up to is_held_out
     quota = share * counts.double()
-    taken = quota.floor().long().minimum((counts - 1).clamp(min=0))
-    missing = max(1, round(share * len(labels))) - int(taken.sum())
-    lost = torch.where(taken < counts - 1, quota - taken, -1.0)
-    first = lost.sort(descending=True, stable=True).indices[: max(0, missing)]
-    taken[first[lost[first] >= 0]] += 1
-    held = _rank_in_label(labels, counts) < taken[labels]
-    return (~held).nonzero().flatten(), held.nonzero().flatten()
+    num_held_out = quota.floor().long().minimum((counts - 1).clamp(min=0))
+    num_missing = max(1, round(share * len(labels))) - int(num_held_out.sum())
+    lost = torch.where(num_held_out < counts - 1, quota - num_held_out, -1.0)  # -1: only the last sample is left
+    most_lost = lost.sort(descending=True, stable=True).indices[: max(0, num_missing)]
+    num_held_out[most_lost[lost[most_lost] >= 0]] += 1
+    is_held_out = _rank_in_label(labels, counts) < num_held_out[labels]
+    return (~is_held_out).nonzero().flatten(), is_held_out.nonzero().flatten()
 
 
 def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"]) -> Int64[Tensor, " n"]:
-    """Return the number of earlier samples with the same label, for each sample."""
-    order = labels.argsort(stable=True)
+    """Return for each sample the number of earlier samples with the same label.
+
+    Args:
+        labels: Label of each sample.
+        counts: Number of samples of each label.
+    """
+    order = labels.argsort(stable=True)  # samples of label 0, then of label 1, and so on
+    first_of_label = counts.cumsum(0) - counts  # positions in that order
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]
+    rank[order] = torch.arange(len(labels)) - first_of_label[labels[order]]
     return rank
 
 

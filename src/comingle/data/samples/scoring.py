@@ -21,15 +21,15 @@ Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[T
 def score_samples(
     forward: Forward, bank: SampleBank, rows: Sequence[int], *, loss: Loss, batch: int, slots: int | None = None
 ) -> list[SampleScore]:
-    """Return the scores of the users ``rows`` of the bank, each with the model of the same number.
+    """Return the mean loss and accuracy of users of the bank, each with the user's own model.
 
     Each user's samples are cut into jobs of at most ``batch`` samples. Jobs of similar size share a forward pass, also
     if they belong to different users, so that little computation is spent on padding.
 
     Args:
-        forward: Models, in evaluation mode.
+        forward: Models of all users, in evaluation mode.
         bank: Test samples of all users.
-        rows: Users to score; the scores have this order.
+        rows: Numbers of the users to score, in the bank and the models; the scores have this order.
         loss: Loss of outputs and targets.
         batch: Largest number of samples in a slot.
         slots: Largest number of jobs in a forward pass; the number of users by default.
@@ -41,10 +41,10 @@ def score_samples(
     width = slots or max(1, len(rows))
     for start in range(0, len(jobs), width):
         group = jobs[start : start + width]
-        places = torch.tensor([job.place for job in group])
-        lost, hit = _score_jobs(forward, bank, group, loss)
-        losses.index_add_(0, places, lost)
-        hits.index_add_(0, places, hit)
+        places = torch.tensor([job.place for job in group])  # several jobs may belong to one user
+        job_losses, job_hits = _score_jobs(forward, bank, group, loss)
+        losses.index_add_(0, places, job_losses)
+        hits.index_add_(0, places, job_hits)
     scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
     return [_mean_score(total, hit if loss.classes else None, count) for total, hit, count in scored]
 
@@ -79,10 +79,10 @@ def _score_jobs(
     owners = [job.row for job in group]
     inputs, targets, present = bank.take(owners, _sample_indices(group))
     outputs = forward(owners, inputs)
-    lost = loss(outputs, targets).double()
-    if not loss.classes:
-        return _sum_present(lost, present), torch.zeros(len(group), dtype=torch.float64)
-    return _sum_present(lost, present), _sum_present((outputs.argmax(-1) == targets).double(), present)
+    losses = _sum_present(loss(outputs, targets).double(), present)
+    if not loss.classes:  # a regression
+        return losses, torch.zeros(len(group), dtype=torch.float64)
+    return losses, _sum_present((outputs.argmax(-1) == targets).double(), present)
 
 
 def _sum_present(

@@ -81,10 +81,10 @@ def check_limits(data: TextSection, names: Collection[str]) -> None:
     """
     for key in LIMITS:
         given = getattr(data, key)
-        for stranger in given if isinstance(given, Mapping) else ():
-            if stranger not in names:
-                hint = did_you_mean(stranger, names)
-                raise RecipeError(f"data.{key}: no user {stranger!r}; allowed: {list_names(names)}.{hint}")
+        for user in given if isinstance(given, Mapping) else ():
+            if user not in names:
+                hint = did_you_mean(user, names)
+                raise RecipeError(f"data.{key}: no user {user!r}; allowed: {list_names(names)}.{hint}")
 
 
 LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
@@ -218,15 +218,26 @@ def _read_user(
     bad: BadRows,
     duplicates: DuplicateFilter,
 ) -> UserText:
-    """Read and split a user's documents; ``limits`` has the token limits, which bound how much is read."""
+    """Read and split the documents of a user in the recipe, from one source or from one for each split.
 
-    def reading(path: str) -> ReadUpTo:
+    Args:
+        name: Name of the user.
+        source: The user's entry in the recipe.
+        split: The recipe's section with the fractions.
+        seed: Seed of the shuffle.
+        limits: Token limits of the user by recipe key, which bound how much is read.
+        bad: Collects bad rows.
+        duplicates: Drops duplicate documents.
+    """
+
+    def reader_of(path: str) -> ReadUpTo:
         return lambda max_bytes: read_documents(path, column=source.column, max_bytes=max_bytes, bad=bad)
 
     if source.path is not None:
-        return split_source(name, reading(source.path), split, seed, limits, duplicates)
+        return split_source(name, reader_of(source.path), split, seed, limits, duplicates)
     paths = {key: path for key in ("train", "valid", "test") if (path := getattr(source, key)) is not None}
-    return split_sources(name, {key: reading(path) for key, path in paths.items()}, split, seed, limits, duplicates)
+    readers = {key: reader_of(path) for key, path in paths.items()}
+    return split_sources(name, readers, split, seed, limits, duplicates)
 
 
 def split_source(
@@ -248,15 +259,15 @@ def split_source(
         duplicates: Drops duplicate documents.
     """
     train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
-    rest = 1 - split.valid - split.test
-    max_bytes = max_read_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
-    documents = duplicates.drop(name, {"": read(max_bytes)}, str)[""]
+    train_fraction = 1 - split.valid - split.test
+    max_bytes = max_read_bytes(train=(train, train_fraction), valid=(valid, split.valid), test=(test, split.test))
+    documents = duplicates.drop(name, {"": read(max_bytes)}, str)[""]  # "": not split yet
     return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 
 def split_sources(
     name: str,
-    reads: Mapping[str, ReadUpTo],
+    readers: Mapping[str, ReadUpTo],
     split: SplitSection,
     seed: int,
     limits: Mapping[str, int | None],
@@ -266,23 +277,24 @@ def split_sources(
 
     Args:
         name: Name of the user.
-        reads: Functions that read the documents, by split.
+        readers: Functions that read the documents, by split.
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
         limits: Token limits of the user by recipe key, which bound how much is read.
         duplicates: Drops duplicate documents.
     """
     train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
-    carved = split.valid if "valid" not in reads else 0.0
+    valid_fraction = split.valid if "valid" not in readers else 0.0
     max_bytes = {
-        "train": max_read_bytes(train=(train, 1 - carved), valid=(valid, carved)),
+        "train": max_read_bytes(train=(train, 1 - valid_fraction), valid=(valid, valid_fraction)),
+        # The whole source of a held-out split belongs to it, as that of train does to train.
         "valid": max_read_bytes(train=(valid, 1.0)),
         "test": max_read_bytes(train=(test, 1.0)),
     }
-    read = {key: read(max_bytes[key]) for key, read in reads.items()}
-    parts = duplicates.drop(name, read, str, held_out=("test", "valid"))
-    given = "valid" if "valid" in parts else None
-    return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
+    all_documents = {key: read(max_bytes[key]) for key, read in readers.items()}
+    documents = duplicates.drop(name, all_documents, str, held_out=("test", "valid"))
+    valid_name = "valid" if "valid" in documents else None
+    return split_given(documents, name=name, valid=valid_name, valid_fraction=valid_fraction, seed=seed)
 
 
 def split_rows(
@@ -299,7 +311,7 @@ def split_rows(
     """
     splits = duplicates.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
     if not split.given:
-        documents = [d for documents in splits.values() for d in documents]
+        documents = [document for of_split in splits.values() for document in of_split]
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
     return split_given(
         splits,
@@ -322,7 +334,7 @@ _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "test": "t
 
 
 def is_user_text(data: object) -> bool:
-    """Return whether an object may be one user's text, judged by its type and first document."""
+    """Return whether an object may be one user's text (:data:`ALLOWED_TEXT`), judged by its type and first document."""
     if isinstance(data, Mapping):
         return bool(data) and set(data) <= set(_SPLITS) and all(map(_is_source, data.values()))
     return _is_source(data)
@@ -336,14 +348,21 @@ def _is_source(data: object) -> bool:
 
 
 def _text_column(data: object) -> str | None:
-    """Return the column of a table that holds documents: ``text``, or the only column if it holds strings."""
+    """Return the column of a ``datasets.Dataset`` that holds documents: ``text``, or the only column if it has strings.
+
+    Returns:
+        The name of the column; None if there is none, or if the object is not a ``Dataset``.
+    """
     columns = getattr(data, "column_names", None)
     if not isinstance(columns, list):
         return None
     if "text" in columns:
         return "text"
-    holds = getattr((getattr(data, "features", None) or {}).get(columns[0]), "dtype", "") if len(columns) == 1 else ""
-    return columns[0] if holds in ("string", "large_string") else None
+    if len(columns) != 1:
+        return None
+    features = getattr(data, "features", None) or {}
+    dtype = getattr(features.get(columns[0]), "dtype", "")
+    return columns[0] if dtype in ("string", "large_string") else None
 
 
 def given_readers(
@@ -353,7 +372,7 @@ def given_readers(
 
     Args:
         data: The recipe's section.
-        given: Data by user.
+        given: Data by user, of the types in :data:`ALLOWED_TEXT`.
         seed: Seed of the splits.
         bad: Collects bad rows.
         duplicates: Drops duplicate documents.
@@ -373,7 +392,18 @@ def given_readers(
 
 
 def _read_documents_of(bad: BadRows, name: str, source: object, max_bytes: int | None) -> list[str]:
-    """Return the documents of a user that are not blank, up to about ``max_bytes`` bytes of text."""
+    """Return the documents of a user that a program passes, without blank ones.
+
+    Args:
+        bad: Collects documents that are not text.
+        name: Name of the user.
+        source: A path, a ``datasets.Dataset``, or a sequence of texts.
+        max_bytes: Stop after about this many bytes of text; None for all.
+
+    Raises:
+        NoTextError: There is no text.
+        DataError: A path cannot be read.
+    """
     if isinstance(source, str | os.PathLike):
         return _read_documents_at(bad, name, os.fspath(source), max_bytes)
     where, documents, left = f"user {name!r}", [], max_bytes
@@ -407,7 +437,7 @@ def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
 
     Args:
         bad: Collects documents that are not text.
-        source: The table or sequence.
+        source: A ``datasets.Dataset`` with a column of texts, or a sequence of texts.
         where: Name of the user in messages.
     """
     if (column := _text_column(source)) is not None:
@@ -463,9 +493,10 @@ class LanguageReader(StreamingReader[Read, User]):
         return tokenizer_of(self.base)
 
     def key(self) -> list[object]:
-        """Return the tokenizer's digest, the context and ``validates``.
+        """Return what determines how users are encoded and checked: the tokenizer's digest, the context, and so on.
 
-        If the base model has fewer embedding rows than the tokenizer has tokens, their number is part of the key.
+        If the base model has fewer embedding rows than the tokenizer has tokens, their number is part of the key, since
+        users with tokens beyond them are refused.
         """
         rows = [self.base.rows] if self.base.rows < len(tokenizer_of(self.base)) else []  # type: ignore[arg-type]
         return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *rows]
@@ -481,9 +512,10 @@ def require_rows(base: Base, user: Named) -> None:
     Raises:
         DataError: Rows are missing.
     """
-    parts = [getattr(user, split) for split in SPLITS]
+    splits = [getattr(user, split) for split in SPLITS]  # token streams, or conversations with windows
+    tokens_by_split = [split if isinstance(split, torch.Tensor) else split.windows for split in splits]
     begin = [] if base.begin is None else [base.begin]
-    for tokens in (begin, *(part if isinstance(part, torch.Tensor) else part.windows for part in parts)):
+    for tokens in (begin, *tokens_by_split):
         base.require_rows(tokens, f"user {user.name!r}")
 
 
@@ -526,21 +558,26 @@ class DocumentsReader(LanguageReader[Read, User]):
         return _paths_of_users(self.data)
 
     def inspect(self, read: Read, user: User) -> None:
-        """Check the tokens of a user, and count held-out documents that are also in its training data."""
+        """Check the tokens of a user, and record it if held-out documents are also in its training data.
+
+        :meth:`summary` warns of the recorded users.
+        """
         super().inspect(read, user)
         text = self.text(read)
         assert text is not None
-        if (overlap := find_overlap(text)).total:
+        overlap = find_overlap(text)
+        if overlap.total:
             valid = f"{overlap.valid} of {overlap.valid_documents} validation"
-            self.overlaps.add(
-                text.name, f"{valid} and {overlap.test} of {overlap.test_documents} test {self.documents}"
-            )
+            test = f"{overlap.test} of {overlap.test_documents} test"
+            self.overlaps.add(text.name, f"{valid} and {test} {self.documents}")
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return the number of skipped rows, and warnings about skipped users and overlaps."""
         about = {"skipped_rows": self.bad.skipped} if self.bad.skipped else {}
-        overlaps = f"{self.overlaps.count} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}"
-        return about, [*self.left_out_lines, *([overlaps] if self.overlaps.count else [])]
+        warnings = list(self.left_out_lines)
+        if count := self.overlaps.count:
+            warnings.append(f"{count} users have held-out {self.documents} {REPEATED}: {self.overlaps.listed}")
+        return about, warnings
 
 
 class TextReader(DocumentsReader[UserText, UserData]):
@@ -552,7 +589,7 @@ class TextReader(DocumentsReader[UserText, UserData]):
     def key(self) -> list[object]:
         """Return the base class's key, extended if windows begin with a token that is not in the streams.
 
-        Shorter streams then suffice.
+        Streams may then be one token shorter, so other users are skipped or refused.
         """
         return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
 
@@ -561,17 +598,17 @@ class TextReader(DocumentsReader[UserText, UserData]):
 
         With ``data.held_out: mixture``, users with too little text are skipped before the others are mixed.
         """
-        own = iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
+        users = iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
         if self.data.held_out != "mixture":
-            yield from own
+            yield from users
             return
         mixture = Mixture(rows.documents, self.seed)
         try:
-            for text in own:
+            for text in users:
                 if not self.skips or self.has_enough(self.encode(text)):
                     mixture.add(text)
             self.require_some()
-            self.skips = False
+            self.skips = False  # small users are gone; none may be skipped once its text is in the mixtures
             yield from mixture.texts()
         finally:
             mixture.remove()
@@ -624,11 +661,13 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         DataError: A run would refuse the text.
         RecipeError: A limit names an unknown user.
     """
-    here, note = has_local_text(data)
-    if not here:
+    is_local, note = has_local_text(data)
+    if not is_local:
         return set(), note
     texts, tokenizer = read_users(data, recipe.data_seed), local_tokenizer(recipe.base)
-    return set() if tokenizer is None else _users_with_short_text(recipe, data, texts, tokenizer, validates), ""
+    if tokenizer is None:  # texts can be read, but their tokens cannot be counted
+        return set(), ""
+    return _users_with_short_text(recipe, data, texts, tokenizer, validates), ""
 
 
 def has_local_text(data: TextSection) -> tuple[bool, str]:
@@ -639,29 +678,39 @@ def has_local_text(data: TextSection) -> tuple[bool, str]:
     sources = _paths_of_users(data)
     if not sources or any(is_named(source) for source in sources):
         return False, ""
-    here = all(os.path.exists(os.path.expanduser(source)) for source in sources)
-    return here, "" if here else ABSENT_NOTE
+    is_local = all(os.path.exists(os.path.expanduser(source)) for source in sources)
+    return is_local, "" if is_local else ABSENT_NOTE
 
 
 def _users_with_short_text(
     recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
 ) -> set[str]:
-    """Return the users with too little text; tokenise only one window per stream, which suffices for this."""
+    """Return the users with too little text, whom a run would skip.
+
+    Args:
+        recipe: The recipe.
+        data: Its section ``data``.
+        texts: Documents of all users, split but not mixed.
+        tokenizer: Tokenizer of the base model.
+        validates: The method needs validation data.
+
+    Raises:
+        DataError: A run would refuse these users instead, or would skip all users.
+    """
     context = recipe.training.context
-    skip = data.on_small_user == "skip"
-    if data.held_out == "mixture" and not skip:
+    skips = data.on_small_user == "skip"
+    if data.held_out == "mixture" and not skips:  # with skipping, a run tests users before it mixes their text
         texts = mix_held_out(texts, seed=recipe.data_seed)
-    limits = token_limits(data, [text.name for text in texts])
-    heads = {
-        name: {key: min(limit or context + 1, context + 1) for key, limit in limits_of_user.items()}
-        for name, limits_of_user in limits.items()
-    }
-    users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
+    # One window per stream shows whether there is enough text, and is quickly tokenised.
+    window_limits: dict[str, dict[str, int | None]] = {}
+    for name, limits in token_limits(data, [text.name for text in texts]).items():
+        window_limits[name] = {key: min(limit or context + 1, context + 1) for key, limit in limits.items()}
+    users = [pack(text, tokenizer, **window_limits[text.name]) for text in texts]
     users = [add_validation_to_train(user) for user in users] if data.train_on_valid else users
     begins = data.add_bos_token and bool(begin_of(tokenizer))
     needed = {"context": context, "needs_validation": validates, "begins": begins}
     small = {user.name for user in users if find_shortage(user, **needed)}
-    if not skip or len(small) == len(users):
+    if not skips or len(small) == len(users):
         check(users, **needed)
     return small
 

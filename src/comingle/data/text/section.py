@@ -45,10 +45,11 @@ class UsersRows(Section):
     @classmethod
     def _names(cls, users: list[str] | int | None) -> list[str] | int | None:
         """Check that listed names are valid user names, and that there is at least one."""
-        if isinstance(users, list) and (
-            problem := name_problem(users) or ("" if users else "no users; name at least one")
-        ):
-            raise ValueError(problem)
+        if isinstance(users, list):
+            if problem := name_problem(users):
+                raise ValueError(problem)
+            if not users:
+                raise ValueError("no users; name at least one")
         return users
 
 
@@ -84,8 +85,8 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> DocumentsSection:
-        """Check that exactly one source of users is set, and that it goes with ``split.given``."""
-        if [self.users, self.dataset, self.given].count(None) != 2:
+        """Check that exactly one source of users is set, that it allows ``split.given``, and that it is not empty."""
+        if [self.users, self.dataset, self.given].count(None) != 2:  # exactly one is set
             raise ValueError(f"give one of {self.sources}")
         if self.users is not None and self.split.given:
             raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")

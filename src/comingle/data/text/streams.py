@@ -37,18 +37,20 @@ def tokenise(
     Returns:
         Tokens of shape ``(tokens,)``.
     """
-    parts: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
-    kept = 0
-    for part in _encode(documents, tokenizer):
-        parts.append(part)
-        kept += len(part)
-        if max_tokens is not None and kept >= max_tokens:
+    batches: list[Tensor] = [torch.empty(0, dtype=torch.int32)]
+    num_tokens = 0
+    for batch in _tokenise_batches(documents, tokenizer):
+        batches.append(batch)
+        num_tokens += len(batch)
+        if max_tokens is not None and num_tokens >= max_tokens:
             break
-    return torch.cat(parts)[:max_tokens]
+    return torch.cat(batches)[:max_tokens]
 
 
-def _encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Int32[Tensor, " tokens"]]:
-    """Yield the tokens of 256 documents at a time, including border tokens."""
+def _tokenise_batches(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Int32[Tensor, " tokens"]]:
+    """Yield the tokens of 256 documents at a time, each document followed by the token that marks its end."""
     border: Any = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
     suffix = [] if border is None else [border]
     for start in range(0, len(documents), _BATCH_DOCUMENTS):
@@ -59,7 +61,7 @@ def _encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Ite
             return_attention_mask=False,
             verbose=False,  # no warning that a document is longer than the model's context: it is cut into windows
         )
-        tokens = chain.from_iterable([*document, *suffix] for document in encoded["input_ids"])
+        tokens = chain.from_iterable([*document_tokens, *suffix] for document_tokens in encoded["input_ids"])
         yield torch.tensor(list(tokens), dtype=torch.int32)
 
 
@@ -159,8 +161,9 @@ def too_short_error(shortages: Mapping[str, Shortage], count: int, users: int) -
         ((name, shortage),) = shortages.items()
         return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
     listed = list_shortages({name: shortage.what for name, shortage in shortages.items()}, count)
-    advice, *others = {shortage.advice for shortage in shortages.values()}
-    advice = "; give them more text or shorten training.context" if others else advice
+    advice, *other_advice = {shortage.advice for shortage in shortages.values()}
+    if other_advice:  # users lack different things
+        advice = "; give them more text or shorten training.context"
     return DataError(f"{count} of {users} users have too little text: {listed}{advice}{skip}")
 
 
@@ -178,14 +181,15 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
         return Shortage(what="no text in train, valid or test", advice="; add text or remove the user")
-    window = context + (not begins)
+    window_tokens = context if begins else context + 1
+    test_tokens = 1 if begins else 2
     purpose = f" for one window of context {context};"
-    wanted = [("train", user.train, window, f"{purpose} give more text or shorten training.context")]
+    requirements = [("train", user.train, window_tokens, f"{purpose} give more text or shorten training.context")]
     if needs_validation:
         advice = "give a valid split or fraction, or choose a method without validation data"
-        wanted.append(("valid", user.valid, window, f"{purpose} {advice}"))
-    wanted.append(("test", user.test, 2 - begins, " to measure perplexity; give a test split or fraction"))
-    for split, stream, needed, advice in wanted:
+        requirements.append(("valid", user.valid, window_tokens, f"{purpose} {advice}"))
+    requirements.append(("test", user.test, test_tokens, " to measure perplexity; give a test split or fraction"))
+    for split, stream, needed, advice in requirements:
         if len(stream) < needed:
             return Shortage(what=f"{split} has {len(stream)} tokens but needs at least {needed}", advice=advice)
     return None
