@@ -685,7 +685,7 @@ def has_local_text(data: TextSection) -> tuple[bool, str]:
 def _users_with_short_text(
     recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
 ) -> set[str]:
-    """Return the users with too little text, whom a run would skip.
+    """Return the users with too little text, which a run would skip.
 
     Args:
         recipe: The recipe.
