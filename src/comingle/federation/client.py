@@ -86,7 +86,7 @@ from comingle.utils.errors import (
     list_names,
 )
 from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
-from comingle.utils.records import PUBLIC, expand_home, told_in_one_line, write_json
+from comingle.utils.records import PUBLIC, convert_disk_errors, expand_home, write_json
 
 Received = Download | Upload | None
 
@@ -348,7 +348,7 @@ class Client:
         task = unpack_task(data)
         check_address(task, self.own.name)
         try:
-            with told_in_one_line(self.folder):
+            with convert_disk_errors(self.folder):
                 answer = self._join(task) if task.todo == ("join",) else self._carry_out(task, data)
         except ComingleError as error:
             self.say(str(error))

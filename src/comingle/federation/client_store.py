@@ -44,7 +44,7 @@ from comingle.training.state import GRADIENTS, State
 from comingle.utils.errors import MessageError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import write_inputs
-from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json, write_text
+from comingle.utils.records import DRAFT, convert_disk_errors, write_bytes, write_json, write_text
 
 SECURE = "secure.json"
 """File with the secrets of secure sums in a run's folder."""
@@ -108,7 +108,7 @@ class Sessions:
         """Write the record; called before any of it is sent."""
         known_round = self._read()["unmasked"]
         unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
-        with told_in_one_line(self.folder):
+        with convert_disk_errors(self.folder):
             text = json.dumps({"unmasked": max(known_round, unmasked), "session": record})
             write_text(self._path, text, private=True)
 
@@ -203,7 +203,7 @@ class ClientStore:
         Raises:
             RunError: The disk is full; the previous state remains.
         """
-        with told_in_one_line(self.folder):
+        with convert_disk_errors(self.folder):
             write_bytes(self._answer_file(serial, task), answer)
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)

@@ -105,7 +105,7 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
 
 
 def verdict(users: Sequence[str], done: int, *, lowest: bool) -> Download:
-    """Return the reply to :func:`validation_report`.
+    """Return the server's reply to :func:`validation_report`: whether the models are the best so far.
 
     Args:
         users: The receivers.
@@ -138,7 +138,7 @@ def join_downloads(parts: Sequence[Download]) -> Download:
 
 
 def _join(parts: Sequence[Message]) -> Message:
-    """Return the first message with the users, tensors and ranks of all."""
+    """Return one message with the users, tensors and ranks of all, and everything else from the first."""
     return replace(
         parts[0],
         users=tuple(user for part in parts for user in part.users),
@@ -148,27 +148,35 @@ def _join(parts: Sequence[Message]) -> Message:
 
 
 def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
-    """Pad LoRA factors ``(..., rank, width)`` with zeros to the largest rank of ``layout``."""
-    wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
-    return {name: _pad_rank(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
+    """Pad LoRA factors ``(..., rank, width)`` with zeros to the ranks in ``layout``, the largest of all users.
+
+    Messages contain each user's factors cut to its own rank.
+    """
+    ranks = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
+    return {name: _pad_rank(t, ranks[name]) if name in ranks else t for name, t in tensors.items()}
 
 
 def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
     """Insert each user's own model among those of the others.
 
+    A download with all senders' uploads lacks the receiver's own, which it has already.
+
     Args:
-        models: ``(users, others, *shape)``.
-        own: ``(users, *shape)``.
-        at: Where each user's own model goes, from 0 to ``others``.
+        models: Models of the others, ``(users, others, *shape)``.
+        own: The users' own models, ``(users, *shape)``.
+        at: Index of each user's own model in the result, from 0 to ``others``.
 
     Returns:
-        ``(users, others + 1, *shape)``.
+        Tensors ``(users, others + 1, *shape)``.
     """
-    parts = {
-        name: [torch.cat([t[i, :k], own[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
-        for name, t in models.items()
-    }
-    return {name: torch.stack(part) for name, part in parts.items()}
+    complete: Tree = {}
+    for name, others in models.items():
+        of_users = [
+            torch.cat([others[user, :index], own[name][user : user + 1], others[user, index:]])
+            for user, index in enumerate(at)
+        ]
+        complete[name] = torch.stack(of_users)
+    return complete
 
 
 def _pad_rank(factor: Tensor, rank: int) -> Tensor:
@@ -216,16 +224,16 @@ def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
     sent: Tree = {}
     new_residuals: Tree = {}
     for name, t in tensors.items():
-        whole = t + residuals[name]
-        scale = whole.abs().amax(-1, keepdim=True) / _LEVELS
-        levels = (whole / scale.clamp(min=torch.finfo(whole.dtype).tiny)).round().clamp(-_LEVELS, _LEVELS)
+        corrected = t + residuals[name]  # error feedback
+        scale = corrected.abs().amax(-1, keepdim=True) / _LEVELS
+        levels = (corrected / scale.clamp(min=torch.finfo(corrected.dtype).tiny)).round().clamp(-_LEVELS, _LEVELS)
         sent[name], sent[name + SCALE] = levels.to(torch.int8), scale.float()
-        new_residuals[name] = whole - _dequantise(sent[name], sent[name + SCALE])
+        new_residuals[name] = corrected - _dequantise(sent[name], sent[name + SCALE])
     return sent, new_residuals
 
 
 def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, store_residuals: bool = True) -> Tree:
-    """Compress some users' tensors and update their rounding errors in place.
+    """Compress some users' tensors with the rounding errors in their state, which are updated in place.
 
     Args:
         tensors: ``(users, ..., width)`` by name.
@@ -252,18 +260,18 @@ def expand(tensors: Tree, form: Format) -> Tree:
     """
     if form == "float32":
         return tensors
-    wanted = torch.bfloat16 if form == "bfloat16" else torch.int8
-    found = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
-    for name, t in found.items():
-        if t.dtype != wanted:
-            raise MessageError(f"upload: tensor {name!r}: got {t.dtype}; allowed: {wanted} (training.uploads)")
+    dtype = torch.bfloat16 if form == "bfloat16" else torch.int8
+    compressed = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
+    for name, t in compressed.items():
+        if t.dtype != dtype:
+            raise MessageError(f"upload: tensor {name!r}: got {t.dtype}; allowed: {dtype} (training.uploads)")
     if form == "bfloat16":
-        return {name: t.float() for name, t in found.items()}
-    for name, t in found.items():
+        return {name: t.float() for name, t in compressed.items()}
+    for name, t in compressed.items():
         scale = tensors.get(name + SCALE)
         if scale is None or scale.shape != (*t.shape[:-1], 1) or bool((scale < 0).any()):
             raise MessageError(f"upload: tensor {name!r} has no matching scales")
-    return {name: _dequantise(t, tensors[name + SCALE]) for name, t in found.items()}
+    return {name: _dequantise(t, tensors[name + SCALE]) for name, t in compressed.items()}
 
 
 def _dequantise(levels: Tensor, scale: Tensor) -> Tensor:

@@ -74,22 +74,27 @@ def unpack(data: bytes) -> Download | Upload:
 
 
 def packed_bytes(message: Download | Upload) -> list[int]:
-    """Return the length of :func:`pack`'s result for each user without packing: from names, shapes and dtypes."""
+    """Return the length of each user's packed message, computed from names, shapes and dtypes without packing it.
+
+    Messages to users of one rank differ in length only by the users' names, and by whether a download leaves out the
+    user's own upload; so few lengths are computed even for many users.
+    """
     senders = set(message.senders) if isinstance(message, Download) else set[str]()
-    known: dict[tuple[int, bool], int] = {}
+    lengths_without_name: dict[tuple[int, bool], int] = {}
     lengths = []
-    for at, (user, rank) in enumerate(zip(message.users, message.ranks.tolist(), strict=True)):
+    for index, (user, rank) in enumerate(zip(message.users, message.ranks.tolist(), strict=True)):
         key = rank, user in senders
-        name = _name_bytes(user)
-        if key not in known:
-            known[key] = _packed_length(message.of(at)) - name
-        lengths.append(known[key] + name)
+        name_length = _name_bytes(user)
+        if key not in lengths_without_name:
+            lengths_without_name[key] = _packed_length(message.of(index)) - name_length
+        lengths.append(lengths_without_name[key] + name_length)
     return lengths
 
 
 def _packed_length(message: Download | Upload) -> int:
     """Return the length of one user's packed message."""
-    if isinstance(message, Download) and message.senders:  # Dropping the user's own upload would copy tensors.
+    if isinstance(message, Download) and message.senders:
+        # Leaving out the user's own upload would copy tensors; on the meta device it takes no memory.
         message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
     header = len(json.dumps(_header(message), separators=(",", ":")).encode())
     shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors_to_send(message).items())
@@ -103,7 +108,7 @@ def _name_bytes(user: str) -> int:
 
 
 def _header(message: Download | Upload) -> dict[str, Any]:
-    """Return the JSON header of one user's message; a download lists its senders if there are some."""
+    """Return the JSON header of one user's message: kind, round or version, user, rank, and a download's senders."""
     (user,), rank = message.users, int(message.ranks[0])
     if isinstance(message, Upload):
         return {"kind": "upload", "round": message.round, "user": user, "rank": rank}
@@ -112,15 +117,18 @@ def _header(message: Download | Upload) -> dict[str, Any]:
 
 
 def _tensors_to_send(message: Download | Upload) -> Tree:
-    """Return the tensors to send: no users dimension, cut to the user's rank, without the user's own upload."""
+    """Return the tensors of one user's message as they are sent: without users dimension, cut to the user's LoRA rank.
+
+    A download with all senders' uploads leaves out the receiver's own, which it has already.
+    """
     rank = int(message.ranks[0])
-    own = {name: _without_rank_padding(name, t[0], rank) for name, t in message.tensors.items()}
+    tensors = {name: _without_rank_padding(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
-        return own | {_REPORT + name: t[0] for name, t in message.reports.items()}
+        return tensors | {_REPORT + name: t[0] for name, t in message.reports.items()}
     if message.users[0] not in message.senders:
-        return own
-    kept = [i for i, sender in enumerate(message.senders) if sender != message.users[0]]
-    return {name: t[kept] for name, t in own.items()}
+        return tensors
+    others = [i for i, sender in enumerate(message.senders) if sender != message.users[0]]
+    return {name: t[others] for name, t in tensors.items()}
 
 
 def _without_rank_padding(name: str, t: Tensor, rank: int) -> Tensor:
@@ -136,20 +144,20 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     """
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"message: got {len(data)} bytes that do not begin with the header of a message")
-    _, version, header, tensors, check = _PREFIX.unpack_from(data)
+    _, version, header_length, tensors_length, checksum = _PREFIX.unpack_from(data)
     if version != FORMAT:
         raise MessageError(f"message: got format {version}; allowed: {FORMAT}")
-    wanted = _PREFIX.size + header + tensors
-    if wanted != len(data) or wanted > MAX_BYTES:
-        raise MessageError(f"message: got {len(data)} bytes, header says {wanted}; allowed: at most {MAX_BYTES}")
-    middle = _PREFIX.size + header
-    if zlib.crc32(data[_PREFIX.size :]) != check:
+    length = _PREFIX.size + header_length + tensors_length
+    if length != len(data) or length > MAX_BYTES:
+        raise MessageError(f"message: got {len(data)} bytes, header says {length}; allowed: at most {MAX_BYTES}")
+    if zlib.crc32(data[_PREFIX.size :]) != checksum:
         raise MessageError("message: wrong checksum; the message was changed on the way")
-    return data[_PREFIX.size : middle], data[middle:]
+    header_end = _PREFIX.size + header_length
+    return data[_PREFIX.size : header_end], data[header_end:]
 
 
 def _message_from(header: Mapping[str, Any], tensors: Tree) -> Download | Upload:
-    """Return the message with this header and these tensors, which have no users dimension.
+    """Return the message of one user with this header and these tensors, which get a users dimension of 1.
 
     Raises:
         KeyError, TypeError, ValueError: The header lacks a key or has a wrong value.
@@ -174,12 +182,17 @@ def _message_from(header: Mapping[str, Any], tensors: Tree) -> Download | Upload
 
 @lru_cache(maxsize=256)
 def _tensors_bytes(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
-    """Return the length of a safetensors file: 8 bytes, its header padded to a multiple of 8, and the tensors."""
+    """Return the length of a safetensors file: 8 bytes, its header padded to a multiple of 8, and the tensors.
+
+    Args:
+        shapes: Name, dtype and shape of each tensor.
+    """
     ordered = sorted(shapes, key=lambda shape: (_ORDER.index(shape[1]), shape[0]))
-    entries, at = {}, 0
+    entries, offset = {}, 0
     for name, dtype, shape in ordered:
         size = math.prod(shape) * _WIDTHS[dtype]
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size)}
-        at += size
-    header = len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
-    return _LENGTH_BYTES + -(-header // 8) * 8 + at
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
+    header_length = len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
+    padded_header_length = math.ceil(header_length / 8) * 8
+    return _LENGTH_BYTES + padded_header_length + offset

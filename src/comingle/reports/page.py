@@ -69,7 +69,7 @@ from comingle.reports.runs import (
 from comingle.reports.tables import judged_tables, ledger
 from comingle.utils.errors import RunError
 from comingle.utils.inputs import Inputs, read_inputs
-from comingle.utils.records import number, read_metrics, sample_told
+from comingle.utils.records import describe_sample, number, read_metrics
 
 COLUMNS = 56
 """Characters per line in the token view."""
@@ -265,7 +265,7 @@ def notices(entries: Sequence[Entry]) -> list[str]:
         if run.metrics is None:
             last = run.evaluations[-1].round
             lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
-        elif sample := sample_told(run.metrics):
+        elif sample := describe_sample(run.metrics):
             lines.append(f"{run.folder.name}: {sample}.")
     return lines
 

@@ -39,11 +39,11 @@ from comingle.utils.errors import list_names
 from comingle.utils.records import (
     GEOMETRIC,
     PARTICIPANTS,
+    describe_privacy,
+    describe_sample,
     geometric,
     measure_of,
     number,
-    privacy_told,
-    sample_told,
     write_json,
     write_text,
 )
@@ -89,10 +89,10 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     table.caption = caption = words(_run_circumstances(metrics, unit), "table.caption")
     table.caption_justify = "left"
     if privacy := metrics.get("privacy"):
-        caption.append(f"\nprivacy: {privacy_told(privacy)}")
+        caption.append(f"\nprivacy: {describe_privacy(privacy)}")
     for warning in metrics.get("warnings", ()):
         caption.append(f"\nwarning: {warning}", "yellow")
-    if sample := sample_told(metrics):
+    if sample := describe_sample(metrics):
         caption.append(f"\n{sample}")
     if planned := metrics.get("planned_rounds"):
         caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
@@ -557,7 +557,7 @@ def note_of(table: ComparisonTable) -> str:
     missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
     budget = budget_note([row["trainable_parameters"] for row in table["methods"]])
     private = [
-        f"{row['method']}: privacy {privacy_told(row['privacy'])}" for row in table["methods"] if "privacy" in row
+        f"{row['method']}: privacy {describe_privacy(row['privacy'])}" for row in table["methods"] if "privacy" in row
     ]
     warned = [f"{row['method']}, {warning}" for row in table["methods"] for warning in row.get("warnings", ())]
     rows = table["methods"]
@@ -574,7 +574,7 @@ def _early_ends(rows: Sequence[MethodRow]) -> Iterator[str]:
 
 def _sample_note(rows: Sequence[MethodRow]) -> str:
     """Return a note on means over a sample of the users, with each method's interval; empty without samples."""
-    samples = [(row["method"], sample_told(row).split(", ", 1)) for row in rows if "sample" in row]
+    samples = [(row["method"], describe_sample(row).split(", ", 1)) for row in rows if "sample" in row]
     if not samples:
         return ""
     intervals = [f"{method}: {', '.join(rest)}" for method, (_, *rest) in samples if rest]

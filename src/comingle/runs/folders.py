@@ -13,7 +13,7 @@ from comingle.methods.user_files import ORIGIN, check_origin, write_origin
 from comingle.utils.errors import RunError
 from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
 from comingle.utils.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
-from comingle.utils.records import DRAFT, FEDERATION, check_name, told_in_one_line, write_text
+from comingle.utils.records import DRAFT, FEDERATION, check_name, convert_disk_errors, write_text
 
 NETWORK = ("flower", "users")
 """Files of a federation's processes in its run folder, besides those of the run."""
@@ -67,7 +67,7 @@ def open_folder(
     """
     check_folder(folder, recipe, resume=resume, force=force)
     _create_folder(folder)
-    with told_in_one_line(folder), locked(folder):
+    with convert_disk_errors(folder), locked(folder):
         check_folder(folder, recipe, resume=resume, force=force, locked_here=True)  # another process may be faster
         _refuse_links(folder)
         if resume:
@@ -100,7 +100,7 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
     if not locked_here:
-        with told_in_one_line(folder):
+        with convert_disk_errors(folder):
             check_free(folder)
     if resume:
         check_recipe(folder, recipe)

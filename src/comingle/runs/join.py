@@ -38,7 +38,7 @@ from comingle.training.events import JsonObject
 from comingle.training.kinds.base import RunData, section_for
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
-from comingle.utils.records import PUBLIC, told_in_one_line, write_json
+from comingle.utils.records import PUBLIC, convert_disk_errors, write_json
 from comingle.utils.trees import CLIENT_ROUTER
 
 
@@ -66,7 +66,7 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
     if run_folder is not None and (run_folder.is_relative_to(target) or target.is_relative_to(run_folder)):
         raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
     outer = folder.with_name(f".{folder.name}.joining")
-    with told_in_one_line(outer):
+    with convert_disk_errors(outer):
         outer.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             with locked(outer):

@@ -24,7 +24,7 @@ from comingle.privacy.accounting import sample_size
 from comingle.training.client import Clients
 from comingle.training.events import Event, Observer
 from comingle.training.settings import cohorts, participants
-from comingle.utils.records import measure_of, number, sample_told
+from comingle.utils.records import describe_sample, measure_of, number
 from comingle.utils.terminal import errors, printable
 
 LONG_SECONDS = 30.0
@@ -168,7 +168,7 @@ class RunProgress:
 def _test_result(event: Event) -> str:
     """Return the mean test result of an evaluation, and the number of users if not all were evaluated."""
     measure = measure_of(event)
-    sample = f" ({described})" if (described := sample_told(event)) else ""
+    sample = f" ({described})" if (described := describe_sample(event)) else ""
     return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
 
 

@@ -47,10 +47,10 @@ class RecipeError(ComingleError):
 
 
 def run_checks(*checks: Callable[[], object]) -> None:
-    """Run all checks of a recipe.
+    """Run all checks of a recipe, and report the problems that they find together, in one error.
 
     Raises:
-        RecipeError: One or more checks raised it; it has all their problems.
+        RecipeError: One or more checks raised it.
     """
     problems: dict[str, None] = {}  # without repetitions, in order
     for check in checks:
@@ -103,7 +103,7 @@ class DivergenceError(ComingleError):
 
 
 def require_user(name: str, known: Iterable[str], where: str = "") -> str:
-    """Return a name if it is the name of a user.
+    """Return a name after checking that a user has it; the error for an unknown name suggests a similar one.
 
     Args:
         name: The name.
@@ -130,15 +130,17 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     # One wrong letter in three or four, and a smaller share of longer names. Names with a common prefix are not near.
     cutoff = 0.65 if len(got) < _SHORT else 0.75 if len(got) < _LONG else 0.77
     names = list(islice(known, _COMPARED))
-    longer = [name for name in names if len(got) > _SHORT and name.startswith(got)]
-    near = difflib.get_close_matches(got, names, n=1, cutoff=cutoff) or (longer if len(longer) == 1 else [])
-    return f" Did you mean {near[0]!r}?" if near else ""
+    similar = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
+    if not similar:  # an abbreviation, if only one name begins with it
+        longer = [name for name in names if len(got) > _SHORT and name.startswith(got)]
+        similar = longer if len(longer) == 1 else []
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error was raised for lack of memory, on a CPU or a GPU. This does not import torch."""
-    on_gpu = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, MemoryError) or on_gpu or _ALLOCATION in str(error)
+    is_of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch.cuda's class
+    return isinstance(error, MemoryError) or is_of_gpu or _ALLOCATION in str(error)
 
 
 _ALLOCATION = "can't allocate memory"  # torch's allocator for CPUs raises a RuntimeError
@@ -154,7 +156,7 @@ def is_number(value: object) -> bool:
 
 
 def require_docstrings() -> None:
-    """Check that Python keeps docstrings, which transformers parses when it imports a model class.
+    """Check that Python has kept docstrings: transformers parses them when it imports a model class, and fails without.
 
     Raises:
         BaseModelError: Python runs with ``-OO``.

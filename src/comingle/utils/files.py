@@ -159,7 +159,10 @@ def _delete_abandoned(target: Path) -> None:
 
 
 def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
-    """Open a private file or folder; return None if it is missing or not private.
+    """Open a file or folder that no other user can have written, and return its descriptor.
+
+    It belongs to the current user, is not a link, and is writable by neither group nor others. Return None if it is
+    missing or not private in this sense.
 
     Args:
         path: The file or folder.
@@ -176,12 +179,15 @@ def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Return whether a file or folder belongs to this user and no other user may write to it."""
-    kind = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
-    return kind and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    """Return whether it is a file or folder that belongs to this user and that no other user may write to."""
+    is_file_or_folder = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    is_writable_by_others = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return is_file_or_folder and status.st_uid == os.geteuid() and not is_writable_by_others
 
 
 SUMS = "SHA256SUMS"
+_DIGEST_COLUMNS = 66
+"""Width of a digest and two spaces, after which a line of ``SHA256SUMS`` has the file's name."""
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -191,16 +197,15 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
-    """Write the checksums of all files in a checkpoint, as the last step of writing it.
+    """Write ``SHA256SUMS``, the checksums of all files in a checkpoint, as the last step of writing it.
 
     Args:
         folder: The checkpoint.
-        known: Lines of files whose checksums have been computed by other processes.
+        known: Lines of ``SHA256SUMS`` that other processes have computed for the files that they wrote.
     """
-    by_name = {line[66:].strip().decode(): line for line in known or ()}
-    (folder / SUMS).write_bytes(
-        b"".join(by_name.get(name) or line_of(folder / name) for name in _checkpoint_files(folder))
-    )
+    lines_by_name = {line[_DIGEST_COLUMNS:].strip().decode(): line for line in known or ()}
+    lines = [lines_by_name.get(name) or checksum_line(folder / name) for name in _checkpoint_files(folder)]
+    (folder / SUMS).write_bytes(b"".join(lines))
 
 
 def verify(folder: Path, name: str | None = None) -> None:
@@ -214,8 +219,9 @@ def verify(folder: Path, name: str | None = None) -> None:
 
 
 def advise(folder: Path) -> str:
-    """Return advice on a damaged checkpoint: which older one is intact, and how to continue from it."""
+    """Return advice on a damaged checkpoint: which older one is intact, and how to resume the run from it."""
     checkpoints = list_checkpoints(folder.parent.parent)
+    # The damaged checkpoint, those after it, and those before it up to the newest intact one.
     damaged = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
     while len(damaged) < len(checkpoints) and _find_damage(older := checkpoints[-len(damaged) - 1]):
         damaged.insert(0, older)
@@ -227,11 +233,11 @@ def advise(folder: Path) -> str:
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:
-    """Return a description of the damage of a checkpoint or of one of its files; empty if there is none."""
+    """Return a description of the damage of a checkpoint, or of its file ``name``; empty if there is none."""
     try:
         sums = (folder / SUMS).read_bytes()
         names = [name] if name else _checkpoint_files(folder)
-        lines = [line_of(folder / file) for file in names]
+        lines = [checksum_line(folder / file) for file in names]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     for file, line in zip(names, lines, strict=True):
@@ -240,7 +246,10 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     if name or sums == b"".join(lines):
         return ""
     missing = [line for line in sums.splitlines(keepends=True) if line not in lines]
-    return f"{missing[0][66:].decode('utf-8', 'replace').strip()!r} is missing" if missing else f"{SUMS} is truncated"
+    if not missing:
+        return f"{SUMS} is truncated"
+    missing_name = missing[0][_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()
+    return f"{missing_name!r} is missing"
 
 
 def _checkpoint_files(folder: Path) -> list[str]:
@@ -248,14 +257,17 @@ def _checkpoint_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != SUMS)
 
 
-def line_of(path: Path) -> bytes:
-    """Return the line of a file in ``SHA256SUMS``."""
+def checksum_line(path: Path) -> bytes:
+    """Return the line of a file in ``SHA256SUMS``: digest, two spaces, name."""
     with path.open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode()
 
 
 def require_packages(verb: str) -> None:
-    """Require the packages that draw figures and pages.
+    """Check that the packages that draw figures and pages are installed.
+
+    Args:
+        verb: The command that needs them, for the message.
 
     Raises:
         ComingleError: A package is not installed.

@@ -69,77 +69,82 @@ def read_inputs(folder: Path) -> Inputs:
 
 
 def recorded_date(folder: Path) -> str:
-    """Return the date in a run's chat template; empty if none is recorded."""
+    """Return the date that a run's chat template has in every prompt; empty if it has none.
+
+    Some templates write the current date. A resumed run has to write the date of its start.
+    """
     try:
         return str(read_inputs(folder).settings.get(DATE, ""))
     except RunError:  # reported when the run is resumed
         return ""
 
 
-def check_inputs(where: Path, was: Inputs, now: Inputs, *, pooled: str = "") -> None:
+def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = "") -> None:
     """Check that a run is resumed with the inputs that it was started with.
 
     Args:
         where: The run folder, for messages.
-        was: The recorded inputs.
+        recorded: The inputs that the run was started with.
         now: The current inputs.
-        pooled: Name of a method that pools all users' data, whose result depends on their order.
+        pooled: Name of the run's method if it pools all users' data, as its result then depends on their order.
 
     Raises:
         RunError: The base, the tokenizer or a user's data changed. The message names it.
     """
-    check_base(where, was, now.base, now.tokenizer)
-    check_users(where, was, now)
+    check_base(where, recorded, now.base, now.tokenizer)
+    check_users(where, recorded, now)
     for name, user in now.users.items():
         for key, value in user.given.items():
-            if (before := was.users[name].given.get(key)) != value:
+            if (before := recorded.users[name].given.get(key)) != value:
                 raise RunError(f"{where}: user {name!r}: {key} was {before} and is {value}; use another --out")
-    if pooled and list(was.users) != list(now.users):
-        orders = f"was {list_names(was.users)} and is {list_names(now.users)}"
+    if pooled and list(recorded.users) != list(now.users):
+        orders = f"was {list_names(recorded.users)} and is {list_names(now.users)}"
         raise RunError(f"{where}: the order of users {orders}, and {pooled} depends on it; use another --out")
 
 
-def check_base(where: Path, was: Inputs, base: str, tokenizer: str) -> None:
-    """Check the digests of base and tokenizer; older digests do not include a chat template.
+def check_base(where: Path, recorded: Inputs, base: str, tokenizer: str) -> None:
+    """Check that base and tokenizer have the digests that the run was started with.
 
     Args:
         where: The run folder, for messages.
-        was: The recorded inputs.
+        recorded: The inputs that the run was started with.
         base: Current digest of the base.
-        tokenizer: Current digest of the tokenizer.
+        tokenizer: Current digest of the tokenizer, ``TOKENIZER:TEMPLATE``; older runs recorded the first part only.
 
     Raises:
         RunError: One of them changed.
     """
-    for part, before, now in (("base", was.base, base), ("tokenizer", was.tokenizer, tokenizer)):
-        if now not in (before, f"{before}:{now.partition(':')[2]}"):
+    for part, before, now in (("base", recorded.base, base), ("tokenizer", recorded.tokenizer, tokenizer)):
+        template_digest = now.partition(":")[2]
+        if now not in (before, f"{before}:{template_digest}"):
             raise RunError(f"{where}: the {part} changed since the run began; {_ADVICE}")
 
 
-def check_users(where: Path, was: Inputs, now: Inputs) -> None:
-    """Check that the users and their data are the same; their order does not matter.
+def check_users(where: Path, recorded: Inputs, now: Inputs) -> None:
+    """Check that the users and their data are those with which the run was started; their order does not matter.
 
     Args:
         where: The run folder, for messages.
-        was: The recorded inputs.
+        recorded: The inputs that the run was started with.
         now: The current inputs.
 
     Raises:
         RunError: A user was added or removed, or has other data.
     """
-    if (POPULATION in was.settings) != (POPULATION in now.settings):
-        kept, got = ("disk", "memory") if POPULATION in was.settings else ("memory", "disk")
+    # Populations that are stored on disk have one digest for all users.
+    if (POPULATION in recorded.settings) != (POPULATION in now.settings):
+        kept, got = ("disk", "memory") if POPULATION in recorded.settings else ("memory", "disk")
         raise RunError(
             f"{where}: the run was started with runtime.store: {kept}; got {got}; resume it with the same one"
         )
-    if was.settings.get(POPULATION) != now.settings.get(POPULATION):
+    if recorded.settings.get(POPULATION) != now.settings.get(POPULATION):
         raise RunError(f"{where}: the users or their data changed since the run began; {_ADVICE}")
-    for name in [*now.users, *was.users]:
-        if name not in now.users or name not in was.users:
-            change = "was removed" if name in was.users else "was added"
+    for name in [*now.users, *recorded.users]:
+        if name not in now.users or name not in recorded.users:
+            change = "was removed" if name in recorded.users else "was added"
             raise RunError(f"{where}: user {name!r} {change} since the run began; {_ADVICE}")
         for split in SPLITS:
-            if was.users[name].digests[split] != now.users[name].digests[split]:
+            if recorded.users[name].digests[split] != now.users[name].digests[split]:
                 raise RunError(f"{where}: user {name!r}: the {split} data changed since the run began; {_ADVICE}")
 
 

@@ -27,13 +27,16 @@ def as_folder(name: str) -> str:
 
 
 def name_problem(names: Iterable[str]) -> str | None:
-    """Return the problem of the first name that is empty, unprintable or a duplicate; None if there is none."""
+    """Return a message about the first user's name that is empty, unprintable or a duplicate; None if all are valid."""
     seen: set[str] = set()
     for name in names:
         if not name.strip():
             return "a user's name is empty; allowed: text on one line"
-        if odd := [sign for sign in name if sign in _DISGUISES or unicodedata.category(sign) in _REFUSED]:
-            return f"user {name!r}: the name contains {odd[0]!r}; allowed: text on one line without control characters"
+        refused = [sign for sign in name if sign in _DISGUISES or unicodedata.category(sign) in _REFUSED]
+        if refused:
+            return (
+                f"user {name!r}: the name contains {refused[0]!r}; allowed: text on one line without control characters"
+            )
         if name in seen:
             return f"two users are named {name!r}; names must be unique"
         seen.add(name)
@@ -52,7 +55,7 @@ _KEYS = ("config", "split", "files", "documents")
 
 
 def is_named(source: str) -> bool:
-    """Return whether a source is not a path, but the name of a data set on the hub or of a demo user."""
+    """Return whether a source of data is ``hub:NAME`` or ``demo:NAME``, and not a path."""
     prefix, colon, named = source.partition(":")
     return bool(named) and prefix + colon in (HUB_PREFIX, DEMO_PREFIX)
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("comingle")
 DRAFT = ".draft"
 """Suffix of the temporary name of a file that is being written."""
 
-_DISK = {
+_DISK_ERRORS = {
     getattr(errno, name)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "EIO", "ELOOP", "ENOTDIR", "ENAMETOOLONG")
     if hasattr(errno, name)
@@ -118,28 +118,38 @@ def check_name(folder: Path) -> None:
     Raises:
         RunError: The name is too long for the file system, contains a NUL, or is below a file.
     """
-    for above in folder.parents:
-        if os.path.isfile(above):
-            raise RunError(f"{folder}: cannot be a folder: {above} is a file")
+    for parent in folder.parents:
+        if os.path.isfile(parent):
+            raise RunError(f"{folder}: cannot be a folder: {parent} is a file")
+    reason = None
     try:
         os.lstat(folder)
-        why = None
-    except (FileNotFoundError, NotADirectoryError):  # parent folders may be missing, too
-        why = os.strerror(errno.ENAMETOOLONG) if any(len(os.fsencode(p)) > _NAME_MAX for p in folder.parts) else None
+    except (FileNotFoundError, NotADirectoryError):
+        # If parent folders are missing too, the system has not looked at the length of the last part.
+        if any(len(os.fsencode(part)) > _NAME_MAX for part in folder.parts):
+            reason = os.strerror(errno.ENAMETOOLONG)
     except (OSError, ValueError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    if why:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if reason:
         shown = str(folder)
-        raise RunError(f"{shown[:_SHOWN] + '...' if len(shown) > _SHOWN else shown}: cannot be a folder: {why}")
+        shown = shown[:_SHOWN] + "..." if len(shown) > _SHOWN else shown
+        raise RunError(f"{shown}: cannot be a folder: {reason}")
 
 
 def measure_of(record: Container[str]) -> str:
-    """Return the measure of a run's metrics, of an evaluation or of a comparison's row: a key of :data:`MEASURES`."""
+    """Return the measure by which models are compared, such as perplexity, from the keys of a record of results.
+
+    Args:
+        record: A run's metrics, an evaluation, or a comparison's row, with a key such as ``mean_test_perplexity``.
+    """
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
 
 
 def number(value: float | None, measure: str = "perplexity") -> str:
-    """Format a measure: accuracy in per cent, losses and ROUGE-1 with three digits."""
+    """Format the value of a measure: accuracy in per cent, losses and ROUGE-1 with three digits, others with two.
+
+    None, which stands for NaN or infinity, becomes "not finite".
+    """
     if value is None:
         return "not finite"
     if measure in SHARES:
@@ -161,8 +171,12 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
-def sample_told(record: Mapping[str, Any]) -> str:
-    """Return the sample size and the interval of a mean over some of the users; empty for a mean over all."""
+def describe_sample(record: Mapping[str, Any]) -> str:
+    """Return a text about a mean over a sample of the users, with its 95% interval; empty for a mean over all users.
+
+    Args:
+        record: A run's metrics or an evaluation, with the key ``sample`` if only a sample was evaluated.
+    """
     if "sample" not in record:
         return ""
     sample, measure = record["sample"], measure_of(record)
@@ -173,8 +187,8 @@ def sample_told(record: Mapping[str, Any]) -> str:
     return f"{size}, 95% interval {low} to {high}"
 
 
-def privacy_told(privacy: Mapping[str, Any]) -> str:
-    """Return a run's mechanism, epsilon, delta, noise, clip norm and number of releases as text."""
+def describe_privacy(privacy: Mapping[str, Any]) -> str:
+    """Return a run's privacy as text: mechanism, epsilon, delta, noise multiplier, clip norm, number of releases."""
     if not math.isfinite(privacy["epsilon"] if privacy["epsilon"] is not None else math.inf):
         spent = "no bound on epsilon"
     else:
@@ -204,7 +218,9 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_bytes(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Write a file under a temporary name, then rename it; readers see the old or the new file, also after a crash.
+    """Write a file atomically: under a temporary name that is then renamed.
+
+    Readers see either the old or the new file, also after a crash.
 
     Args:
         path: The file.
@@ -239,8 +255,13 @@ def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 @contextmanager
-def told_in_one_line(folder: Path) -> Iterator[None]:
-    """Convert errors of the disk (full, read-only, no permission, broken) to errors that a user can correct.
+def convert_disk_errors(folder: Path) -> Iterator[None]:
+    """Convert errors of the disk within a ``with`` block to errors of one line that a user can correct.
+
+    Such errors are a full, read-only or broken disk and missing permissions; others are not converted.
+
+    Args:
+        folder: The folder that is written to, for errors that name no file.
 
     Raises:
         RunError: Instead of such an OSError.
@@ -248,7 +269,7 @@ def told_in_one_line(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.errno not in _DISK:
+        if error.errno is None or error.errno not in _DISK_ERRORS:
             raise
         raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
 
@@ -273,11 +294,11 @@ def plural(count: int, noun: str) -> str:
 
 
 def finite(value: object) -> Any:
-    """Return ``value`` with all non-finite numbers replaced by None."""
+    """Return a value with all non-finite numbers in nested dicts and lists replaced by None; tuples become lists."""
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -291,7 +312,7 @@ def is_server(run: Path) -> bool:
 
 
 def resume_command(run: Path) -> str:
-    """Return the action that resumes a run, as the subject of a sentence: a command, or restarting the federation."""
+    """Return the action that resumes a run, for messages: a command in backquotes, or "restarting the federation"."""
     if is_server(run) or (run / PUBLIC).exists():
         return "restarting the federation"
     return f"`comingle run --resume {shlex.quote(str(run))}`"
@@ -307,10 +328,11 @@ def read_metrics(run: Path) -> dict[str, Any]:
     if not run.is_dir():
         raise RunError(f"{run}: no such run folder")
     if not path.exists():
-        unfinished = (run / "events.jsonl").exists()
-        hint = f"{resume_command(run)} resumes the run" if unfinished else "not a run folder"
-        if inner := sorted(path.parent for pattern in ("*", "*/model") for path in run.glob(f"{pattern}/metrics.json")):
-            hint += f"; open one in it, such as {inner[0]}"
+        is_unfinished = (run / "events.jsonl").exists()
+        hint = f"{resume_command(run)} resumes the run" if is_unfinished else "not a run folder"
+        inner_metrics = [*run.glob("*/metrics.json"), *run.glob("*/model/metrics.json")]
+        if inner_metrics:
+            hint += f"; open one in it, such as {min(metrics.parent for metrics in inner_metrics)}"
         raise RunError(f"{run}: no metrics.json; {hint}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -319,7 +341,10 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run, in order; skip damaged lines, with a warning unless a crash truncated the last one."""
+    """Yield the events of a run, in order, without damaged lines.
+
+    A warning in the log counts these, except for the last line, which a crash may have truncated.
+    """
     path = run / "events.jsonl"
     if not path.exists():
         return

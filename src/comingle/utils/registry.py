@@ -122,10 +122,13 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
             yield
         finally:
             del self._registered[name]
-            self._registered |= {name: before[name]} if name in before else {}
+            if name in before:
+                self._registered[name] = before[name]
 
     def __getitem__(self, name: str) -> Offered:
-        """Return the implementation of this name, registered, built-in or a plug-in's; import it if necessary.
+        """Return the implementation of this name; import it if necessary.
+
+        One that the program registered comes first, then the built-in one, then that of an installed package.
 
         Raises:
             KeyError: There is none.

@@ -20,9 +20,11 @@ def printable(text: object, keep: str = "") -> str:
     >>> printable("red \\x1b[31m")
     'red \\\\x1b[31m'
     """
-    return _COMMANDS.sub(
-        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode("ascii"), str(text)
-    )
+
+    def escape(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keep else match[0].encode("unicode_escape").decode("ascii")
+
+    return _COMMANDS.sub(escape, str(text))
 
 
 def words(text: object, style: str = "") -> Text:

@@ -77,7 +77,10 @@ class Slot:
         return math.prod(self.shape)
 
     def chosen(self, roles: Set[str]) -> list[bool]:
-        """Return for each entry of ``self.roles`` whether ``roles`` names it, its factor or its part."""
+        """Return for each entry of ``self.roles`` whether it is in ``roles``, by itself or with its factor or part.
+
+        For example, "attention" and "attention.a" both choose the first factor of a LoRA of the attention.
+        """
         return [not roles.isdisjoint((role, f"{role}.{self.factor}", f"{role}.{self.part}")) for role in self.roles]
 
 
@@ -129,78 +132,86 @@ class Layout:
     def mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"]:
         """Return a mask that is True on the columns whose role is in ``roles``."""
         wanted = set(roles)
-        marks = [torch.tensor(s.chosen(wanted)).repeat_interleave(s.size // len(s.roles)) for s in self.slots]
-        return torch.cat(marks)
+        masks = []
+        for slot in self.slots:
+            entries_per_role = slot.size // len(slot.roles)  # roles are along the leading axis
+            masks.append(torch.tensor(slot.chosen(wanted)).repeat_interleave(entries_per_role))
+        return torch.cat(masks)
 
     def count(self, roles: Iterable[str]) -> int:
         """Return the number of columns whose role is in ``roles``."""
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return the roles of each slot with entries in ``roles``, alone and with its factor and part.
+        """Return for each slot that has entries in ``roles`` all names of its roles: alone, with factor and with part.
 
-        If the entries of a slot have several roles, only those in ``roles`` count: a tensor of experts, restricted to
-        the shared ones, is a generalist. A LoRA's first factor is ``{"attention", "attention.a", "attention.body"}``.
+        For example, a LoRA's first factor has ``{"attention", "attention.a", "attention.body"}``. If the entries of a
+        slot have several roles, only those in ``roles`` count: a tensor of experts, restricted to the shared ones, is a
+        generalist.
         """
         wanted = frozenset(roles)
         named: dict[str, frozenset[str]] = {}
         for slot in self.slots:
             kept = {role for role, chosen in zip(slot.roles, slot.chosen(wanted), strict=True) if chosen}
-            ends = [end for end in (slot.factor, slot.part) if end]
+            suffixes = [suffix for suffix in (slot.factor, slot.part) if suffix]
             if kept:
-                named[slot.name] = frozenset(kept | {f"{role}.{end}" for role in kept for end in ends})
+                named[slot.name] = frozenset(kept | {f"{role}.{suffix}" for role in kept for suffix in suffixes})
         return named
 
     def only(self, roles: Iterable[str]) -> Layout:
-        """Return the slots whose roles are all in ``roles``, in the same order."""
+        """Return a layout of the slots whose roles are all in ``roles``, in the same order."""
         wanted = frozenset(roles)
         if wanted not in self._only_cache:  # called in every step
-            self._only_cache[wanted] = Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
+            self._only_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if all(slot.chosen(wanted))))
         return self._only_cache[wanted]
 
     def touching(self, roles: Iterable[str]) -> Layout:
-        """Return the slots with at least one role in ``roles``, in the same order."""
+        """Return a layout of the slots with at least one role in ``roles``, in the same order."""
         wanted = frozenset(roles)
         if wanted not in self._touching_cache:
-            self._touching_cache[wanted] = Layout(slots=tuple(s for s in self.slots if any(s.chosen(wanted))))
+            self._touching_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if any(slot.chosen(wanted))))
         return self._touching_cache[wanted]
 
     def beside(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
-        """Return a mask of the columns of other roles in slots with ``roles``; None if there are no such columns."""
+        """Return a mask of the columns of other roles in slots that have entries in ``roles``; None if there are none.
+
+        For example, the columns of specialists in tensors that also hold a generalist.
+        """
         wanted = frozenset(roles)
         if wanted not in self._beside_cache:
             names = {slot.name for slot in self.touching(wanted).slots}
-            whole = [torch.full((s.size,), s.name in names) for s in self.slots]
-            found = torch.cat(whole) & ~self.mask(wanted)
-            self._beside_cache[wanted] = found if bool(found.any()) else None
+            in_slots = torch.cat([torch.full((slot.size,), slot.name in names) for slot in self.slots])
+            mask = in_slots & ~self.mask(wanted)
+            self._beside_cache[wanted] = mask if bool(mask.any()) else None
         return self._beside_cache[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
         """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices."""
-        starts = [self.starts[slot.name] for slot in part.slots] or [0]
+        starts = [self.starts[slot.name] for slot in part.slots] or [0]  # an empty part is an empty slice
         ends = [start + slot.size for start, slot in zip(starts, part.slots, strict=False)]
         if starts[1:] == ends[:-1]:
             return slice(starts[0], starts[0] + part.columns)
-        return torch.cat([torch.arange(*ends_of) for ends_of in zip(starts, ends, strict=True)])
+        return torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
 
 
 def restrict(tree: Tree, layout: Layout, roles: Iterable[str]) -> Tree:
     """Return the entries of ``tree`` whose role is in ``roles``.
 
     Args:
-        tree: The named tensors.
+        tree: The named tensors ``(users, *shape)``.
         layout: Their layout.
-        roles: Roles to keep. A tensor with several roles is indexed along its expert axis.
+        roles: Roles to keep. A tensor with several roles is indexed along its expert axis, the first after users;
+            one without any of these roles is left out.
     """
     wanted = set(roles)
-    cut: Tree = {}
+    restricted: Tree = {}
     for slot in layout.slots:
         keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
         if len(keep) == len(slot.roles):
-            cut[slot.name] = tree[slot.name]
+            restricted[slot.name] = tree[slot.name]
         elif keep:
-            cut[slot.name] = tree[slot.name][:, keep]
-    return cut
+            restricted[slot.name] = tree[slot.name][:, keep]
+    return restricted
 
 
 def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> None:
@@ -222,7 +233,12 @@ def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> No
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Float[Tensor, "users columns"]:
-    """Concatenate tensors ``(users, ...)`` as columns, in order; by default in the dtype of the first one."""
+    """Flatten tensors ``(users, ...)`` for each user and concatenate them as columns of one matrix, in order.
+
+    Args:
+        tensors: The tensors.
+        dtype: Dtype of the matrix; None for that of the first tensor.
+    """
     users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
     columns = tensors[0].new_empty(users, sum(sizes), dtype=dtype)
     for part, t in zip(columns.split(sizes, 1), tensors, strict=True):
@@ -231,7 +247,7 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
 
 
 def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each LoRA in ``tree`` as (name, A, B), with the rank on the second last axis."""
+    """Yield each LoRA in ``tree`` as (name, A, B); both factors have the rank on the second last axis."""
     for name, a in tree.items():
         if name.endswith(".a"):
             stem = name.removesuffix(".a")
@@ -250,8 +266,8 @@ def digest_all(*parts: Tensor | object) -> str:
         if not isinstance(part, Tensor):
             digest.update(json.dumps(part, sort_keys=True).encode())
             continue
-        plain = part.detach().cpu().contiguous()
-        digest.update(json.dumps([str(plain.dtype), *plain.shape]).encode())
-        if plain.numel():
-            digest.update(plain.flatten().view(torch.uint8).numpy().data)
+        tensor = part.detach().cpu().contiguous()
+        digest.update(json.dumps([str(tensor.dtype), *tensor.shape]).encode())
+        if tensor.numel():
+            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

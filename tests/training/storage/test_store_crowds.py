@@ -32,7 +32,7 @@ from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.training.rounds import run_rounds
 from comingle.utils.errors import DataError, RunError
-from comingle.utils.records import sample_told
+from comingle.utils.records import describe_sample
 from comingle.utils.seeds import derive
 from resuming import StoppedError, final, stop_in_round_3
 
@@ -91,7 +91,7 @@ def test_a_sample_is_what_everybody_would_have_been(federate: Callable[..., InPr
     assert (told["users"], told["of"]) == (3, 6)
     # Student's t with 2 degrees of freedom reaches 4.3027 with 95%
     assert told["interval"] == pytest.approx([mean - 4.302653 * error, mean + 4.302653 * error])
-    assert sample_told(evaluations[-1]).startswith("mean of 3 of 6 users, 95% interval ")
+    assert describe_sample(evaluations[-1]).startswith("mean of 3 of 6 users, 95% interval ")
     assert sampled(whole.clients, {name: {} for name in NAMES}, "perplexity") == {}
 
 

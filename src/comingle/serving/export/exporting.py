@@ -59,7 +59,7 @@ from comingle.serving.export.networks import (
     write_peft,
 )
 from comingle.utils.errors import DataError, RunError, did_you_mean
-from comingle.utils.records import DRAFT, check_name, expand_home, told_in_one_line, write_json
+from comingle.utils.records import DRAFT, check_name, convert_disk_errors, expand_home, write_json
 
 TAG = "comingle"
 """Tag in the model card that marks a folder as an export."""
@@ -282,7 +282,7 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
     check_target(folder, force=force)
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{DRAFT}")
     try:
-        with told_in_one_line(folder):
+        with convert_disk_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir(mode=0o700)
             yield draft

@@ -55,7 +55,7 @@ from comingle.training.client import LocalRound
 from comingle.training.evaluation import amounts_of, merged, period
 from comingle.training.events import JsonMapping, JsonObject
 from comingle.utils.errors import DivergenceError
-from comingle.utils.files import line_of, list_checkpoints
+from comingle.utils.files import checksum_line, list_checkpoints
 from comingle.utils.trees import Tree, restrict
 
 _SUM_BITS = 61
@@ -305,7 +305,7 @@ class Sharded(InProcess):
 
             with write_errors(final, None):
                 files = clients.state.save(draft, list_checkpoints(folder), write_rows)
-                return "".join(line_of(draft / name).decode() for name in files)
+                return "".join(checksum_line(draft / name).decode() for name in files)
 
         try:
             lines = [line for text in ranks.gather(write) for line in text.encode().splitlines(keepends=True)]
