@@ -77,6 +77,28 @@ def test_curves_have_a_panel_for_the_mean_and_for_each_user(entries: Any) -> Non
     assert [list(line.get_xdata()) for line in late.axes[2].lines] == [[20]] * 3
 
 
+def test_bands_and_whiskers_are_explained_where_there_are_any(write_run: Any) -> None:
+    def runs(seeds: int) -> Any:
+        ends = {"local": 8, "fedavg": 6}
+        return read_entries(
+            [
+                write_run(f"{name}-{s}-of-{seeds}", name, curve(4 + s, end + 2 * s), seed=s, upload_bytes=end - 6)
+                for name, end in ends.items()
+                for s in range(seeds)
+            ]
+        )
+
+    for number, word in ((1, ""), (2, "one standard deviation over seeds")):
+        local, fedavg = runs(number)
+        for figure, kind in (
+            (figures.curves_figure([local, fedavg]), "bands: "),
+            (figures.bytes_figure([local, fedavg]), "whiskers: "),
+            (figures.users_figure([local, fedavg], local), "whiskers: "),
+        ):
+            assert figure is not None
+            assert figure.get_supxlabel() == (kind + word if word else "")
+
+
 def population(write_run: Any, *methods: str) -> Any:
     """30 users: local's results are 10, another method's are better for low numbers and worse for high ones."""
     crowd = {f"user{i}": 10.0 for i in range(30)}

@@ -184,6 +184,7 @@ class Panels:
         keys: The legend.
         below: Label of the x axis.
         left: Label of the y axis.
+        note: Explanation of bands or whiskers below all panels of a file; the page has its own.
     """
 
     paint: Sequence[Callable[[Axes], None] | None]
@@ -193,6 +194,7 @@ class Panels:
     keys: Sequence[Key] = ()
     below: str = ""
     left: str = ""
+    note: str = ""
 
     def figure(self) -> Figure:
         """Return all panels in one picture; only the outer ones have labels."""
@@ -210,6 +212,8 @@ class Panels:
                 axis.set_axis_off()
             if self.keys:
                 legend_above(figure, [mark for mark, _ in self.keys], [label for _, label in self.keys])
+            if self.note:
+                figure.supxlabel(self.note, fontsize="small", color=MUTED.light)
 
         return draw(-(-len(self.paint) // self.columns), self.columns, self.size, paint)
 

@@ -53,6 +53,9 @@ from comingle.reports.runs import (
 )
 from comingle.utils.records import MEASURES, read_events
 
+DEVIATION = "one standard deviation over seeds"
+"""Meaning of all bands and whiskers."""
+
 MAX_PANELS = 24
 """Largest number of users that get a panel each. For more users figures show the best and the worst."""
 
@@ -222,6 +225,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     by_label = _styles_by_label(entries)
     shown = extremes(entries, max_users_with_bars(rows), baseline)
     measure = baseline.first.measure
+    has_deviations = any(gain.change.std for _, gains in rows for gain in gains if gain.user in shown)
     return Panels(
         paint=[partial(_paint_users, rows=rows, shown=shown, by_label=by_label, measure=measure)],
         columns=1,
@@ -229,6 +233,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
         sheet=_gain_sheet(rows, baseline),
         keys=[(Patch(color=by_label[entry.label].colour.light), entry.label) for entry, _ in rows],
         below=change_label(measure, baseline.label, short=width < 6),
+        note=f"whiskers: {DEVIATION}" if has_deviations else "",
     )
 
 
@@ -625,6 +630,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     which += [(None, True, f"geometric mean {over}")] if measure == "perplexity" else []
     which += [(user, False, short(title)) for user, title in users.items()]
     curves = [[_curve_of(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in which]
+    values = [value for by_entry in curves for curve in by_entry for value in curve.values]
     return Panels(
         paint=[
             partial(_paint_curves_panel, entries=entries, curves=curve, title=title, start=start, measure=measure)
@@ -636,6 +642,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
         keys=method_keys(entries),
         below="local iterations",
         left=axis_label(measure),
+        note=f"bands: {DEVIATION}" if any(value.std for value in values) else "",
     )
 
 
@@ -770,6 +777,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
         sheet=sheet,
         below=f"uploaded by all users over the run, {name}",
         left=axis_label(measure),
+        note=f"whiskers: {DEVIATION}" if any(row[-1] for row in sheet[1:]) else "",
     )
 
 
