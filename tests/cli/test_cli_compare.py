@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from comingle.config import load_recipe
-from comingle.reports.comparisons import read_comparison
+from comingle.reports.comparisons import read_comparison, with_baseline
 from comingle.reports.tables import latex
 from comingle.runs import compare, comparison
 from comingle.runs.compare import split_by_seed
@@ -230,6 +230,22 @@ def test_tables_are_written_for_latex(comingle: Any, short: Path, tmp_path: Path
     nothing = comingle("show", tmp_path, "--latex", tmp_path / "other.tex")
     assert (nothing.code, nothing.err.count("\n")) == (2, 1)
     assert not (tmp_path / "other.tex").exists()
+
+
+def test_a_baseline_adds_verdicts_to_latex_and_is_refused_for_rows(comingle: Any, short: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "out", tmp_path / "table.tex"
+    assert comingle("compare", short, "--methods", "pretrained,local", "--seeds", "0,1", "--out", folder).code == 0
+    against = ("show", folder, "--against", "pretrained")
+    assert comingle(*against, "--latex", file).code == 0
+    table = with_baseline(read_comparison(folder), "pretrained")
+    assert file.read_text(encoding="utf-8") == latex(table, verdicts=True)
+    for option in ("--csv", "--parquet"):
+        refused = comingle(*against, option, tmp_path / "rows")
+        assert (refused.code, refused.err.count("\n")) == (2, 1)
+        assert refused.err.startswith(f"comingle: --against: got it with {option}")
+        assert not (tmp_path / "rows").exists()
+    alone = comingle("show", folder / "local-seed0", "--against", "local", "--latex", file, "--force")
+    assert (alone.code, "is not the folder of a comparison" in alone.err) == (2, True)
 
 
 def test_a_baseline_is_for_comparisons(comingle: Any, short: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.comparisons import compare_metrics
+from comingle.reports.comparisons import compare_metrics, read_baseline_comparison, rows_of, with_baseline
 from comingle.reports.tables import escape_latex, latex
 from comingle.runs.comparison import Comparison
-from comingle.utils.errors import RunError
+from comingle.utils.errors import RecipeError, RunError
 
 HOSTILE = r"[b]*_o&b% $1 #2 {x} \input{/etc/passwd} ~^ <a|b> `c' ?` -- \\ {"
 NAMED = {
@@ -39,8 +39,8 @@ def plain(text: str) -> str:
     while rest:
         if named := re.match(r"\\([a-zA-Z]+)\{\}", rest):
             found += NAMED[named[1]]
-        elif named := re.match(r"\\([&%$#_{}])|\{([\[*])\}|(\$\\pm\$)", rest):
-            found += named[1] or named[2] or "±"
+        elif named := re.match(r"\\([&%$#_{}])|\{([\[*])\}|(\$\\pm\$)|\$\\times\$", rest):
+            found += named[1] or named[2] or ("±" if named[3] else "×")
         elif named := re.match(r"-\{\}(?=-)", rest):
             found += "-"
         elif named := re.match(r"[^\\{}$&#^_~%<>|`'\[*]", rest):
@@ -159,16 +159,43 @@ def test_budgets_that_differ_are_noted(tmp_path: Path) -> None:
     compile_latex(source, tmp_path)
 
 
-@pytest.mark.parametrize("text", [HOSTILE, "---", "a-b", "50%", "\\", "line\nbreak\x1b[31m", "Zoë · †–±"])
+@pytest.mark.parametrize("text", [HOSTILE, "---", "a-b", "50%", "\\", "line\nbreak\x1b[31m", "Zoë · †–±×"])
 def test_escaped_text_is_typeset_as_it_is(text: str) -> None:
     escaped = escape_latex(text)
     assert "\n" not in escaped
     assert plain(escaped) == text.replace("\n", "\\n").replace("\x1b", "\\x1b")
 
 
+@pytest.mark.parametrize(("measure", "unit"), [("perplexity", "%"), ("loss", "×"), ("accuracy", "points")])
+def test_verdicts_are_a_table_of_their_own(measure: str, unit: str, tmp_path: Path) -> None:
+    scores = {"local": (0.4, 0.41), "fed_avg": (0.5, 0.52), "half": (0.6, 0.61)}
+    runs = [
+        metrics(name, seed, {"ann": score, HOSTILE: score + 0.1, "cem": score + 0.2}, measure)
+        for name, by_seed in scores.items()
+        for seed, score in enumerate(by_seed)
+    ]
+    table = with_baseline(of(*runs), "fed_avg")
+    source = latex(table, verdicts=True)
+    *results, (caption, head, rows) = tables_in(source)
+    assert results == tables_in(latex(table))
+    comparison = read_baseline_comparison(table)
+    assert comparison is not None
+    printed_head, printed = rows_of(comparison)
+    assert (head, [[cell for cell, _ in row] for row in rows]) == (printed_head, printed)
+    assert unit in rows[0][1][0]
+    assert caption.lower().startswith("against fed_avg: ")
+    compile_latex(source, tmp_path)
+
+
+def test_no_verdicts_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"--against: got 2 methods with seeds 0.*2 seeds"):
+        latex(with_baseline(of(RUNS[0], RUNS[2]), None), verdicts=True)
+
+
 def test_a_comparison_in_python_has_the_same_table() -> None:
     compared = Comparison(folder=None, metrics={(run["method"], run["seed"]): run for run in RUNS})
     assert compared.to_latex() == latex(of(*RUNS))
+    assert compared.to_latex(against="fed_avg") == latex(with_baseline(of(*RUNS), "fed_avg"), verdicts=True)
     with pytest.warns(DeprecationWarning, match="all_users"):
         assert compared.to_latex(everybody=True) == compared.to_latex(all_users=True)
     with pytest.raises(RunError, match="to_latex"):

@@ -100,7 +100,9 @@ def show(
     all_users: AllUsers = False,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="METHODS", help="Use the best of these as a comparison's baseline."),
+        typer.Option(
+            "--against", metavar="METHODS", help="Use the best of these as a comparison's baseline; also in --latex."
+        ),
     ] = None,
     csv: Annotated[
         Path | None,
@@ -112,7 +114,12 @@ def show(
     ] = None,
     latex: Annotated[
         Path | None,
-        typer.Option("--latex", metavar="<path>", parser=named, help="Write the table to a LaTeX file (booktabs)."),
+        typer.Option(
+            "--latex",
+            metavar="<path>",
+            parser=named,
+            help="Write the table to a LaTeX file (booktabs); with --against the verdicts, too.",
+        ),
     ] = None,
     force: Replace = False,
 ) -> None:
@@ -121,11 +128,17 @@ def show(
     for option, path in targets.items():
         if path is not None:
             check_target(path, force=force, option=option)
-    if any(path is not None for path in targets.values()):
-        if csv is not None or parquet is not None:
+    records = [option for option in ("--csv", "--parquet") if targets[option] is not None]
+    if against is not None and records:
+        raise RecipeError(
+            f"--against: got it with {' and '.join(records)}, whose rows are results of single runs; allowed: the "
+            "printed tables, or --latex"
+        )
+    if records or latex is not None:
+        if records:
             _write_records(run, csv, parquet)
         if latex is not None:
-            _write_latex(run, latex, all_users=all_users)
+            _write_latex(run, latex, against, all_users=all_users)
         return
     for part in _run_tables(run, against, all_users=all_users):
         console.print(part)
@@ -145,16 +158,20 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     """
     from comingle.reports.comparisons import read_comparison, with_baseline
     from comingle.reports.tables import render_curve, render_run, tables_of
-    from comingle.utils.errors import RecipeError
     from comingle.utils.records import read_events, read_metrics
 
     if (run / "table.json").exists():
         table = read_comparison(run)
         table = table if against is None else with_baseline(table, against)
         return list(tables_of(table, all_users=all_users))
+    _refuse_baseline(run, against)
+    return [render_run(read_metrics(run), all_users=all_users), render_curve(list(read_events(run)))]
+
+
+def _refuse_baseline(run: Path, against: str | None) -> None:
+    """Raise a :class:`RecipeError` if ``against`` is given for a single run."""
     if against is not None:
         raise RecipeError(f"--against {against!r}: {run} is not the folder of a comparison")
-    return [render_run(read_metrics(run), all_users=all_users), render_curve(list(read_events(run)))]
 
 
 def _write_records(run: Path, csv: Path | None, parquet: Path | None) -> None:
@@ -172,18 +189,30 @@ def _write_records(run: Path, csv: Path | None, parquet: Path | None) -> None:
         console.print(f"{parquet}  {len(records)} rows", highlight=False)
 
 
-def _write_latex(run: Path, path: Path, *, all_users: bool) -> None:
-    """Write the table of a run or of a comparison as LaTeX."""
-    from comingle.reports.comparisons import compare_metrics, read_comparison
+def _write_latex(run: Path, path: Path, against: str | None, *, all_users: bool) -> None:
+    """Write the table of a run or of a comparison as LaTeX, with a table of verdicts if ``against`` is given.
+
+    Args:
+        run: Folder of the run or of the comparison.
+        path: The file to write.
+        against: Method of a comparison with which the others are compared; None for no verdicts.
+        all_users: Whether to list all users.
+
+    Raises:
+        RecipeError: ``against`` is given for a single run, or there are no verdicts.
+    """
+    from comingle.reports.comparisons import compare_metrics, read_comparison, with_baseline
     from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text
 
     if (run / "table.json").exists():
         table = read_comparison(run)
+        table = table if against is None else with_baseline(table, against)
     else:
+        _refuse_baseline(run, against)
         metrics = read_metrics(run)
         table = compare_metrics([(metrics["method"], metrics)])
-    write_text(path, latex(table, all_users=all_users))
+    write_text(path, latex(table, all_users=all_users, verdicts=against is not None))
     console.print(f"{path}  {len(table['methods'])} rows", highlight=False)
 
 

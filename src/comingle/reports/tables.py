@@ -35,7 +35,7 @@ from comingle.reports.formatting import (
     typical_budget,
 )
 from comingle.reports.runs import Cost, Entry, Spread
-from comingle.utils.errors import list_names
+from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import (
     GEOMETRIC,
     PARTICIPANTS,
@@ -663,6 +663,7 @@ _LATEX_CHARACTERS = {
     "†": r"\textdagger{}",
     "–": r"\textendash{}",
     "±": r"$\pm$",
+    "×": r"$\times$",
     "·": r"\textperiodcentered{}",
 }
 _LATEX_SPECIAL = re.compile("|".join(map(re.escape, _LATEX_CHARACTERS)))
@@ -679,7 +680,7 @@ def escape_latex(text: object) -> str:
     return _HYPHENS.sub("-{}", _LATEX_SPECIAL.sub(lambda match: _LATEX_CHARACTERS[match[0]], printable(text)))
 
 
-def latex(table: ComparisonTable, *, all_users: bool = False) -> str:
+def latex(table: ComparisonTable, *, all_users: bool = False, verdicts: bool = False) -> str:
     """Return a comparison as a ``table`` environment for the package booktabs.
 
     A row is a method, a column a user, a mean over users or a cost. With several seeds costs are a tabular of their own
@@ -689,6 +690,10 @@ def latex(table: ComparisonTable, *, all_users: bool = False) -> str:
     Args:
         table: The table of :func:`comingle.reports.comparisons.compare_metrics`.
         all_users: If users have no columns, add a table with a row for each user, whose best mean is bold.
+        verdicts: Add a table of the verdicts against the baseline.
+
+    Raises:
+        RecipeError: The table has no verdicts, as it has one method or one seed.
     """
     rows, measure = table["methods"], measure_of(table["methods"][0])
     methods = [escape_latex(row["method"]) for row in rows]
@@ -708,7 +713,26 @@ def latex(table: ComparisonTable, *, all_users: bool = False) -> str:
             [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
         ]
         parts.append(_table_environment(f"every user: {title}{best}", [_tabular(["user", *methods], body)], ""))
+    if verdicts:
+        parts.append(_latex_verdicts(table))
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts)
+
+
+def _latex_verdicts(table: ComparisonTable) -> str:
+    """Return the verdicts of a comparison as a LaTeX ``table`` environment.
+
+    Raises:
+        RecipeError: There are none.
+    """
+    if (comparison := read_baseline_comparison(table)) is None:
+        seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
+        got = f"{len(table['methods'])} methods with seeds {', '.join(map(str, seeds))}"
+        raise RecipeError(
+            f"--against: got {got}, which have no verdicts; allowed: 2 methods or more with 2 seeds or more"
+        )
+    head, rows = comparisons.rows_of(comparison)
+    body = _tabular([escape_latex(name) for name in head], [[escape_latex(cell) for cell in row] for row in rows])
+    return _table_environment(comparisons.heading(comparison), [body], " ".join(comparisons.notes(comparison)))
 
 
 def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:

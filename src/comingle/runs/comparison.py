@@ -17,6 +17,7 @@ from comingle.reports.comparisons import (
     compare_with_baseline,
     require_same_users,
     users_of,
+    with_baseline,
 )
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import latex, tables_of, write_comparison
@@ -107,22 +108,25 @@ class Comparison:
         """
         return table_of(self.records())
 
-    def to_latex(self, *, all_users: bool = False, everybody: bool | None = None) -> str:
+    def to_latex(self, *, all_users: bool = False, against: str | None = None, everybody: bool | None = None) -> str:
         """Return the results as a LaTeX table of the package booktabs, as ``comingle show --latex`` writes it.
 
         Args:
             all_users: Whether to add a table with a row for each user, if there are too many for a column each.
+            against: Method, or several separated by commas, to add a table of verdicts against; None adds none.
             everybody: Deprecated; use ``all_users``.
 
         Raises:
             RunError: There are no runs, or the runs are of different users.
+            RecipeError: ``against`` is not among the methods, or one method or seed has no verdicts.
         """
         if everybody is not None:
             warnings.warn("to_latex: everybody is now all_users", DeprecationWarning, stacklevel=2)
             all_users = everybody
         if not self.metrics:
             raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
-        return latex(self._table(), all_users=all_users)
+        table = self._table() if against is None else with_baseline(self._table(), against)
+        return latex(table, all_users=all_users, verdicts=against is not None)
 
 
 def _summary_line(mean: Mapping[str, object]) -> str:
