@@ -157,12 +157,16 @@ class Roster:
     def left_out(self) -> JsonObject:
         """Skipped users, at most :data:`MAX_LISTED_USERS` by name, and the number of skipped rows.
 
-        Part of the start event and of the metrics.
+        Part of the start event and of the metrics; empty if nothing was skipped.
         """
-        shown = dict(islice(self.skipped.items(), MAX_LISTED_USERS))
-        more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
-        rows = {"skipped_rows": self.skipped_rows} if self.skipped_rows else {}
-        return ({"skipped_users": shown, **more} if shown else {}) | rows
+        entries: JsonObject = {}
+        if self.skipped:
+            entries["skipped_users"] = dict(islice(self.skipped.items(), MAX_LISTED_USERS))
+        if len(self.skipped) > MAX_LISTED_USERS:
+            entries["skipped"] = len(self.skipped)
+        if self.skipped_rows:
+            entries["skipped_rows"] = self.skipped_rows
+        return entries
 
     def owners(self, rows: Sequence[int]) -> list[int]:
         """Return the number of the trainer that owns each row; a trainer owns one row per copy."""
@@ -178,10 +182,11 @@ class Roster:
         count = self.plan.evaluation.users
         if count is None or count >= len(self.population_names):
             return range(len(self.users))
-        chosen = draw_users(self.population_names, count, self.plan.seed, "evaluation")
+        sample = draw_users(self.population_names, count, self.plan.seed, "evaluation")
         if len(self.population_names) == len(self.users):
-            return chosen
-        return UserNumbers(self.users.names).existing([self.population_names[number] for number in chosen])
+            return sample
+        # Other users are in other processes, so numbers among all become numbers among the users here.
+        return UserNumbers(self.users.names).existing([self.population_names[number] for number in sample])
 
     @property
     def scored_users(self) -> list[AnyUser]:
@@ -261,7 +266,7 @@ class Users(Roster):
         return draw(self.model.layout, self.plan.seed, "server")
 
     def begin(self, rows: Sequence[int]) -> State:
-        """Return the state of some rows before the first round.
+        """Return the state of some rows before the first round: parameters, moments, and what hooks keep per user.
 
         It depends on nothing but the seed and the owners' names, so a store can leave out rows that were never trained.
         """
@@ -283,15 +288,15 @@ class Users(Roster):
         shared = restrict(layout.views(state.rows), layout, method.shared)
         for hook in method.client.parts:
             state.kept |= hook.start(names, self.plan.seed) | hook.start_like(shared)
-        if self.plan.training.uploads == "int8":
+        if self.plan.training.uploads == "int8":  # rounding errors, to add to the next upload
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
-        if change_updates(self.mechanisms) and self.plan.privacy is not None:
+        if change_updates(self.mechanisms) and self.plan.privacy is not None:  # the last download, to clip changes
             state.kept |= start_references(shared, self.plan.privacy.first_bound)
-        if method.server.first_download:
+        if method.server.first_download:  # version -1: all users download before the first round
             state.versions -= 1
-        if (mixture := method.placement.mixture) is not None and mixture.optimal:
-            known = [getattr(self.trainers[owner], "cluster", None) for owner in owners]
-            layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
+        if (mixture := method.placement.mixture) is not None and mixture.optimal:  # weights from true clusters
+            clusters = [getattr(self.trainers[owner], "cluster", None) for owner in owners]
+            layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, clusters, mixture.clusters))
         return state
 
     def require_validation(self, any_has_data: bool) -> None:
@@ -310,14 +315,19 @@ class Users(Roster):
             )
 
     def update_masks(self) -> None:
-        """Recompute the masks of padding after ranks were restored or changed; in memory, zero the padding."""
+        """Recompute the masks of padding after ranks were restored or changed; in memory, zero the padding.
+
+        Users with a smaller LoRA rank or fewer experts than others have unused entries in their row, the padding. With
+        tensors on disk, masks are made for each cohort, and only whether there is padding is computed here.
+        """
         if not self.state.in_memory:
             # One row stands for all if all users have the same numbers of experts and ranks.
             self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
             same_shapes = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
             self.padded = self._resizes or not (same_shapes and bool(self.mask.all()))
             return
-        masks = [self.model.mask(r) for r in self.state.ranks.cpu().view(-1, len(self.trainers))]
+        ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))
+        masks = [self.model.mask(ranks_of_copy) for ranks_of_copy in ranks_by_copy]
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
         self.padded = not bool(self.mask.all())
         if self.padded:
@@ -407,7 +417,7 @@ class Clients(Users):
         members = self.numbers(download.users)
         layout, state = self.model.layout, self.state.without_moments()
         cohort = self.cohort(members, download.version, state=state)
-        bounds, tensors = without_bound(download.tensors)
+        bounds, tensors = without_bound(download.tensors)  # a clip norm that privacy mechanisms send along
         models = self._insert_own_models(cohort, replace(download, tensors=fill_ranks(tensors, layout)))
         combined: Tree | None = None
         for hook in self.method.client.parts:
@@ -430,18 +440,20 @@ class Clients(Users):
             self.state.remember(verdict.version)
 
     def _insert_own_models(self, cohort: Cohort, download: Download) -> Tree:
-        """Return the models of peers, with the own model of each receiver, which the wire format leaves out.
+        """Return the downloaded models of peers, one for each sender, with the receiver's own one among them.
+
+        A user that is among the senders does not download its own model, so it is inserted at its place from the state.
 
         Args:
             cohort: The receivers.
-            download: Models ``(users, models, *shape)`` by tensor name; returned unchanged unless it has a sender more
-                than models.
+            download: Models ``(users, models, *shape)`` by tensor name; returned unchanged if there is one for each
+                sender.
         """
         models = download.tensors
         if len(download.senders) <= next(iter(models.values())).shape[1]:
             return models
-        at = [download.senders.index(name) for name in cohort.names]
-        return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), at)
+        own_places = [download.senders.index(name) for name in cohort.names]
+        return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), own_places)
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """Return the upload of some users after their local steps.
@@ -461,13 +473,13 @@ class Clients(Users):
         cohort = self.cohort(list(members), round_number, state=state)
         tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
         copies = {name: t.clone() for name, t in tensors.items()}
-        reports = losses if self.plan.privacy is None else {}
+        reports = losses if self.plan.privacy is None else {}  # losses reveal data
         if change_updates(self.mechanisms):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
         number_format, places = self.plan.training.uploads, list(range(len(cohort.rows)))
         sent = compress_kept(copies, number_format, cohort.kept, places, store_residuals=not counts)
-        if number_format == "int8" and not counts:
+        if number_format == "int8" and not counts:  # the rounding errors have changed
             state.put(cohort.rows, cohort.part)
         return Upload(
             round=round_number,
@@ -537,28 +549,31 @@ class Clients(Users):
             self.update_masks()
 
     def trainable_parameters(self) -> list[int]:
-        """Return the number of parameters that each evaluated user trains, without padding."""
+        """Return the number of parameters that each evaluated user trains, over all its copies and without padding."""
         trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
-        copies, counts = range(self.method.placement.copies), dict[int, int]()
+        copies, count_of_trainer = range(self.method.placement.copies), dict[int, int]()
         for group in cohorts(self.scored_trainers, self.users_per_message):
             rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in group]
             masks = self.masks(rows, self.state.without_moments().take(rows))
             counts_by_copy = (masks & trained).sum(1).view(len(copies), -1)
-            counts |= dict(zip(group, counts_by_copy.sum(0).tolist(), strict=True))
-        return [counts[owner] for owner in self.owners(self.scored_rows)]
+            count_of_trainer |= dict(zip(group, counts_by_copy.sum(0).tolist(), strict=True))
+        return [count_of_trainer[owner] for owner in self.owners(self.scored_rows)]
 
     def upload_bytes(self) -> list[int]:
-        """Return the upload size in bytes per round of each evaluated user; 0 if nothing is shared."""
+        """Return the upload size in bytes per round of each evaluated user; 0 if nothing is shared.
+
+        Uploads are made, but not sent, to count their bytes; sizes of messages of secure sums are computed.
+        """
         if not self.shares:
             return [0] * len(self.scored)
         if (sums := self.plan.sums) is not None:
             size = self.model.layout.count(self.method.shared)
             return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
-        sent: dict[int, int] = {}
+        bytes_of_trainer: dict[int, int] = {}
         for group in cohorts(self.scored_trainers, self.users_per_message):
             message = self.upload(group, 1, {LOSS: torch.zeros(len(group))}, counts=True)
-            sent |= dict(zip(group, packed_bytes(message), strict=True))
-        return [sent[owner] for owner in self.owners(self.scored_rows)]
+            bytes_of_trainer |= dict(zip(group, packed_bytes(message), strict=True))
+        return [bytes_of_trainer[owner] for owner in self.owners(self.scored_rows)]
 
 
 Tick = Callable[[], None]
@@ -617,14 +632,16 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)
     all_rows = [copy * len(clients.trainers) + member for copy in copies for member in members]
-    place = {member: i for i, member in enumerate(members)}
+    place_of_member = {member: place for place, member in enumerate(members)}
 
+    # Some methods compare each copy with the first one as it was before this round.
     first_copies = clients.state.rows_of(members) if method.client.looks_across else None
     groups = cohorts(all_rows, clients.pass_size.users)
     for rows, next_rows in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)
-        cohort.across = None if first_copies is None else first_copies[[place[owner] for owner in cohort.owners]]
+        if first_copies is not None:
+            cohort.across = first_copies[[place_of_member[owner] for owner in cohort.owners]]
         steps = torch.tensor([clients.batch_source.steps(owner) for owner in cohort.owners])
         losses_of_steps = _take_local_steps(clients, cohort, steps, tick)
         broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
@@ -633,13 +650,14 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
             hook.end(cohort)
         clients.apply_masks(cohort)
         clients.state.put(rows, cohort.part)
-        losses |= dict(zip(cohort.owners, (losses_of_steps.sum(0) / steps).tolist(), strict=True))
-        rejected |= {cohort.owners[user]: reason for user, reason in broken.items()}
+        mean_losses = losses_of_steps.sum(0) / steps
+        losses |= dict(zip(cohort.owners, mean_losses.tolist(), strict=True))
+        rejected |= {cohort.owners[place]: reason for place, reason in broken.items()}
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
-    seen = len(copies) * sum(clients.batch_source.seen(member) for member in members)
+    tokens = len(copies) * sum(clients.batch_source.seen(member) for member in members)
     losses = {user: loss for user, loss in losses.items() if user not in rejected}
-    return LocalRound(losses=losses, rejected=rejected, tokens=seen, seconds=time.perf_counter() - started)
+    return LocalRound(losses=losses, rejected=rejected, tokens=tokens, seconds=time.perf_counter() - started)
 
 
 def _take_local_steps(
@@ -659,12 +677,13 @@ def _take_local_steps(
     for hook in clients.method.client.parts:
         hook.begin(cohort)
     if clients.method.client.tuning and clients.phases[0].label == TUNING:
-        cohort.reset_moments(clients.method.client.trained)  # tuning starts with new moments
-    history = []
+        cohort.reset_moments(clients.method.client.trained)  # fine-tuning has phases of its own, with new moments
+    losses = []
     for step in range(int(steps.max())):
-        history.append(clients.steps.iteration(cohort, clients.phases, step, step < steps))
+        is_active = step < steps  # users with less data have fewer steps
+        losses.append(clients.steps.iteration(cohort, clients.phases, step, is_active))
         tick()
-    return torch.stack(history)
+    return torch.stack(losses)
 
 
 def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
@@ -689,9 +708,10 @@ def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> 
 
 @contextmanager
 def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] | None = None) -> Iterator[None]:
-    """Fine-tune the models for the duration of the block; restore the state on exit.
+    """Fine-tune the models of users for the duration of the block, in which they are scored; restore them on exit.
 
-    Only methods that fine-tune do so. A nested block changes nothing. The local round has a random stream of its own.
+    Does nothing for methods that do not fine-tune, and in a nested block. The users take the local steps of one round,
+    whose batches have a random stream of their own.
 
     Args:
         clients: All clients.
@@ -719,12 +739,15 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
 
 @torch.no_grad()
 def settle(clients: Clients, *, ends: bool = True) -> None:
-    """Run the ``settle`` hooks of the method before models are scored; running them again changes nothing.
+    """Run the ``settle`` hooks of the method, which compute tensors that follow from trained ones, before scoring.
+
+    Running them again changes nothing.
 
     Args:
         clients: All clients.
         ends: Whether the run ends; before that, only users who are evaluated are updated.
     """
+    # Hooks that do not override the empty method are left out, so that no tensors are read for them.
     hooks = [hook for hook in clients.method.client.parts if type(hook).settle is not ClientHook.settle]
     trainers, copies = len(clients.trainers), clients.method.placement.copies
     chosen = range(trainers) if ends else clients.scored_trainers
@@ -737,12 +760,15 @@ def settle(clients: Clients, *, ends: bool = True) -> None:
 
 
 def finish(clients: Clients) -> None:
-    """Run the ``finish`` hooks of the method once after the last exchange; they write the final models."""
-    trainers, copies = len(clients.trainers), clients.method.placement.copies
+    """Run the ``finish`` hooks of the method once after the last exchange; they return the final models of users.
+
+    A final model replaces the last copy of its user, with which the user is evaluated.
+    """
+    num_trainers, copies = len(clients.trainers), clients.method.placement.copies
     hooks = clients.method.client.finishing
-    for group in cohorts(range(trainers), clients.users_per_message) if hooks else ():
-        rows = [copy * trainers + trainer for copy in range(copies) for trainer in group]
+    for group in cohorts(range(num_trainers), clients.users_per_message) if hooks else ():
+        rows = [copy * num_trainers + trainer for copy in range(copies) for trainer in group]  # last copies come last
         for hook in hooks:
             cohort = clients.cohort(rows, clients.plan.training.rounds)
-            cohort.part.rows[-len(group) :] = hook.finish(cohort)  # users are evaluated with their last copy
+            cohort.part.rows[-len(group) :] = hook.finish(cohort)
             clients.state.put(rows, cohort.part)

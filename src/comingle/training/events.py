@@ -117,8 +117,9 @@ def to_quantiles(event: Event) -> Event:
     if event["event"] != "evaluation" or not event["users"]:
         return event
     name = f"test_{measure_of(event)}"
-    scores = _quantiles([score[name] for score in event["users"].values()])
-    return event | {"users": {part: {name: value} for part, value in scores.items()}} | _experts(event)
+    quantiles = _quantiles([score[name] for score in event["users"].values()])
+    users = {quantile: {name: value} for quantile, value in quantiles.items()}  # under names such as "median"
+    return event | {"users": users} | _mean_expert_scores(event)
 
 
 def _quantiles(values: Collection[float]) -> dict[str, float]:
@@ -127,16 +128,20 @@ def _quantiles(values: Collection[float]) -> dict[str, float]:
     return dict(zip(_QUANTILES, found.tolist(), strict=True))
 
 
-def _experts(event: Event) -> Event:
-    """Return the mean expert scores over users, if all users have experts of the same names."""
-    scores = event.get("expert_scores")
+def _mean_expert_scores(event: Event) -> Event:
+    """Return the entries of an evaluation event with the mean expert scores over users, in place of each user's.
+
+    If users have experts of different names there is no mean, and the scores are left out.
+    """
+    scores = event.get("expert_scores")  # by user: (layers, experts)
     if not scores:
         return {}
     names = [event["experts"][user] for user in scores]
     if any(other != names[0] for other in names):
         return {"expert_scores": {}}
-    layers = zip(*scores.values(), strict=True)
-    means = [[fmean(of_expert) for of_expert in zip(*layer, strict=True)] for layer in layers]
+    means = []
+    for users_scores_of_layer in zip(*scores.values(), strict=True):
+        means.append([fmean(scores_of_expert) for scores_of_expert in zip(*users_scores_of_layer, strict=True)])
     return {"expert_scores": {"mean": means}, "experts": {"mean": names[0]}}
 
 
@@ -156,7 +161,7 @@ class EventLog:
     def __init__(self, path: Path, *, keep_bytes: int = 0):
         self._file = open(path, "a+b", buffering=0, opener=_open_unlinked)  # noqa: SIM115
         self._file.seek(0)
-        self.size_bytes = _whole(path, self._file.read(keep_bytes), keep_bytes)
+        self.size_bytes = _whole_lines_bytes(path, self._file.read(keep_bytes), keep_bytes)
         self._file.truncate(self.size_bytes)
 
     def __call__(self, event: Event) -> None:
@@ -190,9 +195,15 @@ def _open_unlinked(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def _whole(path: Path, kept: bytes, expected: int) -> int:
-    """Return the size in bytes of the whole lines of a log; warn if it is less than a checkpoint expects."""
-    size = kept.rfind(b"\n") + 1
+def _whole_lines_bytes(path: Path, content: bytes, expected: int) -> int:
+    """Return the size in bytes of the complete lines of a log; warn if it is less than a checkpoint expects.
+
+    Args:
+        path: The log, for the warning.
+        content: The log as it was read, at most ``expected`` bytes.
+        expected: Size of the log in bytes that a checkpoint recorded.
+    """
+    size = content.rfind(b"\n") + 1
     if size < expected:
         state = f"truncated after {size} bytes, its last complete line" if size else "missing or empty; started anew"
         logger.warning("%s: %s; %d bytes were expected, so reports lack the lost events", path, state, expected)
@@ -200,7 +211,10 @@ def _whole(path: Path, kept: bytes, expected: int) -> int:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event by name: losses, test results and expert scores of each user, and means."""
+    """Return the numbers of an event that trackers plot, by name, such as ``train_loss_nats/ann``.
+
+    They are the losses, test results and expert scores of each user, their means, and epsilon; empty for other events.
+    """
     if event["event"] == "round":
         found = {f"train_loss_nats/{user}": loss for user, loss in event["train_loss_nats"].items()}
         # Rounds without participants take no time.
@@ -216,12 +230,13 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _expert_scalars(event: Event) -> dict[str, float]:
-    """Return the mean score over layers of each expert."""
-    return {
-        f"expert_score/{user}/{expert.replace(' ', '_')}": sum(scores) / len(scores)
-        for user, layers in event.get("expert_scores", {}).items()
-        for expert, *scores in zip(event["experts"][user], *layers, strict=True)
-    }
+    """Return the mean score over layers of each expert of each user, by name."""
+    means = {}
+    for user, layers in event.get("expert_scores", {}).items():
+        for expert, *scores_by_layer in zip(event["experts"][user], *layers, strict=True):
+            name = f"expert_score/{user}/{expert.replace(' ', '_')}"
+            means[name] = sum(scores_by_layer) / len(scores_by_layer)
+    return means
 
 
 class TensorBoard:

@@ -65,6 +65,8 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
     def admit(self, members: list[int], number: int, *, releases: bool) -> list[int] | None:
         """Return which participants of a round may take part; None if the privacy budget ends the run.
 
+        Each mechanism may leave out users whose privacy budget is spent.
+
         Args:
             members: Numbers of the selected users.
             number: The round, counted from 0.
@@ -76,7 +78,9 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return admitted
 
     def server_sum(self, received: Received, about: ServerRound) -> Received | None:
-        """Return the uploads as the method aggregates them; None to aggregate nothing.
+        """Pass the uploads of a round through all mechanisms, and return them as the method aggregates them.
+
+        A mechanism may replace the uploads, for example by a noised sum; None stands for nothing to aggregate.
 
         Args:
             received: Uploads of the round.
@@ -169,22 +173,23 @@ class ServerState:
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """Ranks to save ``(users,)``, or a single one ``(1,)`` if all of very many users have the same fixed rank."""
+        """Ranks to save ``(users,)``, or a single one ``(1,)`` if all of very many users have the same fixed rank.
+
+        So the size of the server's state need not grow with the number of users.
+        """
         ranks_fixed = not any(hook.resizes for hook in self.method.client.parts)
         may_shorten = len(self.users) > MAX_HASHED_NAMES and ranks_fixed
-        is_constant = may_shorten and bool((self.ranks == self.ranks[0]).all())
-        return self.ranks[:1].clone() if is_constant else self.ranks.clone()
+        saves_one = may_shorten and bool((self.ranks == self.ranks[0]).all())
+        return self.ranks[:1].clone() if saves_one else self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
         """Restore the state from a checkpoint."""
         self.mechanisms.restore(state)
-        others = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
-        self.kept = {name: t for name, t in state.items() if name not in others}
-        self.version, self.ranks, self.lowest_loss = (
-            int(state[VERSION]),
-            _one_per_user(state[RANKS], len(self.users)),
-            float(state[LOWEST]),
-        )
+        other_keys = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
+        self.kept = {name: t for name, t in state.items() if name not in other_keys}
+        self.version = int(state[VERSION])
+        self.ranks = _one_per_user(state[RANKS], len(self.users))
+        self.lowest_loss = float(state[LOWEST])
 
     @property
     def by_user(self) -> frozenset[str]:
@@ -215,9 +220,9 @@ class ServerHalf(ServerState):
     """A method's server: sends downloads and aggregates uploads."""
 
     def with_download(self, users: Sequence[str]) -> list[str]:
-        """Return those of some users for which the server has a download.
+        """Return those of the given users for which the server has a download.
 
-        With peer-to-peer methods these are the users that have uploaded in this round.
+        With peer-to-peer methods these are the users that have uploaded in this round, with others all users.
         """
         if not self.method.server.peer_to_peer:
             return list(users)
@@ -242,10 +247,11 @@ class ServerHalf(ServerState):
         Raises:
             RecipeError: They are too small, or ranks differ between users and must not.
         """
-        if self.shares and self.mechanisms:
-            sizes, same_ranks = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
-            for mechanism in self.mechanisms:
-                mechanism.check_rounds(sizes, same_ranks=same_ranks)
+        if not self.shares or not self.mechanisms:
+            return
+        sizes, same_ranks = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
+        for mechanism in self.mechanisms:
+            mechanism.check_rounds(sizes, same_ranks=same_ranks)
 
     def warn_of_noise(self, plan: RunPlan) -> None:
         """Log a warning if the noise of a private run is larger than the updates of its users."""
@@ -254,11 +260,15 @@ class ServerHalf(ServerState):
                 logger.warning("%s", why)
 
     def download(self, users: Sequence[str]) -> Download:
-        """Return the current download of some users."""
+        """Return the current download of some users, joined in one message.
+
+        It has the shared tensors ``(users, models, *shape)``, their version, the users' LoRA ranks, and for
+        peer-to-peer methods the names of those whose models are sent.
+        """
         numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)
         tensors = self.method.server.download(self.kept, numbers)
-        for mechanism in self.mechanisms:
+        for mechanism in self.mechanisms:  # may add a clip norm
             tensors |= mechanism.download(len(numbers))
         return Download(
             version=self.version,
@@ -286,16 +296,19 @@ class ServerHalf(ServerState):
 
     @property
     def needs_only_sums(self) -> bool:
-        """True if the server only needs the weighted sums of :class:`Mean`, which it follows by a step."""
+        """True if aggregation is a step along weighted sums of uploads, so that the server need not see each upload.
+
+        Then several processes each send the sum over their own users.
+        """
         server = self.method.server
         if self.sums is not None or any(overrides(mechanism, "server_sum") for mechanism in self.mechanisms):
             return False  # secure sums are integers; such mechanisms need each upload
         return isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
-        """Return the weights of uploads in the sums, by tensor name; reads no tensor.
+        """Return the weight of each upload in the weighted sums, by tensor name; only with :attr:`needs_only_sums`.
 
-        Only for servers with :attr:`needs_only_sums`.
+        Weights depend on the users and their reports, not on the uploaded tensors.
 
         Args:
             names: Names of the shared tensors.
@@ -303,11 +316,17 @@ class ServerHalf(ServerState):
         """
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
-        return server.coefficients(self._make_received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
+        no_tensors = dict.fromkeys(names, torch.zeros(0))
+        return server.coefficients(self._make_received(numbers, no_tensors, upload))
 
     @torch.no_grad()
     def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
-        """Aggregate weighted sums of the uploads of a round; ``upload`` has everything but tensors."""
+        """Aggregate the uploads of a round from their weighted sums; only with :attr:`needs_only_sums`.
+
+        Args:
+            sums: Sums of the uploads times :meth:`coefficients`, by tensor name.
+            upload: The joined uploads without tensors: users, reports and ranks.
+        """
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
         self._charge(numbers)
@@ -320,7 +339,7 @@ class ServerHalf(ServerState):
         """Aggregate a secure sum of uploads.
 
         Args:
-            total: The sum.
+            total: The sum of the users' vectors of integers, in which all shared entries are concatenated.
             users: Names of the users in the sum.
             done: The round, counted from 1.
         """
@@ -368,14 +387,18 @@ class ServerHalf(ServerState):
             account.charge_uploads(numbers)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
-        """Return whether the mean of reported validation losses is the lowest so far, as a download.
+        """Return a message that says whether the mean of reported validation losses is the lowest so far.
 
-        It is sent to ``users``, or to those that have reported losses.
+        Users then store their models as the best ones.
+
+        Args:
+            report: Validation losses of users after a round.
+            users: Names of the receivers; the users that have reported if None.
         """
         loss = fmean(report.reports[VALIDATION].tolist())
-        lowest = loss < self.lowest_loss
+        is_lowest = loss < self.lowest_loss
         self.lowest_loss = min(loss, self.lowest_loss)
-        return verdict(users or report.users, report.round, lowest=lowest)
+        return verdict(users or report.users, report.round, lowest=is_lowest)
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
         """Return the weight of each upload in means: equal, or by the amount of training data."""
@@ -391,12 +414,12 @@ def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
 def clustered(model: Model, method: Method) -> tuple[str, ...]:
     """Return the names of the tensors whose leading axis is the components of a mixture, in the order of the layout.
 
-    Whole models also have running statistics per component.
+    They are the adaptors of the components. In a mixture of whole models each component also has running statistics.
     """
     mixture = method.placement.mixture
-    roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
+    component_roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
     return tuple(
-        slot.name for slot in model.layout.slots if len(slot_roles := set(slot.roles)) == 1 and slot_roles <= roles
+        slot.name for slot in model.layout.slots if len(set(slot.roles)) == 1 and set(slot.roles) <= component_roles
     )
 
 
@@ -437,8 +460,9 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         sums=plan.sums,
     )
     if method.shared:
-        all_roles = model.layout.views(_initial_models(model, method, plan.seed))
-        models = restrict(all_roles, model.layout, method.received)
+        # The server starts with the tensors that users will download, and keeps what its strategy makes of them.
+        all_tensors = model.layout.views(_initial_models(model, method, plan.seed))
+        models = restrict(all_tensors, model.layout, method.received)
         roles = model.layout.named_roles(method.received)
         setup = ServerSetup(models=models, users=server.users, scales=server.scales, seed=plan.seed, roles=roles)
         kept = method.server.start(setup)
@@ -452,11 +476,17 @@ def _one_per_user(values: Tensor, users: int) -> Tensor:
 
 
 def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
-    """Return the initial models of the server, each with its own weights; users start from the first."""
-    count, layout = method.server.server_models, model.layout
+    """Return the initial models of the server: one, or several with different weights if the method keeps several.
+
+    Users start from the first one. Nets bring the initial weights of the others (``other_initial_rows``); adapters are
+    drawn here.
+    """
+    num_models, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)
-    first = draw(layout, seed, "server").unsqueeze(0)
-    if (others := model.other_initial_rows) is None:
-        require_room(f"method {method.name}", count, layout.columns)
-        others = torch.stack([draw(layout, seed, f"server/{n}") for n in range(1, count)]) if count > 1 else first[:0]
-    return torch.cat([first, others]).to(model.device, dtype)
+    rows = [draw(layout, seed, "server").unsqueeze(0)]
+    if model.other_initial_rows is not None:
+        rows.append(model.other_initial_rows)
+    else:
+        require_room(f"method {method.name}", num_models, layout.columns)
+        rows += [draw(layout, seed, f"server/{number}").unsqueeze(0) for number in range(1, num_models)]
+    return torch.cat(rows).to(model.device, dtype)

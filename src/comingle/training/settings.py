@@ -114,25 +114,33 @@ class PassSize:
     sequences: int
 
     def slots(self, most: int) -> tuple[int, int]:
-        """Return the number of sequences per slot, at most ``most``, and the number of slots in a scoring pass."""
-        room = self.users * self.sequences
-        batch = min(most, room)
-        return batch, max(1, room // batch)
+        """Return the shape of a scoring pass that has as many sequences as a training pass.
+
+        Args:
+            most: Largest number of sequences per slot; a slot is a place for the sequences of one model.
+
+        Returns:
+            Number of sequences per slot, and number of slots.
+        """
+        sequences_of_pass = self.users * self.sequences
+        sequences_per_slot = min(most, sequences_of_pass)
+        return sequences_per_slot, max(1, sequences_of_pass // sequences_per_slot)
 
 
 def pass_size(plan: RunPlan, device: torch.device, batch_size: int) -> PassSize:
-    """Return the size of a pass: by default whole batches of as many users as fit into it.
+    """Return the size of a pass: by default whole batches of as many users as :data:`TOKENS_PER_PASS` allows.
 
-    The number of sequences does not depend on ``users_per_step``, so neither do results.
+    The number of sequences of a user does not depend on ``users_per_step``, so neither do results.
 
     Args:
         plan: Plan of the run.
         device: Device of the model.
         batch_size: Sequences in a batch of one user.
     """
-    room = max(1, TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"]) // plan.training.context)
-    sequences = min(plan.runtime.micro_batch or room, batch_size)
-    return PassSize(users=plan.users_per_step or max(1, room // sequences), sequences=sequences)
+    tokens = TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"])
+    sequences_of_pass = max(1, tokens // plan.training.context)
+    sequences = min(plan.runtime.micro_batch or sequences_of_pass, batch_size)
+    return PassSize(users=plan.users_per_step or max(1, sequences_of_pass // sequences), sequences=sequences)
 
 
 def participants(plan: RunPlan, round_number: int, users: Sequence[str]) -> list[int]:
@@ -180,6 +188,8 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
         examples: Number of its training examples.
         iterations: Number of its local steps in a round.
     """
+    # Optimizer steps per round of the phases that train shared tensors; a phase takes every n-th local step, and the
+    # number of these is rounded up.
     steps = [phase.steps * -(-iterations // phase.every) for phase in plan.method.sharing]
     rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
     return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
@@ -214,17 +224,24 @@ def _warn_once(method: str, roles: str, every: int, rounds: int, local_steps: in
 def _rounds_of_users(
     participation: float | tuple[tuple[int, ...], ...], seed: int, rounds: int, users: tuple[str, ...]
 ) -> Counter[str]:
-    """Return the number of rounds in which each user takes part, by name."""
-    taking_part = (selected(participation, seed, number, users) for number in range(rounds))
-    return Counter(users[user] for chosen in taking_part for user in chosen)
+    """Return the number of rounds in which each user takes part, by name; cached, as it is needed for every user.
+
+    Args:
+        participation: As in :func:`selected`.
+        seed: Seed of the run.
+        rounds: Number of rounds.
+        users: Names of all users.
+    """
+    participants_by_round = (selected(participation, seed, number, users) for number in range(rounds))
+    return Counter(users[user] for participants_of_round in participants_by_round for user in participants_of_round)
 
 
 def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
-    """Return the numbers of participants that occur in rounds."""
-    listed = plan.participation
-    if isinstance(listed, float | int):
-        return {sample_size(listed, len(users))}
-    return {len(participants(plan, number, users)) for number in range(len(listed))}
+    """Return the set of all numbers of participants that a round may have."""
+    participation = plan.participation
+    if isinstance(participation, float | int):
+        return {sample_size(participation, len(users))}
+    return {len(participants(plan, number, users)) for number in range(len(participation))}
 
 
 def counts_exchanged(plan: RunPlan) -> bool:

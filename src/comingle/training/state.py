@@ -120,7 +120,7 @@ class State:
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Restrict the state to the rows of consecutive users, in one of several processes.
+        """Tell a store on disk which rows of the whole run this process has; does nothing for tensors in memory.
 
         Args:
             number: The process, counted from 0.
@@ -142,6 +142,8 @@ class State:
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
         """Write the tensors for a checkpoint and return the names of its files.
 
+        Tensors in memory are written by ``write``; a store on disk writes only what its records do not have yet.
+
         Args:
             draft: Folder of the new checkpoint.
             checkpoints: Older checkpoints, which stay readable.
@@ -150,7 +152,7 @@ class State:
         return write()
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> State:
-        """Return the state at a checkpoint.
+        """Return the state at a checkpoint: tensors in memory are read by ``read``, a store on disk reads its tables.
 
         Args:
             checkpoint: Folder of the checkpoint.
@@ -199,7 +201,8 @@ def initial_state(
         dtype: Dtype of parameters and moments.
         first: Common initial values, if they were drawn before.
     """
-    rows = (draw(layout, seed, "server") if first is None else first).repeat(len(names), 1)
+    common_values = draw(layout, seed, "server") if first is None else first
+    rows = common_values.repeat(len(names), 1)
     for row, name in zip(rows, names, strict=True):
         row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
     rows = rows.to(mask.device, dtype) * mask
@@ -256,12 +259,13 @@ def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Fl
     """
     if any(cluster is None for cluster in known):
         raise RecipeError(f"method {method}: {NEEDS_CLUSTERS}")
-    at = torch.tensor(known) % clusters
-    return torch.full((len(at), clusters), ZERO_SHARE_LOGIT).scatter(1, at.unsqueeze(1), 0.0)
+    cluster_of_row = torch.tensor(known) % clusters
+    zero_shares = torch.full((len(cluster_of_row), clusters), ZERO_SHARE_LOGIT)  # their softmax underflows to 0
+    return zero_shares.scatter(1, cluster_of_row.unsqueeze(1), 0.0)
 
 
 def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
-    """Return a state with its users in another order.
+    """Return a state with its users in another order, as a recipe may list them differently when a run is resumed.
 
     Args:
         state: State with users in the order ``was``.
@@ -272,30 +276,30 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
         return state
     old_places = UserNumbers(was)(now)
     copies = len(state.rows) // len(was)
-    rows = [copy * len(was) + i for copy in range(copies) for i in old_places]
+    old_rows = [copy * len(was) + place for copy in range(copies) for place in old_places]
     tensors = state.tensors()
-    return state.filled(_reorder_users(tensors, tensors, rows), _reorder_users(state.best, tensors, rows))
+    return state.filled(_reorder_users(tensors, tensors, old_rows), _reorder_users(state.best, tensors, old_rows))
 
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
-    """Return the tensors that a server keeps, with users in another order.
+    """Return the tensors that a server keeps, with users in another order; the others are returned unchanged.
 
     Args:
         kept: Tensors with users in the order ``was``.
         was: Names of the users.
-        now: The same names in the new order.
+        now: The same names in the new order; if it is the same object, nothing is compared.
         by_user: Names of the tensors that have users on the leading dimension.
     """
     return kept if was is now else _reorder_users(kept, by_user, UserNumbers(was)(now))
 
 
 def _reorder_users(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
-    """Return tensors whose rows are selected by ``at``, except those that hold no value per user.
+    """Return tensors with their rows in another order; those that hold no value per user are unchanged.
 
     Args:
         tensors: Tensors by name.
         names: Names of the tensors with users on the leading dimension; a single row stands for all users.
-        at: Place in ``tensors`` of each row of the result.
+        at: For each row of the result, its number in ``tensors``.
     """
     return {name: t[list(at)] if name in names and len(t) > 1 else t for name, t in tensors.items()}
 
