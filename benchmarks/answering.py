@@ -87,13 +87,13 @@ def main() -> None:
     pass_size = PassSize(users=1, sequences=max(1, TOKENS_PER_PASS // (args.prompt + args.new)))
     generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
 
-    together = feeding._slots_to_speak  # the only private name: its decision is what this benchmark compares
+    together = feeding._generation_shape  # the only private name: its decision is what this benchmark compares
     ways: dict[str, Any] = {"alone": lambda sets, pass_size: pass_size.slots(512), "together": together}
     times: dict[str, list[float]] = {way: [] for way in ways}
     texts: dict[str, list[list[str]]] = {}
     for repeat in range(args.repeats + 1):
         for way, choose_slots in ways.items():
-            feeding._slots_to_speak = choose_slots
+            feeding._generation_shape = choose_slots
             started = clock.now()
             texts[way] = batch_source.answers(generate, sets, list(range(args.users)), pass_size)
             times[way] += [clock.now() - started] if repeat else []

@@ -188,17 +188,18 @@ class Kind(ABC):
         return self.make(request.recipe)
 
     def _in_memory(self, reader: StreamingReader[Any, Any]) -> RunData:
+        """Read all users with a reader, log its warnings, and return their data in memory."""
         users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
         reader.on_skip = skipped.__setitem__
-        read: Iterable[Any] = reader.read(ListedRows())
+        rows_of_users: Iterable[Any] = reader.read(ListedRows())
         if self.needs_base:  # read all data before loading the base model: data fails more often
-            read = list(read)
-        for found, user in reader.stream(read):
+            rows_of_users = list(rows_of_users)
+        for rows, user in reader.stream(rows_of_users):
             users.append(user)
-            if (text := reader.text(found)) is not None:
+            if (text := reader.text(rows)) is not None:
                 texts.append(text)
-        about, lines = reader.summary()
-        for line in lines:
+        about, warning_lines = reader.summary()
+        for line in warning_lines:
             logger.warning("%s", line)
         collection = as_users(users)
         return RunData(
@@ -298,10 +299,12 @@ class Kind(ABC):
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Convert recipes of several methods to text recipes of the same cost, to count costs in tokens.
 
-        With a number of ``users`` their data need not be readable.
+        Args:
+            recipes: Recipes with the same data.
+            users: Number of users, if it is given; then their data need not be readable.
 
         Returns:
-            The recipes, the names of users that would be left out, and a note for the reader.
+            The recipes, the names of users that would be left out, and a note for the user on how costs are counted.
 
         Raises:
             DataError: A run would refuse data on this machine.
@@ -352,16 +355,18 @@ class _LazyUser:
 
     _read: Callable[[], Any]
 
-    def __getattr__(self, name: str) -> Any:  # called only for missing attributes
+    def __getattr__(self, name: str) -> Any:  # called only for attributes that are not set yet
         if name not in ("train", "valid", "test"):
             raise AttributeError(name)
-        read = self._read()
-        vars(self).update({split: getattr(read, split) for split in ("train", "valid", "test")})
+        user = self._read()
+        vars(self).update({split: getattr(user, split) for split in ("train", "valid", "test")})
         return vars(self)[name]
 
 
 def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
     """Return a user whose data is read on first access.
+
+    It is an instance of its type, so that type checks hold, but the constructor, which takes data, is not called.
 
     Args:
         kind: Type of the user.
@@ -369,7 +374,8 @@ def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | 
         read: Reads the user.
         cluster: True cluster of the user, if there is one.
     """
-    user = object.__new__(type(f"Later{kind.__name__}", (_LazyUser, kind), {}))
+    lazy_type = type(f"Later{kind.__name__}", (_LazyUser, kind), {})
+    user = object.__new__(lazy_type)
     vars(user).update(name=name, _read=read, cluster=cluster)
     return user
 
@@ -381,6 +387,10 @@ _LAST = "text"
 def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
     """Return the ``data.kind`` of users that a program passes: that of the options, or the one that takes all users.
 
+    Args:
+        users: Data by user name.
+        options: Options of the data section of the recipe that the program passes.
+
     Raises:
         DataError: There are no users, a name is not allowed, no kind takes the data, or users have several kinds.
         PluginError: The requested kind cannot be used.
@@ -391,23 +401,26 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
         )
     if problem := name_problem(name if isinstance(name, str) else "" for name in users):
         raise DataError(f"users: {problem}")
-    offered = dict(_kinds(options.get("kind")))
-    found = {
-        name: next((key for key, kind in offered.items() if kind.takes(data, options)), None)
-        for name, data in users.items()
-    }
-    for name, key in found.items():
+    candidates = dict(_kinds(options.get("kind")))
+    kind_of_user: dict[str, str] = {}
+    for name, data in users.items():
+        key = next((key for key, kind in candidates.items() if kind.takes(data, options)), None)
         if key is None:
-            allowed = "; ".join(f"{kind.name}: {kind.handed}" for kind in offered.values() if kind.handed)
-            raise DataError(f"users: {name!r} is {_described(users[name])}; allowed: {allowed}")
-    if len(set(found.values())) > 1:
-        examples = ", ".join(f"{name} has {key}" for name, key in _one_of_each(found))
+            allowed = "; ".join(f"{kind.name}: {kind.handed}" for kind in candidates.values() if kind.handed)
+            raise DataError(f"users: {name!r} is {_described(data)}; allowed: {allowed}")
+        kind_of_user[name] = key
+    if len(set(kind_of_user.values())) > 1:
+        first_users = {key: name for name, key in reversed(kind_of_user.items())}  # one user of each kind
+        examples = ", ".join(f"{name} has {key}" for name, key in kind_of_user.items() if first_users[key] == name)
         raise DataError(f"users: all must have the same kind of data; {examples}")
-    return next(key for key in found.values() if key)
+    return next(iter(kind_of_user.values()))
 
 
 def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
-    """Yield the requested kind, or all usable kinds, by the ``kind`` of their sections."""
+    """Yield the kind of data that is wanted, or all usable kinds, with their values of ``data.kind``.
+
+    Kinds of plug-ins that cannot be loaded are left out.
+    """
     if wanted is not None:
         yield wanted, load_object(KINDS[wanted].implementation)
         return
@@ -416,15 +429,12 @@ def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
             yield key, load_object(KINDS[key].implementation)
 
 
-def _one_of_each(found: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
-    firsts: dict[str | None, str] = {}
-    for name, key in found.items():
-        firsts.setdefault(key, name)
-    return [(name, key) for key, name in firsts.items()]
-
-
 def _described(data: object) -> str:
-    """Return a short description of data that a program passes."""
+    """Return a short description of data that a program passes, for errors: its type, with column names or keys.
+
+    >>> _described([{"text": "a"}])
+    'list of dict with text'
+    """
     kind = type(data).__name__
     if columns := getattr(data, "column_names", None):
         return f"{kind} with {', '.join(map(str, columns)):.100}"
@@ -503,17 +513,16 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         trainers: Number of trainers.
         tokens: Number of training tokens of the run, to decide whether to compile.
     """
-    settings, mixture = recipe.adapters, method.placement.mixture
-    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer has the largest rank
+    settings, placement, mixture = recipe.adapters, method.placement, method.placement.mixture
+    if placement.pooled and not isinstance(settings.rank, int):  # the one trainer has the largest rank
         settings = settings.model_copy(update={"rank": max(settings.rank)})
-    specialists = method.placement.specialists_of(trainers)
-    counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
+    specialists = placement.specialists_of(trainers)
+    counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
     if mixture is not None:
         counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * trainers)
     compiled = recipe.runtime.compile
     if compiled == "auto":
         compiled = method.trains and tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
-    placement = method.placement
     model = adapt(
         base,
         settings,
@@ -530,11 +539,13 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         model = {"graphs": recorded, "triton": with_triton}[name](model)
     if mixture is None:
         return model
-    return ensemble(model, mixture, generalists=method.placement.generalists, specialists=max(specialists))
+    return ensemble(model, mixture, generalists=placement.generalists, specialists=max(specialists))
 
 
 def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """Return a frozen language model with the method's mixture of adaptors, whose rank and alpha are those of LoRA.
+    """Return a frozen language model with the method's mixture of adaptors in every linear layer.
+
+    Rank and scale of the adaptors are those of LoRA in the recipe (``adapters``).
 
     Args:
         recipe: The recipe.
@@ -546,26 +557,32 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
         RecipeError: The mixture is of whole models, or users have ranks of their own.
     """
     check_on_language(recipe, method)
-    _check_plain(recipe, method)
+    _check_lora_settings_unused(recipe, method)
     mixture, section = method.placement.mixture, recipe.adapters
     assert mixture is not None
     assert isinstance(section.rank, int)
-    alpha = lora_scale(section.alpha, section.rank)
+    scale = lora_scale(section.alpha, section.rank)
     size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
-    return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
+    return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=scale)
 
 
-def _check_plain(recipe: Recipe, method: Method) -> None:
-    for key, found in {
+def _check_lora_settings_unused(recipe: Recipe, method: Method) -> None:
+    """Check that a recipe has no settings that only LoRA adapters support, for a method that trains adaptors.
+
+    Raises:
+        RecipeError: It has one.
+    """
+    is_set = {
         "quantise": recipe.quantise != "none",
         "runtime.gradient_checkpointing": recipe.runtime.gradient_checkpointing,
-        "runtime.gpu": recipe.runtime.gpu,
-    }.items():
-        if found:
-            raise RecipeError(
-                f"{key}: method {method.name} wraps every linear layer itself; allowed: with methods that train LoRA"
-            )
+        "runtime.gpu": bool(recipe.runtime.gpu),
+    }
+    if set_keys := [key for key, value in is_set.items() if value]:
+        raise RecipeError(
+            f"{set_keys[0]}: method {method.name} wraps every linear layer itself; allowed: with methods that train "
+            "LoRA"
+        )
 
 
 def __getattr__(name: str) -> Any:

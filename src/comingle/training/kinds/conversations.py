@@ -82,11 +82,11 @@ class AnswerBatchSource(PassBatchSource):
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
         """Return how many users and sequences one pass takes, as if all conversations were as long as the longest."""
-        longest = self.trainers.about.get("most_width")
+        longest = self.trainers.about.get("most_width")  # stored with users that are read from disk
         if longest is None:
             longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
-        context = self.plan.training.context if self.even else longest
-        return pass_size(self.plan.updated("training", context=context), device, self.batch_size)
+        width = self.plan.training.context if self.even else longest
+        return pass_size(self.plan.updated("training", context=width), device, self.batch_size)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -113,11 +113,19 @@ class AnswerBatchSource(PassBatchSource):
     def _windows(
         self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"], *, even: bool = False
     ) -> Int64[Tensor, "users batch window"]:
-        parts = []
+        """Return conversations by number, as wide as the longest of them.
+
+        Args:
+            trainers: Numbers of the trainers.
+            stream: Split to read.
+            numbers: Numbers of the conversations of each trainer; ``PAD`` for none, which gives a window of ``PAD``.
+            even: Return windows that are ``context`` wide, whatever the conversations.
+        """
+        windows_of_trainers = []
         for trainer, trainers_numbers in zip(trainers, numbers, strict=True):
             chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
-            parts.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
-        windows = torch.stack(widen(parts))
+            windows_of_trainers.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
+        windows = torch.stack(widen(windows_of_trainers))
         width = self.plan.training.context if self.even or even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
@@ -136,12 +144,18 @@ class AnswerBatchSource(PassBatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[AnswerScore]:
-        """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once."""
+        """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once.
+
+        Conversations of about the same length are scored in one batch, so that there is little padding.
+        """
         batch, slots = pass_size.slots(SCORED_PER_SLOT)
-        parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
-        windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
+        batches_of_sets = []
+        for answers in sets:
+            batches = [_trim(answers.windows[numbers]) for numbers in _by_width(answers.windows).split(batch)]
+            batches_of_sets.append(batches)
+        scores = score_windows(predict, batches_of_sets, rows, slots=slots, gates=gates)
         return [
-            score_answers(score, len(part), part.measures) for score, part in zip(windows_scores, sets, strict=True)
+            score_answers(score, len(answers), answers.measures) for score, answers in zip(scores, sets, strict=True)
         ]
 
     def examine(
@@ -157,8 +171,10 @@ class AnswerBatchSource(PassBatchSource):
         scores = self.score(predict, sets, rows, pass_size, gates)
         if not any(name in JUDGES for part in sets for name in part.measures):
             return scores
-        given = self.answers(generate, sets, rows, pass_size)
-        return [judge(score, texts, part.references) for score, texts, part in zip(scores, given, sets, strict=True)]
+        responses = self.answers(generate, sets, rows, pass_size)
+        return [
+            judge(score, texts, part.references) for score, texts, part in zip(scores, responses, sets, strict=True)
+        ]
 
     def answers(
         self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], pass_size: PassSize
@@ -173,25 +189,33 @@ class AnswerBatchSource(PassBatchSource):
             rows: Row of the model for each set.
             pass_size: Number of users and sequences in one pass.
         """
-        batch, slots = _slots_to_speak(sets, pass_size)
+        batch, slots = _generation_shape(sets, pass_size)
         texts = [[""] * len(part.references) for part in sets]
-        jobs = [
-            _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
-        ]
-        jobs.sort(key=lambda job: -int(sets[job.owner].prompt_tokens[job.numbers].max()))
+        # Prompts of about the same length share a slot, and slots of about the same length a pass, the longest first.
+        jobs = []
+        for set_number, part in enumerate(sets):
+            jobs += [_Job(set_number, numbers) for numbers in part.prompt_tokens.argsort(stable=True).split(batch)]
+        jobs.sort(key=lambda job: -int(sets[job.set_number].prompt_tokens[job.numbers].max()))
         for start in range(0, len(jobs), slots):
             group = jobs[start : start + slots]
-            limit = max(sets[job.owner].limit for job in group)
-            said = generate([rows[job.owner] for job in group], _prompts(group, sets), limit)
-            for job, continuation in zip(group, said, strict=True):
-                for number, tokens in zip(job.numbers.tolist(), continuation, strict=False):
-                    texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit], sets[job.owner].ends)
+            limit = max(sets[job.set_number].limit for job in group)
+            generated = generate([rows[job.set_number] for job in group], _prompts(group, sets), limit)
+            for job, continuations in zip(group, generated, strict=True):
+                part = sets[job.set_number]
+                # Repeated prompts, which only fill the slot, are dropped.
+                for number, tokens in zip(job.numbers.tolist(), continuations, strict=False):
+                    texts[job.set_number][number] = self._text(tokens[: part.limit], part.ends)
         return texts
 
     def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
-        """Return the text up to the first token that ends it."""
-        said = list(takewhile(lambda token: token != PAD and token not in ends, tokens.tolist()))
-        return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
+        """Return generated tokens as text, up to the first one that ends a response or is padding.
+
+        Args:
+            tokens: The tokens.
+            ends: Tokens that end a response.
+        """
+        response = list(takewhile(lambda token: token != PAD and token not in ends, tokens.tolist()))
+        return str(self.tokenizer.decode(response, skip_special_tokens=True)).strip()
 
 
 SPEAKING, READ_AT_ONCE = 64, 8192
@@ -201,40 +225,54 @@ Each further token reads all weights, however many responses there are. With lar
 would need more memory than training."""
 
 
-def _slots_to_speak(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
-    """Return the number of prompts per slot and the number of slots in a generation pass."""
-    longest = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
-    rows = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest)))
-    most = max((len(part.references) for part in sets), default=1)
-    batch = max(1, min(most, rows // max(1, len(sets))))
-    return batch, max(1, rows // batch)
+def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
+    """Return the shape of a pass that generates responses: the number of prompts per slot, and of slots.
+
+    A slot has prompts of one set, so a set with few prompts needs only small slots.
+
+    Args:
+        sets: Sets with the prompts.
+        pass_size: Number of users and sequences in one pass of training, which a pass has at least.
+    """
+    longest_prompt = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
+    prompts_of_pass = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt)))
+    largest_set = max((len(part.references) for part in sets), default=1)
+    prompts_per_slot = max(1, min(largest_set, prompts_of_pass // max(1, len(sets))))
+    return prompts_per_slot, max(1, prompts_of_pass // prompts_per_slot)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Prompts of one set that share a slot of one generation pass."""
+    """Numbers of the prompts of one set that share a slot of one generation pass."""
 
-    owner: int
+    set_number: int
     numbers: Int64[Tensor, " n"]
 
 
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
-    """Return the prompts of each job, padded with ``PAD`` on the left; shorter jobs repeat their last prompt."""
-    rows = max(len(job.numbers) for job in group)
-    prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
+    """Return the prompts of each job as one tensor, padded with ``PAD`` on the left.
+
+    Jobs with fewer prompts repeat their last one.
+
+    Args:
+        group: Jobs of one pass.
+        sets: Sets with the prompts.
+    """
+    most_prompts = max(len(job.numbers) for job in group)
+    prompts_of_jobs = [[sets[job.set_number].prompt(number) for number in job.numbers.tolist()] for job in group]
     width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
-    padded = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
+    padded = torch.full((len(group), most_prompts, width), PAD, dtype=torch.int64)
     for slot, prompts in enumerate(prompts_of_jobs):
-        for row in range(rows):
+        for row in range(most_prompts):
             prompt = prompts[min(row, len(prompts) - 1)]
             padded[slot, row, width - len(prompt) :] = prompt
     return padded
 
 
 def _width(windows: Int[Tensor, "*batch window"]) -> int:
-    """Return the position after the last one that is not padding in all windows."""
-    used = (windows != PAD).flatten(0, -2).any(0).nonzero()
-    return int(used.max()) + 1 if len(used) else 0
+    """Return the width without columns at the end that are padding in all windows; 0 if all are padding."""
+    used_positions = (windows != PAD).flatten(0, -2).any(0).nonzero()
+    return int(used_positions.max()) + 1 if len(used_positions) else 0
 
 
 def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
@@ -276,11 +314,13 @@ class AnswersKind(LanguageKind):
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
         """Return the model; whether it is compiled depends on the training tokens of the users on this machine."""
         assert run_data.base is not None
-        if not run_data.users.in_memory:
+        if not run_data.users.in_memory:  # tokens were counted when the users were stored on disk
             tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
+        elif run_data.unread or not run_data.present:
+            tokens = 0
         else:
-            read = not run_data.unread and run_data.present
-            tokens = training_tokens(users_and_trainers(self, run_data, plan.method)[1], plan) if read else 0
+            _, trainers = users_and_trainers(self, run_data, plan.method)
+            tokens = training_tokens(trainers, plan)
         return language_model(recipe, run_data.base, plan.method, count_trainers(run_data, plan.method), tokens)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
@@ -360,23 +400,29 @@ class ConversationsKind(AnswersKind):
         This is an upper bound of the cost: a batch is as wide as its longest conversation, at most the context. If the
         number of conversations is unknown, one batch is counted.
         """
-        data, batch = section(recipes[0]), recipes[0].training.batch_size
+        data, one_batch = section(recipes[0]), recipes[0].training.batch_size
         try:
-            counts, small = count_conversations(recipes[0], data, anybody_validates(recipes))
+            counts, small_users = count_conversations(recipes[0], data, anybody_validates(recipes))
         except DataError as error:
             if users is None:
                 raise
-            told = ABSENT_NOTE.format(error)
-            return [as_steps(recipe, {"somebody": batch}) for recipe in recipes], set(), told
-        return [as_steps(recipe, counts) for recipe in recipes], small, NOTE
+            note = ABSENT_NOTE.format(error)
+            return [as_steps(recipe, {"somebody": one_batch}) for recipe in recipes], set(), note
+        return [as_steps(recipe, counts) for recipe in recipes], small_users, NOTE
 
 
 def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
-    """Return a text recipe with the steps of a pass over ``counts`` conversations of each user."""
+    """Return a text recipe whose local steps are as many as the passes over conversations have; to count costs.
+
+    Args:
+        recipe: A recipe with conversations.
+        counts: Number of training conversations of each user; the largest one decides, or the sum for pooled data.
+    """
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
-    batches = ceil((sum if pooled else max)(counts.values()) / recipe.training.batch_size)
+    conversations = sum(counts.values()) if pooled else max(counts.values())
+    batches = max(1, ceil(conversations / recipe.training.batch_size))
     text = {"users": dict.fromkeys(counts, "not read")}
-    return recipe.with_changes({"data": text, "training.local_steps": max(1, batches) * recipe.training.local_epochs})
+    return recipe.with_changes({"data": text, "training.local_steps": batches * recipe.training.local_epochs})
 
 
 def section(recipe: Recipe) -> ConversationsSection:

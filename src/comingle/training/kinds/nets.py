@@ -81,13 +81,14 @@ class SampleBatchSource(PassBatchSource):
         return len(owner.valid if stream == "valid" else owner.train)
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
-        """Return how many users and samples one pass takes; copies of the net dominate its memory."""
+        """Return how many users and samples one pass takes; copies of the net dominate its memory.
+
+        Each user has a copy of the net; with privacy of single examples, each sample has one.
+        """
         sequences = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
         privacy = self.plan.privacy
-        copies = (
-            sequences if privacy is not None and privacy.protects == "example" else 1
-        )  # a copy of the net per sample
-        users = self.plan.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
+        copies_per_user = sequences if privacy is not None and privacy.protects == "example" else 1
+        users = self.plan.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies_per_user))
         return PassSize(users=users, sequences=sequences)
 
     def draw(
@@ -115,21 +116,30 @@ class SampleBatchSource(PassBatchSource):
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs, targets and a mask of present samples; equal training draws are augmented equally."""
-        if not self.banks:
+        """Return inputs, targets and a mask that is False at padding; training inputs are augmented."""
+        if self.banks:
+            inputs, targets, present = self.banks[stream].take(trainers, drawn)
+        else:  # users are not in memory
             bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
-        else:
-            inputs, targets, present = self.banks[stream].take(trainers, drawn)
         if self.augment is not None and stream == "train":
-            inputs = torch.stack(
-                [self._augmented(*of_trainer) for of_trainer in zip(trainers, inputs, drawn, strict=True)]
-            )
+            batches = zip(trainers, inputs, drawn, strict=True)
+            inputs = torch.stack([self._augmented(trainer, x, numbers) for trainer, x, numbers in batches])
         return inputs, targets, present
 
-    def _augmented(self, trainer: int, inputs: Tensor, drawn: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
+    def _augmented(self, trainer: int, inputs: Tensor, numbers: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
+        """Return the inputs of one user's batch, augmented at random.
+
+        The random stream is that of the user, the round and the sample numbers, so that the same batch is augmented
+        equally if it is read again in this round.
+
+        Args:
+            trainer: Number of the trainer.
+            inputs: Inputs ``(batch, ...)``.
+            numbers: Sample numbers of the batch.
+        """
         assert self.augment is not None
-        random = generator(self.plan.seed, self.trainers[trainer].name, self._round, "augment", *drawn.tolist())
+        random = generator(self.plan.seed, self.trainers[trainer].name, self._round, "augment", *numbers.tolist())
         return self.augment([trainer], inputs.unsqueeze(0), random)[0]
 
     def counted(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
@@ -143,8 +153,8 @@ class SampleBatchSource(PassBatchSource):
         bank = self._bank(sets)
         slots = max(1, min(pass_size.users, len(rows)))
 
-        def forward(owners: Sequence[int], inputs: Tensor) -> Tensor:
-            return predict([rows[owner] for owner in owners], inputs)
+        def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
+            return predict([rows[number] for number in set_numbers], inputs)
 
         return score_samples(forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=slots)
 
@@ -159,7 +169,10 @@ class SampleBatchSource(PassBatchSource):
         return SampleBatchSource(trainers, self.plan, size, **same)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
-        """Return the source with fake tensors and without augmentation, whose cost is negligible."""
+        """Return the source with fake tensors for the data, which have a shape but no memory, to count costs.
+
+        It does not augment, as the cost of that is negligible.
+        """
         batch_source = copy.copy(self)
         batch_source.banks = {
             name: replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
@@ -184,13 +197,15 @@ class SampleBatchSource(PassBatchSource):
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:
-        """Return the sets in one tensor; caches the two latest results, as test and validation sets alternate."""
-        key = tuple(id(part) for part in sets)
+        """Return the samples of several sets in one tensor on the device.
+
+        The two latest results are cached, as test and validation sets alternate.
+        """
+        key = tuple(id(samples) for samples in sets)
         if key not in self._scored:
             newest = dict(list(self._scored.items())[-1:])
-            self._scored = newest | {
-                key: (sets, bank_of(sets, **self.like))
-            }  # keep the sets, so that ids are not reused
+            # Sets are kept along with their bank, so that no other object gets their ids.
+            self._scored = newest | {key: (sets, bank_of(sets, **self.like))}
         return self._scored[key][1]
 
 
@@ -226,31 +241,42 @@ def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Modu
         RecipeError: The net does not exist, does not fit the samples, or cannot be stacked over users.
     """
     name, shape, outputs = net_name(recipe, population), population.input_shape, population.classes
-    own = population.net
+    net = population.net  # a name, or a function of the user's program
 
     def make(seed: int) -> nn.Module:
-        if isinstance(own, str):
+        if isinstance(net, str):
             return make_net(name, shape, outputs, seed=seed)
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()):  # the function draws weights from torch's global generator
             torch.manual_seed(derive("net", "own", seed))
-            return _build(own, name, shape, outputs)
+            return _make_own_net(net, name, shape, outputs)
 
     return make
 
 
-def _build(own: MakeNet, name: str, shape: Sequence[int], outputs: int) -> nn.Module:
-    if isinstance(own, nn.Module):
-        kind = type(own).__name__
+def _make_own_net(make: MakeNet, name: str, shape: Sequence[int], outputs: int) -> nn.Module:
+    """Call a function of the user's program that makes a net, with or without arguments, and check its result.
+
+    Args:
+        make: The function; takes either nothing, or the shape of an input and the number of outputs.
+        name: Name of the net, for errors.
+        shape: Shape of an input.
+        outputs: Number of outputs.
+
+    Raises:
+        RecipeError: It is a net instead of a function, or returns no net.
+    """
+    if isinstance(make, nn.Module):
+        kind = type(make).__name__
         raise RecipeError(f"net: got an instance of {kind}; pass a function that makes one: lambda: {kind}(...)")
-    made = own() if _accepts(own) else own(tuple(shape), outputs)
-    if not isinstance(made, nn.Module):
-        raise RecipeError(f"net {name!r}: its function returned {type(made).__name__}; allowed: an nn.Module")
-    return made
+    net = make() if _takes_no_arguments(make) else make(tuple(shape), outputs)
+    if not isinstance(net, nn.Module):
+        raise RecipeError(f"net {name!r}: its function returned {type(net).__name__}; allowed: an nn.Module")
+    return net
 
 
-def _accepts(own: MakeNet, *arguments: Any) -> bool:
+def _takes_no_arguments(function: Callable[..., object]) -> bool:
     try:
-        inspect.signature(own).bind(*arguments)
+        inspect.signature(function).bind()
     except TypeError:
         return False
     return True
@@ -278,17 +304,21 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
     like = next(iter(tensors.values()))
     inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=like.dtype, device=like.device)
 
-    def call(own: dict[str, Tensor], x: Tensor) -> Any:
-        return call_with(net, own, x)
+    def call(tensors_of_user: dict[str, Tensor], x: Tensor) -> Any:
+        return call_with(net, tensors_of_user, x)
 
     with torch.no_grad(), torch.random.fork_rng(devices=()):
-        shape = population.input_shape
-        copies = _copies(tensors, ())
-        alone = _try(lambda: call(copies, inputs[0]), f"net {name!r}: cannot take inputs of {shape}")
-        _check_outputs(alone, name, population)
-        together = f"net {name!r}: users' copies cannot run together under torch.vmap"
-        _try(lambda: vmap(call, randomness="different")(_copies(tensors, (_TRIED,)), inputs), together)
-    return any(copies[key]._version or not torch.equal(copies[key], buffers[key]) for key in buffers)
+        # First one user alone, then several users together.
+        single = {key: t.clone() for key, t in tensors.items()}
+        outputs = _try(lambda: call(single, inputs[0]), f"net {name!r}: cannot take inputs of {population.input_shape}")
+        _check_outputs(outputs, name, population)
+        stacked = {key: t.expand(_TRIED, *t.shape).clone() for key, t in tensors.items()}
+        _try(
+            lambda: vmap(call, randomness="different")(stacked, inputs),
+            f"net {name!r}: users' copies cannot run together under torch.vmap",
+        )
+    # A write in place raises the version of a buffer even if its values stay the same, as on these inputs of zeros.
+    return any(single[key]._version or not torch.equal(single[key], buffers[key]) for key in buffers)
 
 
 def _check_parts(net: nn.Module, name: str) -> None:
@@ -312,28 +342,39 @@ def _check_parts(net: nn.Module, name: str) -> None:
             raise RecipeError(f"net {name!r}: {key} has momentum None, a mean over all batches; allowed: a number")
 
 
-def _copies(tensors: dict[str, Tensor], users: tuple[int, ...]) -> dict[str, Tensor]:
-    return {key: t.expand(*users, *t.shape).clone() for key, t in tensors.items()}
-
-
-def _try(run: Callable[[], T], what: str) -> T:
+def _try(run: Callable[[], T], problem: str) -> T:
+    """Call a function and return its result; convert any error to a recipe error that begins with ``problem``."""
     try:
         return run()
     except Exception as error:  # the net is the user's code and may raise anything
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RecipeError(f"{what}: {first}") from error
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecipeError(f"{problem}: {first_line}") from error
 
 
 def _check_outputs(outputs: object, name: str, population: Population) -> None:
+    """Check the outputs of a net for a batch of :data:`_TRIED` samples.
+
+    They must have the shape (samples, outputs). If the loss pairs each output with a class or a number of the target,
+    their number is given.
+
+    Args:
+        outputs: Result of the net.
+        name: Name of the net, for the error.
+        population: Users and their loss.
+
+    Raises:
+        RecipeError: The outputs have another shape.
+    """
     got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     loss, wanted = population.measure, (_TRIED, population.classes)
-    if isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == _TRIED:
-        if got == wanted or not loss.paired:
-            return
-    elif not loss.paired:
+    is_matrix = isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == _TRIED
+    if loss.paired and (not is_matrix or got != wanted):
+        each = "class" if loss.classes else "number in a target"
+        raise RecipeError(
+            f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {wanted}, one for each {each}"
+        )
+    if not loss.paired and not is_matrix:
         raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: ({_TRIED}, outputs)")
-    each = "class" if loss.classes else "number in a target"
-    raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {wanted}, one for each {each}")
 
 
 def build_nets(
@@ -362,23 +403,32 @@ def build_nets(
     """
     plan = with_full_participation(plan)
     method = plan.method
-    whole, numbers = population, range(len(population.users)) if here is None else here
-    if here is not None:
-        population = replace(population, users=population.users.select(here))
-    users = population.users
+    local = population if here is None else replace(population, users=population.users.select(here))
+    users = local.users
     if not unread:
-        _check_users(population)
-    model = net_model(recipe, whole, method)
-    model = model if here is None else model.only(numbers)
-    pooled = lazy_user(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
-    trainers = as_users([pooled or pool_samples(users)]) if method.placement.pooled else users
+        _check_users(local)
+    model = net_model(recipe, population, method)
+    model = model if here is None else model.only(here)
+    if not method.placement.pooled:
+        trainers = users
+    elif unread:
+        trainers = as_users([lazy_user(UserSamples, "everyone", lambda: pool_samples(users))])
+    else:
+        trainers = as_users([pool_samples(users)])
     size = batch_size(plan, len(users))
-    least = _least_batch(model, plan, size)
-    augment = None if method.placement.pooled else population.augmentation
-    more = {"loss": population.measure, "augment": augment, "least": least}
-    batch_source = partial(SampleBatchSource, trainers, plan, size, **more, device=model.device, dtype=model.dtype)
-    source = batch_source if unread else batch_source()
-    return Clients(model, plan, trainers=trainers, users=users, batch_source=source, reads=reads and not unread)
+    make_batch_source = partial(
+        SampleBatchSource,
+        trainers,
+        plan,
+        size,
+        device=model.device,
+        dtype=model.dtype,
+        loss=local.measure,
+        augment=None if method.placement.pooled else local.augmentation,
+        least=_least_batch(model, plan, size),
+    )
+    batch_source = make_batch_source if unread else make_batch_source()
+    return Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=reads and not unread)
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
@@ -401,19 +451,23 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     users = 1 if method.placement.pooled else len(population.users)
     name, mixture = net_name(recipe, population), method.placement.mixture
     make = net_maker(recipe, population)
-    many = mixture.clusters if mixture is not None and mixture.of == "models" else method.server.server_models
-    many = 2 if method.placement.gated else many
+    if method.placement.gated:
+        num_nets = 2  # a shared and a local one, with a gate between them
+    elif mixture is not None and mixture.of == "models":
+        num_nets = mixture.clusters
+    else:
+        num_nets = method.server.server_models
     first = make(recipe.seed)
     batchwise = check_net(first, name, population)
-    require_room(f"method {method.name}", many, sum(p.numel() for p in first.parameters()))
-    nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, many))]
+    require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first.parameters()))
+    nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, num_nets))]
     if mixture is not None and mixture.of == "adaptors":
         settings = recipe.floral.model_dump()
         is_default = settings["rank"] is None and settings["budget"] is None
         if is_default:
             settings["budget"] = DEFAULT_BUDGET
-        sizes = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
-        require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **sizes), ADAPTOR_SETS)
+        size_settings = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
+        require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **size_settings), ADAPTOR_SETS)
         settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer, "warn": not is_default}
         nets = [floral(nets[0], copy=False, generator=torch.Generator(), **settings)]
     if method.placement.gated:
@@ -421,14 +475,17 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     compiled = recipe.runtime.compile
     if compiled == "auto":
         compiled = recipe.training.rounds >= COMPILE_FROM
-    like = {
-        "device": device,
-        "dtype": dtype,
-        "loss": population.measure,
-        "compiled": bool(compiled),
-        "batchwise": batchwise,
-    }
-    return stack(nets, name=NETS + name, users=users, mixture=mixture, **like)
+    return stack(
+        nets,
+        name=NETS + name,
+        users=users,
+        mixture=mixture,
+        device=device,
+        dtype=dtype,
+        loss=population.measure,
+        compiled=bool(compiled),
+        batchwise=batchwise,
+    )
 
 
 DEFAULT_BUDGET = 0.01
@@ -456,9 +513,13 @@ def check_on_nets(method: Method) -> None:
 
 
 def _check_users(population: Population) -> None:
-    """Check samples that a program may have passed instead of the recipe."""
+    """Check that the samples of all users fit each other and the net; a program may have passed them.
+
+    Raises:
+        DataError: They do not.
+    """
     check(population.users, classes=population.classes if population.measure.classes else None)
-    first = population.users[0]
+    first = population.users[0]  # the users' shapes are equal, as was just checked
     if (got := tuple(first.train.inputs.shape[1:])) != tuple(population.input_shape):
         raise DataError(
             f"user {first.name!r}: inputs have shape {got}; allowed: {tuple(population.input_shape)}, as the net takes"
@@ -479,7 +540,16 @@ def _check_clusters(population: Population, method: Method) -> None:
 
 
 def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
-    """Return the smallest batch size: 1, or 2 with batch norm, which also needs whole batches."""
+    """Return the smallest size that a batch may have: 1, or 2 with batch norm.
+
+    Args:
+        model: The net.
+        plan: Plan of the run.
+        size: Batch size of the run.
+
+    Raises:
+        RecipeError: Batch norm cannot take the batches, as they are smaller or are split into micro-batches.
+    """
     if not model.batchwise:
         return 1
     if size < LEAST_FOR_NORM:

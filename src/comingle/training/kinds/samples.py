@@ -75,20 +75,24 @@ class PersonalNet(Personal):
         """
         like, where = next(self.model.parameters()), f"user {self.name!r}: samples"
         samples = read_samples(samples, where)
-        if not self.loss.classes and not samples.targets.is_floating_point():
+        if not self.loss.classes and not samples.targets.is_floating_point():  # integers as targets of a regression
             samples = Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
         elif self.loss.classes and samples.targets.is_floating_point():
             raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as in training")
         targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
+        # A bank with one set of samples, which starts at 0.
         counts = torch.tensor([len(samples)])
-        bank = SampleBank(inputs=samples.inputs.to(like), targets=targets, starts=counts - counts, counts=counts)
+        bank = SampleBank(
+            inputs=samples.inputs.to(like), targets=targets, starts=torch.zeros_like(counts), counts=counts
+        )
 
         def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
+            """Return the outputs ``(1, batch, outputs)`` for inputs of the only set, after checking the targets."""
             outputs = self.predict(inputs[0])
             if self.loss.classes and self.loss.paired and len(targets):
-                low, high, most = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
-                if low < 0 or high > most:
-                    raise DataError(f"{where}: targets go from {low} to {high}; allowed: 0 to {most}")
+                low, high, last_class = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
+                if low < 0 or high > last_class:
+                    raise DataError(f"{where}: targets go from {low} to {high}; allowed: 0 to {last_class}")
             return outputs.unsqueeze(0)
 
         return score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)[0]
@@ -129,16 +133,24 @@ def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
 
 
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
-    """Return the user's net; mixtures of adaptors, and of models if they merge, are merged into the weights."""
+    """Return a user's net as a plain module.
+
+    Mixtures of adaptors, and of models if the method merges them, are merged into its weights. Otherwise the net of a
+    mixture of models has all of them, and mixes their outputs.
+
+    Args:
+        model: The model that all users train.
+        tensors: Tensors of the user ``(1, ...)``.
+    """
     if model.mixture is None:
         return copy_with_tensors(model.net, tensors)
-    shares = model.shares(tensors)[0]
+    shares = model.shares(tensors)[0]  # mixture weights (clusters,)
     if isinstance(model.net, FloralModel):
         return copy_with_tensors(model.net, tensors).merge(shares)
     if model.mixture.merges_models:
         return copy_with_tensors(model.net, merge_models(tensors, shares.unsqueeze(0)))
-    parts = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
-    models = [copy_with_tensors(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
+    stacked = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}  # (1, clusters, *shape)
+    models = [copy_with_tensors(model.net, {n: t[:, c] for n, t in stacked.items()}) for c in range(len(shares))]
     return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)
 
 
@@ -173,7 +185,7 @@ class NetKind(Kind):
         return personal_net(name, cast(StackedModel, model), tensors)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
-        """Raise an error: costs depend on the users' samples and not only on their number.
+        """Refuse a number of users without their data: costs depend on the users' samples.
 
         Raises:
             RecipeError: Always.
@@ -209,7 +221,10 @@ class SamplesKind(NetKind):
         return is_user_samples(data)
 
     def settings(self, run_data: RunData) -> dict[str, Any]:
-        """Return the shapes, and the names of the net and of the loss if they have names."""
+        """Return what the run folder stores of the population, so that the run opens without its samples.
+
+        A net that a program passed has no name, so :data:`OWN` stands for it.
+        """
         common = cast(Population, run_data.common)
         return {
             "net": common.net if isinstance(common.net, str) else OWN,
@@ -247,15 +262,23 @@ def section(recipe: Recipe) -> SamplesSection:
 
 
 def _reopened_loss(name: str, classes: bool) -> Loss:
-    """Return the loss of a run; if a program passed it, one that raises an error when called."""
+    """Return the loss of a run that is opened again, by name.
+
+    A loss that a program had passed is not stored: then return one that raises an error when it is called, so that
+    everything but scoring works.
+
+    Args:
+        name: Name of the loss in the run folder.
+        classes: Whether targets are classes.
+    """
     try:
         return find_loss(name, classes=classes)
     except RecipeError:
 
-        def missing(*_: Any) -> Any:
+        def raise_missing(*_: Any) -> Any:
             raise DataError(f"loss {name!r}: passed by a program; pass it again to score models")
 
-        return Loss(name=name, function=missing, classes=classes)
+        return Loss(name=name, function=raise_missing, classes=classes)
 
 
 KIND = SamplesKind()

@@ -78,23 +78,23 @@ class TextBatchSource(BatchSource):
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch window"]:
         """Return new random windows, ``context + 1`` tokens wide."""
-        drawn = [
-            random_windows(
-                trainer.valid if phase.stream == "valid" else trainer.train,
-                count=self.batch_size,
-                context=self.plan.training.context,
-                generator=generator(self.plan.seed, trainer.name, round_number, phase.purpose, step, repeat),
-                begin=self.begin,
+        windows = []
+        for number in trainers:
+            trainer = self.trainers[number]
+            random = generator(self.plan.seed, trainer.name, round_number, phase.purpose, step, repeat)
+            tokens = trainer.valid if phase.stream == "valid" else trainer.train
+            context = self.plan.training.context
+            windows.append(
+                random_windows(tokens, count=self.batch_size, context=context, generator=random, begin=self.begin)
             )
-            for trainer in (self.trainers[i] for i in trainers)
-        ]
-        return torch.stack(drawn)
+        return torch.stack(windows)
 
     def examples(self, trainer: int) -> int:
         """Return the number of disjoint windows in the stream of a trainer."""
         return len(self._windows(trainer))
 
     def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
+        """Return the training text of a trainer, cut into disjoint windows; cached."""
         if trainer not in self._cut:
             stream, context = self.trainers[trainer].train, self.plan.training.context
             self._cut[trainer] = fixed_windows(stream, context=context, begin=self.begin)
@@ -103,7 +103,7 @@ class TextBatchSource(BatchSource):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch window"]:
-        """Return windows by number; they have no token in common."""
+        """Return windows by number, as examples that have no token in common."""
         chosen = [self._windows(trainer)[at.clamp(min=0)] for trainer, at in zip(trainers, numbers, strict=True)]
         return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
 
@@ -113,14 +113,15 @@ class TextBatchSource(BatchSource):
             yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield the validation streams, cut into the windows that are scored."""
+        """Yield the validation texts in batches of the windows that are scored, padded for users with fewer windows."""
         context, size = self.plan.training.context, self.batch_size
-        parts = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
-        for start in range(0, max(map(len, parts)), size):
-            windows = torch.full((len(parts), size, context + 1), PAD, dtype=torch.int64)
-            for row, part in zip(windows, parts, strict=True):
-                row[: len(part[start : start + size])] = part[start : start + size]
-            yield windows
+        all_windows = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
+        for start in range(0, max(map(len, all_windows)), size):
+            batch = torch.full((len(trainers), size, context + 1), PAD, dtype=torch.int64)
+            for row, windows in zip(batch, all_windows, strict=True):
+                windows_of_batch = windows[start : start + size]
+                row[: len(windows_of_batch)] = windows_of_batch
+            yield batch
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Return the number of targets, without padding and hidden tokens."""
@@ -129,10 +130,12 @@ class TextBatchSource(BatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[Score]:
-        """Return the losses of whole streams, in one exact pass over each."""
+        """Return the losses of whole token streams, in which each token is scored once."""
         batch, slots = pass_size.slots(SCORED_PER_SLOT)
-        cut = {"context": self.plan.training.context, "begin": self.begin}
-        return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)
+        context = self.plan.training.context
+        return score_streams(
+            predict, sets, rows, batch=batch, slots=slots, gates=gates, context=context, begin=self.begin
+        )
 
 
 class LanguageKind(Kind):
@@ -154,8 +157,8 @@ class LanguageKind(Kind):
         Args:
             recipe: The recipe.
             source: Dataset of the recipe, if it has one.
-            owners: Yields the owner of each row; called only if the dataset alone has the names.
-            unread: Word for the rows in the error.
+            owners: Yields the name of the user of each row; called only if the dataset alone has the names.
+            unread: Word for the data that could not be read, for the error: "text" or "rows".
 
         Raises:
             DataError: The rows cannot be read.
@@ -165,7 +168,7 @@ class LanguageKind(Kind):
         if isinstance(source.users, list):
             return tuple(source.users)
         try:
-            return tuple(dict.fromkeys(owners()))[: source.users]
+            return tuple(dict.fromkeys(owners()))[: source.users]  # the first ones, or all if there is no limit
         except DataError as error:
             advice = f"to count costs without the {unread}, give the number of users: --users N"
             raise DataError(f"{error}; {advice}") from None
@@ -177,7 +180,7 @@ class TextKind(LanguageKind):
     name, user, handed = "text", UserData, ALLOWED_TEXT
 
     def check(self, recipe: Recipe, method: Method) -> None:
-        """Check the method, and that validation text that is trained on does not select the best round."""
+        """Check the method, and refuse to select the best round by validation text that is also trained on."""
         super().check(recipe, method)
         if section(recipe).train_on_valid and recipe.evaluation.select == "best":
             why = "needs validation text that is not trained on, but data.train_on_valid trains on it"
@@ -211,8 +214,13 @@ class TextKind(LanguageKind):
         assert run_data.base is not None
         plan, begin = with_full_participation(plan), run_data.base.begin
         if not run_data.unread:
-            needed = {"needs_validation": plan.method.client.needs_validation, "begins": begin is not None}
-            check(run_data.present, context=plan.training.context, **needed)
+            needs_validation = plan.method.client.needs_validation
+            check(
+                run_data.present,
+                context=plan.training.context,
+                needs_validation=needs_validation,
+                begins=begin is not None,
+            )
             for user in run_data.present:
                 require_rows(run_data.base, user)
         users, trainers = users_and_trainers(self, run_data, plan.method)
@@ -237,9 +245,15 @@ class TextKind(LanguageKind):
 
         def owners() -> Iterable[str]:
             assert source is not None
-            columns = {"user": source.user, "text": source.text, "split": source.split}
-            bad = BadRows("skip")
-            return (owner for owner, _, _ in iterate_documents(source.path, **columns, name=source.config, bad=bad))
+            documents = iterate_documents(
+                source.path,
+                user=source.user,
+                text=source.text,
+                split=source.split,
+                name=source.config,
+                bad=BadRows("skip"),  # wrong rows are reported when the data is read
+            )
+            return (owner for owner, _, _ in documents)
 
         return self.known_names(recipe, source, owners, "text")
 
