@@ -114,7 +114,8 @@ class OnDisk(State):
     def put(self, users: Sequence[int], part: State) -> None:
         """Write the rows of some users back, asynchronously.
 
-        A row gets a record of moments only once one of its moments is not zero.
+        A row gets a record of moments only once one of its moments is not zero. If ``part`` has no moments, those that
+        are stored are kept.
         """
         rows, tensors = list(users), part.tensors()
         if self._prefetched is not None and not set(self._prefetched[0]).isdisjoint(rows):
@@ -124,10 +125,10 @@ class OnDisk(State):
         if "moments" in self._groups and part.first.shape[1] + part.second.shape[1]:
             has_record = torch.from_numpy(self._table.places["moments"][rows] >= 0)
             is_needed = has_record | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
-            at = is_needed.nonzero().flatten().tolist()
-            moments = {name: tensors[name][at] for name in ("first", "second")}
-            if at:  # samples of a single class may have no gradient
-                self._write("moments", [rows[i] for i in at], moments)
+            needed = is_needed.nonzero().flatten().tolist()
+            moments = {name: tensors[name][needed] for name in ("first", "second")}
+            if needed:  # samples of a single class may have no gradient
+                self._write("moments", [rows[i] for i in needed], moments)
 
     @property
     def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of the table)
@@ -148,15 +149,16 @@ class OnDisk(State):
         return _WithoutMoments(self)
 
     def copy(self) -> OnDisk:
-        """Return a copy-on-write copy: its changes go to a temporary file."""
+        """Return a copy that reads the same files but writes its changes to temporary ones."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._table, other._write_numbers, other._prefetched = self._table.copy(), {}, None
+        other._table, other._prefetched = self._table.copy(), None
+        other._write_numbers = {}  # no file to write to, so the first write makes a temporary one
         other._files = {name: list(files) for name, files in self._files.items()}
         return other
 
     def release(self) -> None:
-        """Close the temporary files of a copy."""
+        """Close the temporary files of a copy made by :meth:`copy`, after all pending writes."""
         self._wait_for_writes(0)
         for name, number in self._write_numbers.items():
             if (file := self._files[name][number]) is not None:
@@ -171,18 +173,19 @@ class OnDisk(State):
             rows: Numbers of the rows.
             groups: Groups of records to read, always with ``params``; without ``moments``, moments have no columns.
         """
-        prefetched = self._prefetched[1] if self._prefetched is not None and self._prefetched[0] == rows else {}
+        prefetched: Mapping[str, Future[np.ndarray]] = {}
+        if self._prefetched is not None and self._prefetched[0] == rows:
+            prefetched, self._prefetched = self._prefetched[1], None
         reads = {name: prefetched.get(name) or self._start_read(name, rows) for name in groups}
-        self._prefetched = None if prefetched else self._prefetched
         has_record = self._table.places["params"][rows] >= 0
-        tensors = self._forms["params"].unpack(self._result(reads["params"]))
+        tensors = self._forms["params"].unpack(self._result(reads["params"]))  # of rows with a record
         new_rows = [row for row, known in zip(rows, has_record.tolist(), strict=True) if not known]
         if new_rows:
-            initial = self._initial_state(new_rows).tensors()
-            stored, tensors = tensors, {name: t.new_empty(len(rows), *t.shape[1:]) for name, t in tensors.items()}
-            known_at, new_at = (torch.from_numpy(np.flatnonzero(at)) for at in (has_record, ~has_record))
+            stored, initial = tensors, self._initial_state(new_rows).tensors()
+            tensors = {name: t.new_empty(len(rows), *t.shape[1:]) for name, t in stored.items()}
+            stored_at, new_at = (torch.from_numpy(np.flatnonzero(at)) for at in (has_record, ~has_record))
             for name, t in tensors.items():
-                t[known_at], t[new_at] = stored[name], initial[name].to(t.device)
+                t[stored_at], t[new_at] = stored[name], initial[name].to(t.device)
         tensors |= self._unpack_moments(rows, reads.get("moments"))
         return self._empty.filled({name: t.to(self._device) for name, t in tensors.items()}, {})
 
@@ -222,21 +225,25 @@ class OnDisk(State):
         Args:
             group: Group of the records.
             rows: Numbers of the rows.
-            places: Places of the records; those in the current table if None.
+            places: Place of the record of each row, -1 for none; those in the current table if None.
+
+        Returns:
+            A future of the records ``(records, bytes)``.
         """
-        all_places = self._table.places[group][rows].tolist() if places is None else places
-        ids = self._shard.ids[rows].tolist()
-        located = [(place, row) for place, row in zip(all_places, ids, strict=True) if place >= 0]
-        files, size = self._files[group], self._forms[group].bytes
+        places_of_rows = self._table.places[group][rows].tolist() if places is None else places
+        ids = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
+        located = [(place, row_id) for place, row_id in zip(places_of_rows, ids, strict=True) if place >= 0]
+        files, size_bytes = self._files[group], self._forms[group].bytes
 
         def read() -> np.ndarray:
-            records = np.empty((len(located), size), dtype=np.uint8)
+            """Read the records, file after file; runs in the store's thread."""
+            records = np.empty((len(located), size_bytes), dtype=np.uint8)
             for number in {place // PLACES_PER_FILE for place, _ in located}:
-                chosen = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == number]
-                places_in_file = [located[i][0] % PLACES_PER_FILE for i in chosen]
+                in_file = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == number]
+                places_in_file = [located[i][0] % PLACES_PER_FILE for i in in_file]
                 file = files[number]
                 assert file is not None
-                file.read(places_in_file, [located[i][1] for i in chosen], [records[i] for i in chosen])
+                file.read(places_in_file, [located[i][1] for i in in_file], [records[i] for i in in_file])
             return records
 
         return self._worker.submit(read)
@@ -252,9 +259,9 @@ class OnDisk(State):
         number, file = self._file_to_write(group)
         table, places = self._table.places[group], []
         for row in rows:
-            before = int(table[row])
-            is_in_file = before >= 0 and before // PLACES_PER_FILE == number
-            places.append(file.place(before % PLACES_PER_FILE if is_in_file else -1))
+            old_place = int(table[row])
+            is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == number
+            places.append(file.place(old_place % PLACES_PER_FILE if is_in_file else -1))
         table[rows] = number * PLACES_PER_FILE + np.array(places, dtype=np.int64)
         records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
         self._worker.write(file, places, records)
@@ -266,7 +273,10 @@ class OnDisk(State):
             self._worker.wait(most)
 
     def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
-        """Return the number and the file to write to: the run's own, or a temporary one that is made at first."""
+        """Return the file that new records of a group go to, and its number in the table of places.
+
+        It is the run's own file, or for a copy of the store, or before a run folder is opened, a temporary one.
+        """
         files = self._files[group]
         if group not in self._write_numbers:
             with disk_errors(self._run):
@@ -282,14 +292,18 @@ class OnDisk(State):
     # ---------------------------------------------------------------- the best round
 
     def remember(self, done: int) -> None:
-        """Store the current rows as those of the best round; their records are protected from being overwritten."""
+        """Store the current rows as those of the best round; their records are protected from being overwritten.
+
+        Only the table of places is copied, no record.
+        """
         self._wait_for_writes(0)
         self._best = self._table.copy()
         self.best = {"round": torch.tensor(done)}
         for name in self._groups:
             for number, file in enumerate(self._files[name]):
                 if file is not None and self._run is None and self._write_numbers.get(name) == number:
-                    file.keep([within(table, number, PLACES_PER_FILE) for table in self._places_in_use(name)])
+                    # Without a run folder there are no checkpoints: free the places of the previous best round.
+                    file.keep([within(places, number, PLACES_PER_FILE) for places in self._places_in_use(name)])
                 elif file is not None:
                     file.snapshot()
 
@@ -301,24 +315,27 @@ class OnDisk(State):
         return other
 
     def _places_in_use(self, group: str) -> list[np.ndarray]:
-        """Return the places of all rows, now and at the best round."""
+        """Return the places of all rows in the current table and, if there is one, in that of the best round."""
         return [self._table.places[group], *([] if self._best is None else [self._best.places[group]])]
 
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
         """Restrict the state to the rows of consecutive users, in one of several processes."""
-        copies = np.arange(self.count // len(users), dtype=np.int64) * population
-        ids = (copies[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
-        self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(copies) * population)
+        first_ids = np.arange(self.count // len(users), dtype=np.int64) * population  # of each copy, in the whole run
+        ids = (first_ids[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
+        self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(first_ids) * population)
 
     def open(self, run: Path, *, anew: bool) -> None:
-        """Write to ``store/`` in the run's folder from now on; the first process does so before the others."""
-        folder, self._run, leads = run / FOLDER, run, self._shard.part.number == 0
+        """Write to ``store/`` in the run's folder from now on; the first process does so before the others.
+
+        A new run deletes existing records there, and writes the names of the users and a random identifier.
+        """
+        folder, self._run, is_first = run / FOLDER, run, self._shard.part.number == 0
         if not anew:
             require_files(run, list_checkpoints(run)[-1], self._groups)
         with disk_errors(run):
-            if anew and leads:
+            if anew and is_first:
                 folder.mkdir(exist_ok=True)
                 for path in folder.glob("*.bin"):
                     path.unlink()
@@ -340,51 +357,58 @@ class OnDisk(State):
         }
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
-        """Write the records to disk, then a table of their places; return the names of the files."""
+        """Write the records to disk, then a table of their places; return the names of the files in the checkpoint.
+
+        Records stay in ``store/``; places that neither this nor an older checkpoint refers to become free.
+        """
         self._wait_for_writes(0)
         assert self._run is not None
+        own_part = self._shard.part
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
         for file in files.values():
             self._worker.submit(file.to_disk).result()
-        table = self._shard.part.table(draft)
+        table_path = own_part.table(draft)
         best_round = int(self.best["round"]) if self.best else None
         sums = {name: file.sums for name, file in files.items()}
-        write_table(table, self._shard.ids, self._table, self._best, best_round, sums)
-        if self._shard.part.number == 0:
+        write_table(table_path, self._shard.ids, self._table, self._best, best_round, sums)
+        written = [table_path.name]
+        if own_part.number == 0:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
             remove_files(self._run, [*checkpoints, draft])
-        own_part = self._shard.part
-        older = [read_table(own_part.table(path)) for path in checkpoints if own_part in parts_of(path)]
+            written.append(ABOUT)
+        older_tables = [read_table(own_part.table(path)) for path in checkpoints if own_part in parts_of(path)]
         for name, file in files.items():
-            used = (*self._places_in_use(name), *places_of(older, name))
+            used = (*self._places_in_use(name), *places_of(older_tables, name))
             file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
-        return [table.name, *([ABOUT] if self._shard.part.number == 0 else [])]
+        return written
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
         """Return this store at a checkpoint that any number of processes has written.
 
-        New records go to places that no checkpoint uses.
+        Only the tables of places are read; records are read when they are needed. New records go to places that no
+        checkpoint uses.
 
         Raises:
             RunError: The store belongs to another recipe, run or round, or lacks records of the checkpoint.
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
-        best, rounds = Table.without_records(self._groups, self._table.versions), set[int]()
+        best_table, best_rounds = Table.without_records(self._groups, self._table.versions), set[int]()
         for part in parts_of(checkpoint):
             verify(checkpoint, part.table(checkpoint).name)
-            found = read_table(part.table(checkpoint))
-            rounds |= set(found[BEST_ROUND].tolist() if BEST_ROUND in found else ())
-            numbers = self._open_files(run, part)
-            self._load_places(found, "", self._table, numbers)
+            columns = read_table(part.table(checkpoint))
+            best_rounds |= set(columns[BEST_ROUND].tolist() if BEST_ROUND in columns else ())
+            file_numbers = self._open_files(run, part)
+            self._load_places(columns, "", self._table, file_numbers)
             if self.best:
-                self._load_places(found, BEST, best, numbers)
+                self._load_places(columns, BEST, best_table, file_numbers)
         if self.best:
-            self._best, self.best = best, {"round": torch.tensor(rounds.pop())}
-        others = [path for path in checkpoint.parent.glob("round-*") if self._shard.part in parts_of(path)]
+            self._best, self.best = best_table, {"round": torch.tensor(best_rounds.pop())}  # equal in all parts
+        own_part = self._shard.part
+        checkpoints = [path for path in checkpoint.parent.glob("round-*") if own_part in parts_of(path)]
         for name in self._groups:
             if (file := self._files[name][0]) is not None:
-                tables = [read_table(self._shard.part.table(path)) for path in others]
+                tables = [read_table(own_part.table(path)) for path in checkpoints]
                 used = (*self._places_in_use(name), *places_of(tables, name))
                 file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
         if self._run is not None:
@@ -394,6 +418,8 @@ class OnDisk(State):
     def _open_files(self, run: Path, part: Part) -> dict[str, int]:
         """Open the files of a process of the checkpoint and return their numbers, by group.
 
+        Number 0 is this process's own file, which may be open already; others are opened to read.
+
         Args:
             run: Run folder.
             part: Process that wrote the files; its files are this process's own if it is the same.
@@ -401,14 +427,14 @@ class OnDisk(State):
         numbers: dict[str, int] = {}
         for name in self._groups:
             files = self._files[name]
-            if part == self._shard.part and files[0] is not None:
-                numbers[name] = 0
+            is_own = part == self._shard.part
+            numbers[name] = 0 if is_own else len(files)
+            if is_own and files[0] is not None:
                 continue
             file = RecordFile(part.records(run, name), self._forms[name].bytes, writes=False)
-            if part == self._shard.part:
-                numbers[name], files[0] = 0, file
+            if is_own:
+                files[0] = file
             else:
-                numbers[name] = len(files)
                 files.append(file)
         return numbers
 
@@ -421,36 +447,44 @@ class OnDisk(State):
             into: Table to update.
             numbers: Number of the file with the records, by group.
         """
-        rows = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
-        is_here = np.isin(rows, self._shard.ids)
+        ids = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
+        is_here = np.isin(ids, self._shard.ids)
+        if not is_here.any():
+            return
         order = np.argsort(self._shard.ids)
-        own = order[np.searchsorted(self._shard.ids, rows[is_here], sorter=order)]  # their rows in this process
-        into.versions[own] = columns[prefix + VERSIONS][is_here] if len(own) else 0
-        for name in self._groups if len(own) else ():
+        rows = order[np.searchsorted(self._shard.ids, ids[is_here], sorter=order)]  # numbers in this process
+        into.versions[rows] = columns[prefix + VERSIONS][is_here]
+        for name in self._groups:
             places = columns[prefix + name][is_here].astype(np.int64)
-            into.places[name][own] = np.where(places >= 0, places + numbers[name] * PLACES_PER_FILE, -1)
+            has_record = places >= 0
+            into.places[name][rows] = np.where(has_record, places + numbers[name] * PLACES_PER_FILE, -1)
             if (sums := columns.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
-                stored, file = places >= 0, self._files[name][numbers[name]]
+                file = self._files[name][numbers[name]]
                 assert file is not None
-                stored_rows = rows[is_here][stored].astype(np.int64)
-                file.expect(places[stored], stored_rows, sums[is_here][stored].view(np.uint32))
+                stored_ids = ids[is_here][has_record].astype(np.int64)
+                file.expect(places[has_record], stored_ids, sums[is_here][has_record].view(np.uint32))
 
     def _copy_other_records(self) -> None:
-        """Copy records from the files of other processes to this process's own, and update all tables."""
+        """Copy records from the files of other processes to this process's own, and update all tables.
+
+        A checkpoint of another number of processes has users of this process in files that they wrote.
+        """
         for name in self._groups:
             tables, file = self._places_in_use(name), self._files[name][0]
             assert file is not None
-            moved: dict[int, int] = {}
-            rows = {int(t[row]): row for t in tables for row in np.flatnonzero(t >= PLACES_PER_FILE).tolist()}
-            for batch in batched(rows.items(), _COPIED_AT_ONCE):
-                old_places, batch_rows = [place for place, _ in batch], [row for _, row in batch]
-                records = self._start_read(name, batch_rows, old_places).result()
+            row_at_place: dict[int, int] = {}  # a record may be in the current table and in that of the best round
+            for table in tables:
+                row_at_place |= {int(table[row]): row for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist()}
+            new_places: dict[int, int] = {}
+            for batch in batched(row_at_place.items(), _COPIED_AT_ONCE):
+                old_places, rows = [place for place, _ in batch], [row for _, row in batch]
+                records = self._start_read(name, rows, old_places).result()
                 places = [file.place(-1) for _ in batch]
                 self._worker.submit(file.write, places, records).result()
-                moved |= dict(zip(old_places, places, strict=True))
+                new_places |= dict(zip(old_places, places, strict=True))
             for table in tables:
                 for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist():
-                    table[row] = moved[int(table[row])]
+                    table[row] = new_places[int(table[row])]
             del self._files[name][1:]
 
 
@@ -488,7 +522,9 @@ class DiskStore(Store):
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
-        """Return users in a file that are read one after another; all at once for a kind without a reader.
+        """Return users whose data is stored in a cache file and read from there on access.
+
+        All users are in memory for a kind of data without a reader.
 
         Raises:
             ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.

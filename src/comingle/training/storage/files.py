@@ -84,14 +84,19 @@ class Form:
         return HEAD + size if size else 0
 
     def pack(self, rows: Sequence[int], tensors: Mapping[str, Tensor]) -> np.ndarray:
-        """Return records ``(rows, bytes)`` with row numbers and without CRC-32."""
+        """Return records ``(rows, bytes)`` without CRC-32, which :func:`seal` adds.
+
+        Args:
+            rows: Number of the row of each record in the whole run.
+            tensors: Tensors of the rows ``(rows, *shape)``, by name.
+        """
         records = np.zeros((len(rows), self.bytes), dtype=np.uint8)
         start = HEAD
         for one in self.fields:
             values = tensors[one.name].detach().to("cpu", one.kept).contiguous().view(len(rows), -1)
             records[:, start : start + one.bytes] = values.view(torch.uint8).numpy()
             start += one.bytes
-        records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)
+        records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)  # second half of the head
         return records
 
     def unpack(self, records: np.ndarray) -> dict[str, Tensor]:
@@ -145,12 +150,17 @@ def check(record: np.ndarray, row: int, known: int, path: object) -> None:
 
 
 def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
-    """Return the layout of the records of each group; ``moments`` is their dtype in records, None for their own."""
+    """Return the layout of the records of each group: "moments" of optimizers, and "params" for all other tensors.
+
+    Args:
+        sample: State of any row, with the names, shapes and dtypes of the tensors.
+        moments: Dtype of moments in records; None for their own.
+    """
     groups: dict[str, list[Field]] = {"params": [], "moments": []}
     for name, t in sample.tensors().items():
         group = "moments" if name in MOMENTS else "params"
-        kept = moments if group == "moments" and moments is not None else t.dtype
-        groups[group].append(Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, kept=kept))
+        stored_dtype = moments if group == "moments" and moments is not None else t.dtype
+        groups[group].append(Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, kept=stored_dtype))
     return {name: Form(fields=tuple(fields)) for name, fields in groups.items()}
 
 
@@ -158,16 +168,16 @@ _CACHE_LINE = 64
 """Size in bytes of a cache line, to which torch aligns new tensors."""
 
 
-def copy_fields(state: State, nobody: State) -> None:
-    """Set the fields of a state to those of an empty state, which have its shapes and dtypes."""
-    vars(state).update({one.name: getattr(nobody, one.name) for one in fields(State)})
+def copy_fields(state: State, empty: State) -> None:
+    """Set the tensors of a state that is not in memory to those of a state without rows, for shapes and dtypes."""
+    vars(state).update({one.name: getattr(empty, one.name) for one in fields(State)})
 
 
 def align(part: State, users: Sequence[int]) -> State:
-    """Return the tensors at the alignment that they would have as rows in memory.
+    """Return the tensors at the memory alignment that they would have if all users were in memory.
 
-    In memory the rows of consecutive users are a view of all rows, and the last bit of a product may depend on whether
-    its factors start at a multiple of 64 bytes.
+    So results are bitwise equal to those of a run in memory: there the rows of consecutive users are a view of all
+    rows, and the last bit of a product may depend on whether its factors start at a multiple of 64 bytes.
 
     Args:
         part: State of some rows.
@@ -217,8 +227,8 @@ class Part:
 
 def parts_of(checkpoint: Path) -> list[Part]:
     """Return the processes whose tables a checkpoint has; empty without a store."""
-    found = sorted(path.stem.removeprefix(TABLE) for path in checkpoint.glob(f"{TABLE}*.safetensors"))
-    counts = {int(name.rpartition("-")[2]) if name else 1 for name in found}
+    suffixes = sorted(path.stem.removeprefix(TABLE) for path in checkpoint.glob(f"{TABLE}*.safetensors"))
+    counts = {int(suffix.rpartition("-")[2]) if suffix else 1 for suffix in suffixes}  # "-0-of-4" stands for 4
     return [Part(number, count) for count in counts for number in range(count)]
 
 
@@ -238,6 +248,9 @@ def read_json(path: Path) -> dict[str, object]:
 def disk_errors(run: Path | None) -> Iterator[None]:
     """Convert disk errors in the block to a run error.
 
+    Args:
+        run: Run folder; None for a store without one, whose files are temporary.
+
     Raises:
         RunError: The disk cannot be written to; says how to resume the run.
     """
@@ -245,6 +258,7 @@ def disk_errors(run: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         path = Path(error.filename or (run or Path(tempfile.gettempdir())) / FOLDER)
+        # Name the folder of a temporary file, which the user does not know, or the store in the run folder.
         where = path.parent if run is None or run not in path.parents else run / FOLDER
         advice = "" if run is None else f"; once this is fixed, {resume_command(run)} resumes the run"
         raise RunError(f"{where}: cannot be written to: {error.strerror or error}{advice}") from None
@@ -261,8 +275,8 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
     Raises:
         RunError: A file is missing.
     """
-    parts = [part.records(run, group) for part in parts_of(checkpoint) for group in groups]
-    for path in (run / FOLDER / ABOUT, *parts):
+    record_files = [part.records(run, group) for part in parts_of(checkpoint) for group in groups]
+    for path in (run / FOLDER / ABOUT, *record_files):
         if not path.is_file():
             raise RunError(f"{path}: no such file; restore it, or start a new run with another --out")
 
@@ -279,23 +293,28 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
     Raises:
         RunError: They do not, or a file is missing.
     """
-    kept = read_json(checkpoint / ABOUT)
-    if {key: value for key, value in kept.items() if key != "id"} != about:
+    about_in_checkpoint = read_json(checkpoint / ABOUT)
+    if {key: value for key, value in about_in_checkpoint.items() if key != "id"} != about:
         raise RunError(
             f"{checkpoint}: user records were written with another recipe, runtime.store or runtime.dtype; use another "
             "--out"
         )
     require_files(run, checkpoint, groups)
-    if read_json(run / FOLDER / ABOUT) != kept:
+    if read_json(run / FOLDER / ABOUT) != about_in_checkpoint:
         raise RunError(f"{run / FOLDER}: belongs to another run than {checkpoint.name}; restore the matching store")
 
 
 def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
-    """Delete record files that no checkpoint refers to, as after a change of the number of processes."""
-    counts = {part.count for checkpoint in checkpoints for part in parts_of(checkpoint)}
+    """Delete record files that no checkpoint refers to, as after a change of the number of processes.
+
+    Args:
+        run: Run folder.
+        checkpoints: Folders of all checkpoints, and of the draft of a new one.
+    """
+    counts_in_use = {part.count for checkpoint in checkpoints for part in parts_of(checkpoint)}
     for path in (run / FOLDER).glob("*.bin"):
-        count = path.stem.rpartition("-of-")[2] if "-of-" in path.stem else "1"
-        if int(count) not in counts:
+        count = path.stem.rpartition("-of-")[2] if "-of-" in path.stem else "1"  # number of processes
+        if int(count) not in counts_in_use:
             path.unlink()
 
 
@@ -332,14 +351,18 @@ class RecordFile:
     # ---------------------------------------------------------------- places
 
     def place(self, before: int) -> int:
-        """Return the place to write a row to; ``before`` is its current place, or -1."""
-        if before >= 0 and self._first_written[before] > self.since:  # no snapshot refers to it
+        """Return the place to write a row to: its current one if no snapshot refers to that, otherwise a free one.
+
+        Args:
+            before: Current place of the row in this file; -1 for none.
+        """
+        if before >= 0 and self._first_written[before] > self.since:
             return before
-        at = self._free.popleft() if self._free else self.end
-        self.end = max(self.end, at + 1)
-        self._first_written = _grown(self._first_written, at + 1)
-        self._first_written[at] = self.since + 1
-        return at
+        place = self._free.popleft() if self._free else self.end
+        self.end = max(self.end, place + 1)
+        self._first_written = _grown(self._first_written, place + 1)
+        self._first_written[place] = self.since + 1
+        return place
 
     def keep(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
         """Free all places except the used ones, and protect these from being overwritten.
@@ -383,27 +406,27 @@ class RecordFile:
         """
         self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
         self._crcs[places] = sums
-        sample = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
-        for at, row, known in zip(places[sample].tolist(), rows[sample].tolist(), sums[sample].tolist(), strict=True):
-            head = os.pread(self._handle, 8, at * self.size_bytes)
-            if known not in (int.from_bytes(head, sys.byteorder), UNKNOWN):
-                self.read([at], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # raises the specific error
+        every = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
+        for place, row, crc in zip(places[every].tolist(), rows[every].tolist(), sums[every].tolist(), strict=True):
+            stored_crc = int.from_bytes(os.pread(self._handle, 8, place * self.size_bytes), sys.byteorder)
+            if crc not in (stored_crc, UNKNOWN):
+                self.read([place], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # raises the specific error
 
     # ---------------------------------------------------------------- bytes
 
     def write(self, places: Sequence[int], records: np.ndarray) -> None:
-        """Write records to places.
+        """Write records to places, with their CRC-32.
 
         Raises:
             OSError: The disk cannot be written to.
         """
         self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
         try:
-            for at, record in zip(places, records, strict=True):
-                self._crcs[at] = seal(record)
+            for place, record in zip(places, records, strict=True):
+                self._crcs[place] = seal(record)
                 content, done_bytes = record.data, 0
-                while done_bytes < self.size_bytes:
-                    done_bytes += os.pwrite(self._handle, content[done_bytes:], at * self.size_bytes + done_bytes)
+                while done_bytes < self.size_bytes:  # a call may write only a part
+                    done_bytes += os.pwrite(self._handle, content[done_bytes:], place * self.size_bytes + done_bytes)
         except OSError as error:
             error.filename = str(self.path)  # may be a temporary file
             raise
@@ -420,10 +443,10 @@ class RecordFile:
             RunError: A record is damaged or not the expected one.
         """
         self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
-        for at, row, record in zip(places, rows, into, strict=True):
-            read_bytes = os.preadv(self._handle, [record.data], at * self.size_bytes)
+        for place, row, record in zip(places, rows, into, strict=True):
+            read_bytes = os.preadv(self._handle, [record.data], place * self.size_bytes)
             record[read_bytes:] = 0  # a truncated file leaves uninitialised memory
-            check(record, row, int(self._crcs[at]), self.path)
+            check(record, row, int(self._crcs[place]), self.path)
 
     def to_disk(self) -> None:
         """Flush all records to disk, so that they survive a power failure."""
@@ -548,8 +571,9 @@ def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[s
     """
     rows = np.flatnonzero(table.places["params"] >= 0)
     columns = {name: torch.from_numpy(places[rows]).int() for name, places in table.places.items()}
-    crcs = {SUMS + name: sums[name](places[rows]) for name, places in table.places.items()}
-    columns |= {name: torch.from_numpy(values.view(np.int32)) for name, values in crcs.items()}  # no uint32 in files
+    for name, places in table.places.items():
+        crcs = sums[name](places[rows])
+        columns[SUMS + name] = torch.from_numpy(crcs.view(np.int32))  # the file format has no uint32
     columns |= {ROWS: torch.from_numpy(ids[rows]).int(), VERSIONS: torch.from_numpy(table.versions[rows])}
     return {prefix + name: column for name, column in columns.items()}
 
