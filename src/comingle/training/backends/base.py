@@ -95,7 +95,11 @@ class Backend(ABC, Generic[S]):
 
     @abstractmethod
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; return why the model stays unchanged, or an empty string."""
+        """Aggregate the uploads of the round.
+
+        Returns:
+            Reason why the model stays unchanged, such as too few users for a secure sum; empty if it changes.
+        """
 
     @abstractmethod
     def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[S | None, Event]:
@@ -113,11 +117,12 @@ class Backend(ABC, Generic[S]):
 
     @abstractmethod
     def choose(self, rounds: int, scores: S | None) -> S | None:
-        """End with the models of the best round, where that is selected, and return their scores.
+        """End with the models of the best round if ``evaluation.select`` says so, and return the final scores.
 
         Args:
             rounds: Number of rounds that are done.
-            scores: The scores after these, which are returned where no other round was better.
+            scores: The scores after these rounds, returned if the run ends with their models; None if no user was
+                scored.
         """
 
 

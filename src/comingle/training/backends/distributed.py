@@ -69,7 +69,12 @@ _CHUNK_ENTRIES = 2**22
 
 
 def terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) -> Float[Tensor, "users ..."]:
-    """Return ``weight_u t_u`` in float64, in which products of float32 are exact; weights may be per component."""
+    """Return ``weight_u t_u`` of each user u in float64, in which products of float32 are exact.
+
+    Args:
+        t: A tensor of all users.
+        weights: Weight of each user, or of each user and component of a mixture ``(users, clusters)``.
+    """
     factors = weights.to(t).double()
     return t.double() * factors.view(*factors.shape, *[1] * (t.dim() - factors.dim()))
 
@@ -86,10 +91,10 @@ def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
 
 
 def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
-    """Return the power of two that scales the terms of each tensor so that the sum over all users fits into 64 bits.
+    """Return the exponent s for each tensor with which ``sum_u round(term_u 2^s)`` fits into a 64-bit integer.
 
-    Rounding a term adds at most half a unit, so the error of a sum is at most ``users 2^(log2(users) - 61)`` times its
-    largest term.
+    It is as large as possible, as rounding loses less with a larger one. A rounded term is wrong by at most half a
+    unit, so the error of a sum is at most ``users 2^(log2(users) - 61)`` times its largest term.
 
     Args:
         largest: Largest magnitude of the terms of each tensor, over all processes.
@@ -100,8 +105,8 @@ def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
     """
     if not bool(largest.isfinite().all()):
         raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
-    term_bits = _SUM_BITS - math.ceil(math.log2(max(users, 2)))
-    return [term_bits - math.frexp(value)[1] if value else 0 for value in largest.tolist()]
+    term_bits = _SUM_BITS - math.ceil(math.log2(max(users, 2)))  # bits of a term
+    return [term_bits - math.frexp(term)[1] if term else 0 for term in largest.tolist()]
 
 
 def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
@@ -110,14 +115,12 @@ def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Ten
     Args:
         tensors: Tensors ``(users, *shape)``.
         weights: Weights of the users, by tensor name.
-        shifts: Power of two of each tensor.
+        shifts: Exponent of each tensor; see :func:`shifts_of`.
     """
-    return torch.cat(
-        [
-            _integer_sum(t, weights[name], shift).flatten()
-            for (name, t), shift in zip(tensors.items(), shifts, strict=True)
-        ]
-    )
+    sums = []
+    for (name, t), shift in zip(tensors.items(), shifts, strict=True):
+        sums.append(_integer_sum(t, weights[name], shift).flatten())
+    return torch.cat(sums)
 
 
 def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
@@ -129,29 +132,29 @@ def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
 
 
 def _times_power_of_two(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
-    """Return ``t 2^shift``, exactly where float64 can represent it.
+    """Return ``t 2^shift`` for a float64 tensor, exactly where float64 can represent the result.
 
-    For large shifts ``2^shift`` itself would overflow, so it is applied in two factors.
+    ``2^shift`` alone may overflow or underflow although the product does not, so it is split into two factors if it is
+    very large or small.
     """
-    first = min(max(shift, -_MAX_POWER), _MAX_POWER)
-    t = t * 2.0**first
-    return t if first == shift else t * 2.0 ** (shift - first)
+    first_shift = min(max(shift, -_MAX_POWER), _MAX_POWER)
+    t = t * 2.0**first_shift
+    return t if first_shift == shift else t * 2.0 ** (shift - first_shift)
 
 
 def sums_of(whole: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
-    """Return concatenated integer sums as named tensors.
+    """Return concatenated integer sums as named tensors in their own unit and dtype; the reverse of scaling.
 
     Args:
-        whole: Result of :func:`whole_sums`.
+        whole: Result of :func:`whole_sums`, added up over processes.
         like: Tensors ``(users, *shape)`` with the names, shapes and dtypes.
-        shifts: Power of two of each tensor.
+        shifts: Exponent of each tensor, by which it was scaled.
     """
-    parts = whole.split([t[:0].new_empty(t.shape[1:]).numel() for t in like.values()])
-    named = zip(like.items(), parts, shifts, strict=True)
-    return {
-        name: _times_power_of_two(part.double(), -shift).to(t.dtype).view(t.shape[1:])
-        for (name, t), part, shift in named
-    }
+    parts = whole.split([math.prod(t.shape[1:]) for t in like.values()])
+    sums = Tree()
+    for (name, t), part, shift in zip(like.items(), parts, shifts, strict=True):
+        sums[name] = _times_power_of_two(part.double(), -shift).to(t.dtype).view(t.shape[1:])
+    return sums
 
 
 def reduced(
@@ -162,7 +165,9 @@ def reduced(
     largest: Callable[[Tensor], Tensor],
     total: Callable[[Tensor], Tensor],
 ) -> Tree:
-    """Return ``sum_u weight_u t_u`` over the users of all processes, independent of their order.
+    """Return ``sum_u weight_u t_u`` over the users of all processes, bitwise equal however users are distributed.
+
+    The terms are rounded to a grid that all processes share, and added as integers, whose sum depends on no order.
 
     Args:
         tensors: Tensors of the users of this process ``(users, *shape)``.
@@ -171,14 +176,16 @@ def reduced(
         largest: Reduces a tensor to its maximum over processes.
         total: Reduces a tensor to its sum over processes.
     """
-    shifts = shifts_of(largest(largest_terms(tensors, weights)), users)
-    return sums_of(total(whole_sums(tensors, weights, shifts)), tensors, shifts)
+    largest_over_processes = largest(largest_terms(tensors, weights))
+    shifts = shifts_of(largest_over_processes, users)
+    integer_sums = total(whole_sums(tensors, weights, shifts))
+    return sums_of(integer_sums, tensors, shifts)
 
 
 def _chunks(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return a tensor and its weights in chunks of users with about ``_CHUNK_ENTRIES`` entries."""
-    size = max(1, _CHUNK_ENTRIES // max(1, t[:1].numel()))
-    return list(zip(t.split(size), weights.split(size), strict=True))
+    """Return a tensor and its weights in chunks of users with about ``_CHUNK_ENTRIES`` entries of the tensor each."""
+    users_per_chunk = max(1, _CHUNK_ENTRIES // max(1, t[:1].numel()))
+    return list(zip(t.split(users_per_chunk), weights.split(users_per_chunk), strict=True))
 
 
 _REPORT_PREFIX = "report/"
@@ -219,19 +226,23 @@ class Sharded(InProcess):
         amounts_by_rank = self.ranks.gather(lambda: amounts_of(clients))
 
         def resolve() -> int:
-            amounts = [sum(of_ranks) for of_ranks in zip(*amounts_by_rank, strict=True)]
+            """Return the interval from the sums of the amounts over processes; runs in the first process."""
+            amounts = [sum(amount_by_rank) for amount_by_rank in zip(*amounts_by_rank, strict=True)]
             return period(clients.plan, amounts, len(clients.population_names))
 
         return self.ranks.share(resolve)
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round that belong to this process."""
+        """Return the participants of a round that belong to this process, by their numbers in it.
+
+        None ends the run in all processes because the privacy budget is spent.
+        """
         participants = self.ranks.share(partial(super().select_participants, plan))
         if participants is None:
-            self.clients.stopped_after = plan.number
+            self.clients.stopped_after = plan.number  # counted from 0, so this many rounds are done
             return None
-        here = range(len(self.clients.trainers))
-        return [number - self.first for number in participants if number - self.first in here]
+        trainers_here = range(self.first, self.first + len(self.clients.trainers))
+        return [number - self.first for number in participants if number in trainers_here]
 
     def _take_local_steps(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
         """Have the participants of this process take their local steps; a failure ends all processes."""
@@ -269,7 +280,7 @@ class Sharded(InProcess):
         """Open the users' store in a run folder, in the first process first; return whether to restore it."""
         found = self.ranks.share(lambda: resume and bool(list_checkpoints(folder)))
         store = self.clients.state
-        self.ranks.share(lambda: store.open(folder, anew=not found))
+        self.ranks.share(lambda: store.open(folder, anew=not found))  # the first process deletes old files
         self.ranks.each(lambda: None if self.leads else store.open(folder, anew=not found))
         return found
 
@@ -289,16 +300,20 @@ class Sharded(InProcess):
         clients, server, ranks = self.clients, self.server, self.ranks
         progress = replace(progress, shards=self.shards)
 
-        def begin() -> tuple[str, str]:
+        def make_draft() -> tuple[str, str]:
+            """Make the folder in which the checkpoint is written; return its final path and that of the draft."""
             final, draft = folder_and_draft(folder, progress.round)
             with write_errors(final, draft):
                 draft.mkdir(parents=True)
             return str(final), str(draft)
 
-        final, draft = (Path(path) for path in ranks.share(begin))
+        final, draft = (Path(path) for path in ranks.share(make_draft))
 
-        def write() -> str:
+        def write_users_here() -> str:
+            """Write the users of this process; return the lines of its files in the file of checksums."""
+
             def write_rows() -> list[str]:
+                """Write users that are in memory, and return the name of the file."""
                 file = shard_file(ranks.rank, len(progress.shards))
                 write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, {}))
                 return [file]
@@ -308,26 +323,28 @@ class Sharded(InProcess):
                 return "".join(checksum_line(draft / name).decode() for name in files)
 
         try:
-            lines = [line for text in ranks.gather(write) for line in text.encode().splitlines(keepends=True)]
+            checksums_by_rank = ranks.gather(write_users_here)
         except BaseException:
             if self.leads:  # after all processes have stopped writing
                 shutil.rmtree(draft, ignore_errors=True)
             raise
+        lines = "".join(checksums_by_rank).encode().splitlines(keepends=True)
 
-        def end() -> None:
+        def complete() -> None:
+            """Write the server's state, and rename the draft."""
             with write_errors(final, draft):
-                kept = {OF_SERVER + name: t for name, t in server.state.items()}
-                write_tensors(draft / SERVER, kept)
+                server_tensors = {OF_SERVER + name: t for name, t in server.state.items()}
+                write_tensors(draft / SERVER, server_tensors)
                 finish_checkpoint(draft, final, progress, lines)
 
-        ranks.share(end)
+        ranks.share(complete)
         ranks.share(partial(prune_checkpoints, folder, keep))
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
         return self.ranks.each(partial(super()._find_checkpoint, folder, fingerprint))
 
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
-        """Restore the users of this process; return the server's state in the first process, in others an empty one."""
+        """Restore the users of this process; return the server's state, which is empty except in the first process."""
         self.ranks.each(partial(self._load_users, checkpoint, progress))
         return self.ranks.each(lambda: self._load_server(checkpoint, progress) if self.leads else {})
 
@@ -344,43 +361,51 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- downloads
 
     def download(self, members: Sequence[int]) -> None:
-        """Send the current server version to stale users."""
+        """Send the current server version to stale users.
+
+        The first process makes the download of all of them. Tensors that are equal for all users are broadcast; the
+        others are sent to the process of each user.
+        """
         if not self.clients.shares:
             return
         stale = self.clients.stale(self.server.version, members)
-        stale_names = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
-        common: Tree = {}
-        header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names, common))
+        stale_names_by_rank = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
+        common: Tree = {}  # filled in the first process
+        header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_rank, common))
         if not header["answered"]:
             return
         tensors = own_tensors | self.ranks.broadcast(common)
-        if users := tuple(header["users"]):
-            message = Download(
-                version=header["version"],
-                users=users,
-                tensors={name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in header["order"]},
-                ranks=torch.tensor(header["ranks"], dtype=torch.int64),
-                senders=tuple(header["senders"]),
-            )
-            self.ranks.each(lambda: self.clients.receive(message))
-        else:
+        users = tuple(header["users"])
+        if not users:
             self.ranks.each(lambda: None)  # every process takes part, to agree on failures
+            return
+        message = Download(
+            version=header["version"],
+            users=users,
+            tensors={name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in header["order"]},
+            ranks=torch.tensor(header["ranks"], dtype=torch.int64),
+            senders=tuple(header["senders"]),
+        )
+        self.ranks.each(lambda: self.clients.receive(message))
 
-    def _split_download(self, stale_names: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
+    def _split_download(
+        self, stale_names_by_rank: Sequence[Sequence[str]], common: Tree
+    ) -> list[tuple[dict[str, Any], Tree]]:
         """Make the download of all stale users, and split it by process.
 
         Args:
-            stale_names: Names of the stale users of each process.
+            stale_names_by_rank: Names of the stale users of each process.
             common: Filled with the tensors that are equal for all users, with one row each.
 
         Returns:
             For each process the header of its message, in which "order" is the order of all tensors, and the tensors
-            ``(users, *shape)`` that are not common.
+            ``(users, *shape)`` that are not common. In the header "answered" is False if there is no download for
+            anyone.
         """
-        names_by_rank = [self.server.with_download(names) for names in stale_names]
+        names_by_rank = [self.server.with_download(names) for names in stale_names_by_rank]
         all_names = [name for names in names_by_rank for name in names]
         if not all_names:
-            return [({"answered": False}, {})] * len(stale_names)
+            return [({"answered": False}, {})] * len(names_by_rank)
         message = self.server.download(all_names)
         self.clock.download_bytes += sum(packed_bytes(message))
         # A stride of 0 means one tensor expanded to all users.
@@ -397,7 +422,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- uploads
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Upload the shared tensors and training losses of users."""
+        """Make the upload of the users of this process, and count the bytes of all; :meth:`aggregate` sends it."""
         self._upload_of_round = self.ranks.each(lambda: self._make_upload(members, done, losses))
         own_upload = self._upload_of_round
         if self.server.sums is not None:
@@ -424,12 +449,17 @@ class Sharded(InProcess):
         return self.clients.upload(members, done, reports)
 
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; return why there is no sum, or an empty string."""
+        """Aggregate the uploads of the round; return why there is no sum, or an empty string.
+
+        If the server needs only weighted sums, each process sends the sum over its users, and uploads without tensors.
+        """
         assert self._upload_of_round is not None
         own_upload, self._upload_of_round = self._upload_of_round, None
         sends_sums = self.server.needs_only_sums and not self.ordered
         joined = self._gather_uploads(replace(own_upload, tensors={}) if sends_sums else own_upload)
-        if sends_sums and (users := self.ranks.share(lambda: [] if joined is None else list(joined.users))):
+        # Names of all users that have uploaded; without any there are no sums.
+        users = self.ranks.share(lambda: [] if joined is None else list(joined.users)) if sends_sums else []
+        if users:
             sums = self._weighted_sums(own_upload, joined, users)
             reason = self.ranks.share(lambda: self._aggregate_sums(sums, joined))
         else:
@@ -460,12 +490,12 @@ class Sharded(InProcess):
         return ""
 
     def _gather_uploads(self, own_upload: Upload) -> Upload | None:
-        """Return the uploads of all processes joined, in the first process; None in others."""
-        tensors = (
-            own_upload.tensors
-            | {_REPORT_PREFIX + n: t for n, t in own_upload.reports.items()}
-            | {"ranks": own_upload.ranks}
-        )
+        """Return the uploads of all processes joined, in the first process; None in others.
+
+        Tensors, reports and LoRA ranks of a process travel as one set of named tensors.
+        """
+        reports = {_REPORT_PREFIX + name: t for name, t in own_upload.reports.items()}
+        tensors = own_upload.tensors | reports | {"ranks": own_upload.ranks}
         tensors_by_rank = self.ranks.collect(tensors if own_upload.users else {})
         users_by_rank = self.ranks.gather(lambda: list(own_upload.users))
         if not self.leads:
@@ -478,7 +508,7 @@ class Sharded(InProcess):
         return join_uploads(uploads) if uploads else no_uploads(own_upload.round)
 
     def _weighted_sums(self, own_upload: Upload, joined: Upload | None, users: Sequence[str]) -> Tree:
-        """Return the weighted sums of all uploads by tensor name, in the first process.
+        """Return the weighted sums of all uploads by tensor name; they are complete only in the first process.
 
         Args:
             own_upload: The upload of the users of this process.
@@ -486,18 +516,21 @@ class Sharded(InProcess):
             users: Names of all users that have uploaded.
         """
         layout = self.clients.model.layout
-        empty = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
-        tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else empty
+        no_users = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
+        names = list(no_users)
+        tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else no_users
         counts = self.ranks.gather(lambda: len(own_upload.users))
-        key_of_tensor, weights = self.ranks.scatter(lambda: self._split_weights(list(empty), joined, counts))
-        weights_of_tensor = {name: weights[key_of_tensor[name]] for name in empty}
-        tensors = {name: tensors[name] for name in empty}  # in the same order in all processes
+        key_of_tensor, weights = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
+        weights_of_tensor = {name: weights[key_of_tensor[name]] for name in names}
+        tensors = {name: tensors[name] for name in names}  # in the same order in all processes
         return reduced(tensors, weights_of_tensor, len(users), largest=self.ranks.largest, total=self.ranks.total)
 
     def _split_weights(
         self, names: Sequence[str], joined: Upload | None, counts: Sequence[int]
     ) -> list[tuple[dict[str, str], Tree]]:
-        """Return the weights of the users of each process; tensors with equal weights share them.
+        """Return the weights of the users of each process.
+
+        Most tensors have the same weights. To send these only once, the weights have keys, which tensors refer to.
 
         Args:
             names: Names of the shared tensors.
@@ -509,17 +542,20 @@ class Sharded(InProcess):
         """
         assert joined is not None
         weights = self.server.coefficients(names, joined)
-        distinct = {str(id(t)): t.cpu().split(list(counts)) for t in weights.values()}
-        keys = {name: str(id(t)) for name, t in weights.items()}
-        return [(keys, {key: parts[rank] for key, parts in distinct.items()}) for rank in range(len(counts))]
+        key_of_tensor = {name: str(id(t)) for name, t in weights.items()}
+        parts_by_key = {str(id(t)): t.cpu().split(list(counts)) for t in weights.values()}
+        return [
+            (key_of_tensor, {key: parts[rank] for key, parts in parts_by_key.items()}) for rank in range(len(counts))
+        ]
 
     # ---------------------------------------------------------------- the best round
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses after round ``done``; store all models if the mean, which is returned, is lowest."""
+        """Report validation losses to the server; users of all processes store their models if the mean is lowest."""
         losses_by_rank = self.ranks.gather(lambda: losses)
-        mean, lowest = self.ranks.share(lambda: self._judge_losses(losses_by_rank, done))
-        self.clients.receive_verdict(verdict(list(losses) or [self.clients.names[0]], done, lowest=lowest))
+        mean, is_lowest = self.ranks.share(lambda: self._judge_losses(losses_by_rank, done))
+        receivers = list(losses) or [self.clients.names[0]]  # a process without losses stores its users' models too
+        self.clients.receive_verdict(verdict(receivers, done, lowest=is_lowest))
         return mean
 
     def _judge_losses(self, losses_by_rank: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
@@ -529,11 +565,11 @@ class Sharded(InProcess):
             losses_by_rank: Validation losses of the users of each process, by name.
             done: Number of rounds that are done.
         """
-        losses = {name: loss for of_rank in losses_by_rank for name, loss in of_rank.items()}
-        before, message = self.server.lowest_loss, validation_report(losses, done)
-        self.clock.upload_bytes += sum(packed_bytes(message))
-        self.clock.download_bytes += sum(packed_bytes(self.server.judge(message)))
-        return fmean(losses.values()), self.server.lowest_loss < before
+        losses = {name: loss for losses_of_rank in losses_by_rank for name, loss in losses_of_rank.items()}
+        lowest_before, report = self.server.lowest_loss, validation_report(losses, done)
+        self.clock.upload_bytes += sum(packed_bytes(report))
+        self.clock.download_bytes += sum(packed_bytes(self.server.judge(report)))
+        return fmean(losses.values()), self.server.lowest_loss < lowest_before
 
 
 def _upload_from_tensors(done: int, users: Sequence[str], tree: Tree) -> Upload:

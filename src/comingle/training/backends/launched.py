@@ -84,9 +84,11 @@ def require_alone(verb: str) -> None:
 
 
 def speaks(environment: Mapping[str, str] = os.environ, *, interrupted: bool = False) -> bool:
-    """Return whether this process prints errors; of several processes with the same error only one does.
+    """Return whether this process prints errors; of several processes with the same error only the first one does.
 
-    The parent reports that processes were ``interrupted``.
+    Args:
+        environment: Environment variables.
+        interrupted: Whether the error is an interruption, which the parent process reports, if there is one.
     """
     if interrupted and PARENT in environment:
         return False

@@ -66,7 +66,7 @@ from comingle.utils.trees import Tree
 logger = logging.getLogger("comingle")
 
 Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
-"""Sums uploads by name, whose entries are at most the last argument, through masks that cancel out."""
+"""Sums the uploads of users, by name, through masks that cancel out; entries are at most the last argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Return the participants of a round; None ends the run because the privacy budget is spent."""
         participants = self.server.invite(self.clients.plan, plan.number, releases=plan.exchanges)
         if participants is None:
-            self.clients.stopped_after = plan.number
+            self.clients.stopped_after = plan.number  # counted from 0, so this many rounds are done
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
@@ -159,10 +159,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return train(self.clients, participants, plan.number, lambda: log_progress(1))
 
     def _report_round(self, local_round: LocalRound) -> RoundReport:
-        """Return the result of a round by user name."""
+        """Return the result of a round by user name, in a form that processes can exchange."""
         clients, first_rejected = self.clients, next(iter(local_round.rejected), None)
         suspects: Sequence[str] = ()
-        if first_rejected is not None:
+        if first_rejected is not None:  # for the error if all participants were rejected
             suspects = clients.steps.suspects(first_rejected, clients.state.rows_of([first_rejected])[0])
         return RoundReport(
             losses={clients.names[member]: loss for member, loss in local_round.losses.items()},
@@ -194,9 +194,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         if finishes:
             self._make_final_models()
         if not silent:
-            self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
-        scores, losses = self._score(done)
-        mean_loss = {"mean_valid_loss": self.report_losses(done, losses)} if clients.state.best else {}
+            self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})  # for progress bars
+        scores, valid_losses = self._score(done)
+        mean_loss: JsonObject = {}
+        if clients.state.best:  # evaluation.select: best
+            mean_loss = {"mean_valid_loss": self.report_losses(done, valid_losses)}
         report = self.merge_users(lambda: users_report(clients, scores))
         if not self.leads:
             return scores, {}
@@ -206,13 +208,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return scores, event | merged_mixtures_event(clients, server, report["mixtures"])
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
-        """Return test scores and, if the best round is selected, validation losses."""
+        """Return the test scores of evaluated users and, if the best round is selected, validation losses by name."""
         clients = self.clients
         settle(clients, ends=done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users))
         with finetuned(clients, done):  # once for test and validation
-            scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
+            scores = clients.evaluate()
+            valid_losses = clients.validate() if clients.state.best else {}
         check_finite(clients, scores, done)
-        return scores, losses
+        return scores, valid_losses
 
     def _make_final_models(self) -> None:
         """Run the ``finish`` hooks of the method, after the last exchange."""
@@ -246,16 +249,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return *self.clients.mechanisms, *self.server.mechanisms
 
     def _read_key(self, folder: Path | None, *, resume: bool) -> str:
-        """Return the key of the privacy noise.
+        """Return the secret key from which the privacy noise is drawn.
 
         Args:
             folder: Run folder whose key is read, or written if there is none; None for no folder.
             resume: Whether the run is resumed, so that its key must exist once it has begun.
         """
         if folder is not None:
-            keep_key(
-                folder, *self._all_mechanisms, anew=not resume, begun=resume and (folder / "events.jsonl").exists()
-            )
+            has_begun = resume and (folder / "events.jsonl").exists()
+            keep_key(folder, *self._all_mechanisms, anew=not resume, begun=has_begun)
         return key_of(*self._all_mechanisms)
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
@@ -284,11 +286,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         newest, progress = self._find_checkpoint(folder, fingerprint)
         clients = self.clients
-        keeps_order = progress.population or not clients.state.in_memory  # a store does not reorder its users
         clients.stopped_after = progress.round if progress.stopped else None
-        kept = self._load_state(newest, progress)
+        server_state = self._load_state(newest, progress)
         clients.update_masks()
-        self._restore_server(kept, clients.population_names if keeps_order else progress.trainers)
+        # With a store on disk the order of users cannot change, so checkpoints have no names.
+        is_on_disk = progress.population or not clients.state.in_memory
+        self._restore_server(server_state, clients.population_names if is_on_disk else progress.trainers)
         return progress
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
@@ -312,12 +315,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
         """Restore the users of this process; return the server's state, with users in the order of the checkpoint."""
         clients = self.clients
-        if progress.shards or progress.population:
+        if progress.shards or progress.population:  # written by several processes, or with a store on disk
             self._load_users(checkpoint, progress)
             return self._load_server(checkpoint, progress)
-        state, kept = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
+        state, server_state = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
         clients.state = reorder(state, progress.trainers, clients.population_names)
-        return kept
+        return server_state
 
     def _load_users(self, checkpoint: Path, progress: Progress) -> None:
         """Restore the users of this process from the files that have them, or from the store."""
@@ -348,13 +351,13 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self._send_downloads(group)
 
     def _send_downloads(self, names: Sequence[str]) -> None:
-        """Send users their downloads in one batch, and count the bytes."""
+        """Send users their downloads in one batch, and count the bytes as if each got a message of its own."""
         message = self.server.download(names)
         self.clock.download_bytes += sum(packed_bytes(message))
         self.clients.receive(_repack_downloads(message.split()) if self.serialise else message)
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Upload the shared tensors and training losses of users.
+        """Upload the shared tensors and training losses of users; :meth:`aggregate` takes them from here.
 
         Args:
             members: Numbers of the users.
@@ -366,7 +369,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             return
         reports = {LOSS: torch.tensor([losses[member] for member in members])}
         message = self.clients.upload(members, done, reports)
-        if self.server.sums is not None:
+        if self.server.sums is not None:  # the messages of a secure sum have other sizes
             self._upload_of_round = message
             self._count_sum_bytes(message.users, done)
             return
@@ -401,10 +404,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         try:
             if self.masked is not None:
-                vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))
-                words = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
+                vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))  # without uploads there are no vectors
+                words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
                 terms = terms_of(self.clients.plan, "", upload.round, self.server.size)
-                total = self.masked(terms, words, sums.grid(upload.round).levels)
+                total = self.masked(terms, words_by_name, sums.grid(upload.round).levels)
             else:
                 sums.require(len(upload.users), upload.round)
                 total = upload.tensors[VECTOR].long().sum(0)
@@ -423,13 +426,23 @@ class InProcess(Backend[Sequence[AnyScore]]):
             done: The round, counted from 1.
         """
         terms, names = terms_of(self.clients.plan, "", done, self.server.size), list(users)
-        are_enough = len(names) >= terms.threshold
         for name in names:
-            self.clock.upload_bytes += sent_bytes(terms, name, len(names)) if are_enough else keys_bytes(terms, name)
-            self.clock.download_bytes += received_bytes(terms, name, names) if are_enough else 0
+            if len(names) >= terms.threshold:
+                self.clock.upload_bytes += sent_bytes(terms, name, len(names))
+                self.clock.download_bytes += received_bytes(terms, name, names)
+            else:
+                self.clock.upload_bytes += keys_bytes(terms, name)
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses after round ``done``; store all models if the mean, which is returned, is lowest."""
+        """Report validation losses to the server; users store their models if the mean is the lowest so far.
+
+        Args:
+            done: Number of rounds that are done.
+            losses: Validation loss in nats of each user, by name.
+
+        Returns:
+            The mean loss.
+        """
         message = validation_report(losses, done)
         self.clock.upload_bytes += sum(packed_bytes(message))
         verdict = self.server.judge(_repack_uploads(message.split()) if self.serialise else message)
@@ -444,9 +457,8 @@ def federate(clients: Clients) -> InProcess:
     Raises:
         RecipeError: The server of the method does not support such users.
     """
-    names = clients.names
-    server = start_server(clients.model, names, clients.plan)
-    if (private := clients.steps.private) is not None:
+    server = start_server(clients.model, clients.names, clients.plan)
+    if (private := clients.steps.private) is not None:  # privacy of single examples is accounted per user
         server.mechanisms.set_works(lambda: private.works(clients.batch_source))
     return InProcess(clients=clients, server=server)
 
@@ -463,10 +475,11 @@ def _check_population(newest: Path, progress: Progress, names: Sequence[str], *,
     Raises:
         RunError: The users differ, or the run was begun with another ``runtime.store``.
     """
-    if not progress.population or in_memory:
-        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
+    if not progress.population or in_memory:  # only one of the two has a store
+        before, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
         raise RunError(
-            f"{newest}: written with runtime.store: {kept}; got {now}; resume with the value that the run started with"
+            f"{newest}: written with runtime.store: {before}; got {now}; resume with the value that the run started "
+            "with"
         )
     if progress.population != digest_names(names):
         raise RunError(f"{newest}: has other users or another order; with runtime.store: disk neither may change")

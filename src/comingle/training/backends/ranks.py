@@ -50,15 +50,18 @@ class Ranks:
 
     Args:
         place: Place of the process.
-        kept: Store whose entries outlast restarts by the launcher.
+        launcher_store: Store whose entries outlast restarts by the launcher.
     """
 
-    def __init__(self, place: Place, kept: Store):
-        self.place, self._launcher_store = place, kept
+    def __init__(self, place: Place, launcher_store: Store):
+        self.place, self._launcher_store = place, launcher_store
         self.rank, self.size, self.leads = place.rank, place.size, place.leads
 
     def barrier(self) -> None:
-        """Wait for all processes; one that left early would leave others waiting in their rendezvous."""
+        """Wait until all processes have come here.
+
+        If a process went on alone and ended, others would wait for it in their rendezvous.
+        """
         self._all_gather_number(0)
 
     def opened(self, folder: Path) -> None:
@@ -73,7 +76,9 @@ class Ranks:
     # ---------------------------------------------------------------- doing the same
 
     def each(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in every process and return its result here.
+        """Call ``work`` in every process and return its result in this one; if it fails in one, fail in all.
+
+        Without this, the processes in which ``work`` succeeded would wait forever for the one that failed.
 
         Raises:
             ComingleError: The error of the first process that failed, raised in rank 0; other processes exit silently.
@@ -90,18 +95,21 @@ class Ranks:
         return result  # type: ignore[return-value]  (there is no failure)
 
     def gather(self, work: Callable[[], object]) -> list[Any]:
-        """Call ``work`` in every process; return all results in rank 0, in others a list with their own."""
+        """Call ``work`` in every process; return all results in rank 0, in others a list with their own.
+
+        Results must be JSON.
+        """
         own = self.each(work)
-        sent = _to_json(own)
-        lengths = self._all_gather_number(len(sent))
+        content = _to_json(own)
+        lengths = self._all_gather_number(len(content))  # receivers need to know the size of a message
         if not self.leads:
-            self._send(sent)
+            self._send(content)
             return [own]
         received = [json.loads(self._receive(rank, lengths[rank])) for rank in range(1, self.size)]
         return [own, *received]
 
     def share(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in rank 0 and return its result in every process."""
+        """Call ``work`` in rank 0 and return its result, which must be JSON, in every process."""
         own = self.each(lambda: work() if self.leads else None)
         content = _to_json(own) if self.leads else b""
         length = self._all_gather_number(len(content))[0]
@@ -111,7 +119,9 @@ class Ranks:
         return own if self.leads else json.loads(bytes(tensor.numpy()))  # type: ignore[return-value]
 
     def _raise_everywhere(self, failure: Exception | None) -> None:
-        """Fail in every process if one has failed.
+        """Fail in every process if one has failed; the first one of these sends its error to all others.
+
+        A user's mistake is reported once, by rank 0. A bug is raised where it occurred, with its traceback.
 
         Args:
             failure: Error of this process; None if it succeeded.
@@ -122,10 +132,10 @@ class Ranks:
         """
         content = b"" if failure is None else _to_json([type(failure).__name__, " ".join(str(failure).split())])
         lengths = self._all_gather_number(len(content))
-        failed = [rank for rank, length in enumerate(lengths) if length]
-        if not failed:
+        failed_ranks = [rank for rank, length in enumerate(lengths) if length]
+        if not failed_ranks:
             return
-        first = failed[0]
+        first = failed_ranks[0]
         tensor = _tensor(content) if self.rank == first else torch.empty(lengths[first], dtype=torch.uint8)
         with _peer_errors():
             dist.broadcast(tensor, first)
@@ -151,9 +161,9 @@ class Ranks:
         Args:
             work: Returns a result, which must be JSON, and tensors by name, for each rank in order.
         """
-        made: list[tuple[Any, Tree]] = []
-        self.each(lambda: made.extend(work()) if self.leads else None)
-        contents = [_to_json([result, _describe(tree)]) for result, tree in made]
+        result_of_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
+        self.each(lambda: result_of_rank.extend(work()) if self.leads else None)
+        contents = [_to_json([result, _describe(tree)]) for result, tree in result_of_rank]
         lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)
         with _peer_errors():
             dist.broadcast(lengths, 0)
@@ -162,11 +172,11 @@ class Ranks:
             return result, self._receive_tensors(described, 0)
         for rank in range(1, self.size):
             self._send(contents[rank], rank)
-            self._send_tensors(made[rank][1], rank)
-        return made[0]
+            self._send_tensors(result_of_rank[rank][1], rank)
+        return result_of_rank[0]
 
     def broadcast(self, tree: Tree) -> Tree:
-        """Return the tensors of rank 0 in every process; the argument of other processes is ignored."""
+        """Return the tensors of rank 0, by name, in every process; the argument of other processes is ignored."""
         described = self.share(lambda: _describe(tree))
         tensors = {name: t.contiguous() for name, t in tree.items()} if self.leads else _empty_tensors(described)
         for t in tensors.values():
@@ -242,14 +252,15 @@ def joined(place: Place) -> Iterator[Ranks]:
         threading.Thread(target=_exit_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
     with _peer_errors():
         store = _rendezvous_store(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
-        # A restart by the launcher, or a second run of a program, may find old addresses in the same store.
+        # A restart by the launcher, or a second run of a program, may find old addresses in the same store, so each
+        # has keys of its own. The keys of launcher_store are those of the run, whatever the restart.
         number = next(_RUN_NUMBERS)
-        kept = PrefixStore(f"comingle/runs/{number}", _without_prefixes(store))
+        launcher_store = PrefixStore(f"comingle/runs/{number}", _without_prefixes(store))
         store = PrefixStore(f"comingle/{place.restarts}/{number}", store)
         backend = _GPU_BACKENDS if torch.cuda.is_available() and dist.is_nccl_available() else _CPU_BACKEND
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=PROCESS_TIMEOUT)
     try:
-        ranks = Ranks(place, kept)
+        ranks = Ranks(place, launcher_store)
         ranks.barrier()
         yield ranks
     finally:
@@ -258,9 +269,9 @@ def joined(place: Place) -> Iterator[Ranks]:
 
 @cache
 def _rendezvous_store(url: str, rank: int, size: int) -> Store:
-    """Return the store of the rendezvous, which all runs of a program share.
+    """Return the key-value store in which processes find each other; cached, as all runs of a program share it.
 
-    Without torchrun the first process serves the store, and must outlive a run while others join the next one.
+    Without torchrun the first process serves the store, so it must stay open while others join the next run.
 
     Args:
         url: Address of the rendezvous: a file or environment variables.
@@ -305,9 +316,9 @@ def _error_of_rank(rank: int, kind: str, text: str) -> ComingleError:
         kind: Name of the class of the error.
         text: Its message.
     """
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, ComingleError):
-        return known(text)
+    error_class = getattr(errors, kind, None)
+    if isinstance(error_class, type) and issubclass(error_class, ComingleError):
+        return error_class(text)
     return errors.RunError(f"process {rank}: {kind}: {text}")
 
 
@@ -317,9 +328,12 @@ def _describe(tree: Tree) -> list[Any]:
 
 
 def _empty_tensors(described: list[Any]) -> Tree:
-    """Return empty tensors to receive into; device types are kept, device numbers are not."""
+    """Return uninitialised tensors to receive into, from their descriptions by :func:`_describe`.
+
+    They are on the same type of device as those of the sender, such as the GPU of this process.
+    """
     return {
-        name: torch.empty(shape, dtype=getattr(torch, kind), device=place) for name, kind, shape, place in described
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape, device in described
     }
 
 
