@@ -198,15 +198,19 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
 def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
     """Warn, once per process, of each phase that no user reaches in the whole run.
 
+    A phase may take only every n-th local step of a user, counted over all rounds.
+
     Args:
         plan: Plan of the run.
         local_steps: Largest number of local steps of a user in one round.
     """
     rounds, placement = plan.training.rounds, plan.method.placement
-    widths = placement.specialists if isinstance(placement.specialists, tuple) else (placement.specialists,)
-    without_router = placement.routed and placement.generalists + max(widths) < 2  # one expert needs no router
+    specialists = placement.specialists if isinstance(placement.specialists, tuple) else (placement.specialists,)
+    has_no_router = placement.routed and placement.generalists + max(specialists) < 2  # one expert needs none
     for phase in plan.method.client.phases:
-        if phase.every > rounds * local_steps > 0 and not (without_router and phase.roles <= ROUTERS):
+        if has_no_router and phase.roles <= ROUTERS:
+            continue
+        if phase.every > rounds * local_steps > 0:
             _warn_once(plan.method.name, ", ".join(sorted(phase.roles)), phase.every, rounds, local_steps)
 
 
