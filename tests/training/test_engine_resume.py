@@ -15,6 +15,7 @@ from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import seal
+from comingle.utils.records import read_metrics
 from resuming import final, kill, moments_of, state, told
 
 # Two of three users take part in each round; checkpoints every round, of which two are kept.
@@ -70,6 +71,10 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe: Path, whole: Pa
 def test_a_finished_run_resumes_to_itself(recipe: Path, whole: Path, stage: Path) -> None:
     folder = stage / "again"
     shutil.copytree(whole, folder)
+    before = read_metrics(folder)["wall_seconds"]
+    for _ in range(2):  # scored again, which is no further work on the run
+        api.run(recipe, out=folder, resume=True)
+        assert read_metrics(folder)["wall_seconds"] == before
     (folder / "metrics.json").unlink()
     api.run(recipe, out=folder, resume=True)
     assert final(folder) == final(whole)

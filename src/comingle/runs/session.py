@@ -40,6 +40,7 @@ from comingle.training.events import (
     TRACKERS,
     Event,
     EventLog,
+    JsonObject,
     Observer,
     QuantileTracker,
     TrackedRun,
@@ -49,10 +50,10 @@ from comingle.training.events import (
 from comingle.training.kinds.base import DataRequest, RunData, check_recipe, kind_of
 from comingle.training.plan import make_plan
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
-from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
+from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
-from comingle.utils.records import finite, read_evaluations, write_text
+from comingle.utils.records import finite, read_evaluations, read_metrics, write_text
 from comingle.utils.registry import load_object
 
 _FIT = "comingle.cost.planning:fit"
@@ -345,6 +346,22 @@ def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> 
     return Inputs(users=users, **fields)
 
 
+def _recorded_seconds(folder: Path, rounds: int) -> JsonObject:
+    """Return the seconds of a run that had finished before it was resumed; empty if it had not.
+
+    A finished run is only scored again when it is resumed, which is no further work on it.
+
+    Args:
+        folder: The run folder.
+        rounds: Number of rounds that are done.
+    """
+    try:
+        recorded = read_metrics(folder)
+    except RunError:  # not finished, or damaged and written again
+        return {}
+    return {"wall_seconds": recorded["wall_seconds"]} if recorded.get("rounds") == rounds else {}
+
+
 def execute(
     federation: InProcess,
     recipe: Recipe,
@@ -408,6 +425,8 @@ def execute(
         metrics |= federation.server.mechanisms.metrics
         metrics |= sampled(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
+        if folder is not None and resume and rounds_done == metrics["rounds"]:
+            metrics |= _recorded_seconds(folder, rounds_done)
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
