@@ -38,9 +38,6 @@ ELSEWHERE = {
 }
 """Files outside ``docs`` and their pages in the site."""
 
-EXAMPLE = re.compile(r"<!-- (examples/\w+\.py) -->")
-"""Placeholder that is replaced by the source of an example."""
-
 LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))|(^\[[^\]]+\]: )([^\s:#]+)()", re.MULTILINE)
 """A link to another file of the repository."""
 
@@ -73,12 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return found[0] if uri is None else before + posixpath.relpath(uri, posixpath.dirname(here) or ".") + after
 
     written = WRITTEN.get(here, list)()
-    return "\n".join([EXAMPLE.sub(example_source, LINK.sub(rewrite_link, markdown)), "", *written])
-
-
-def example_source(found: re.Match[str]) -> str:
-    """Return the source of the example that a placeholder names."""
-    return f"```python\n{(REPOSITORY / found[1]).read_text(encoding='utf-8').rstrip()}\n```"
+    return "\n".join([LINK.sub(rewrite_link, markdown), "", *written])
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -149,12 +149,17 @@ def test_the_list_of_methods_for_nets_is_that_of_the_code() -> None:
 
 
 def test_the_code_of_methods_is_the_code() -> None:
-    """Find each piece of own-method.md in the file that its first line names, apart from layout and docstrings."""
-    pieces = blocks(read("own-method.md"), "python")
+    """Find each piece of own-method.md in the file that its first line names, apart from layout and docstrings.
+
+    The first one is a whole example.
+    """
+    example, *pieces = blocks(read("own-method.md"), "python")
+    assert example == (REPOSITORY / "examples" / "own_method.py").read_text(encoding="utf-8")
     assert len(pieces) > 5
     for piece in pieces:
         name, _, lines = piece.partition("\n")
-        code = (REPOSITORY / "src" / "comingle" / name.removeprefix("# ")).read_text(encoding="utf-8")
+        file = REPOSITORY / name.removeprefix("# ")
+        code = (file if file.exists() else REPOSITORY / "src" / "comingle" / name[2:]).read_text(encoding="utf-8")
         assert without_layout(lines) in without_layout(code), (name, lines)
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import comingle
+from comingle.methods.clustered import ChooseModel
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -80,6 +83,18 @@ def test_own_method(tmp_path: Path) -> None:
     near = numbers(told, r"near, seed 0: mean test perplexity ([\d.]+)")
     assert near != numbers(told, r"fedavg, seed 0: mean test perplexity ([\d.]+)")
     assert re.search(r"^Run\(near on random:llama", told, re.MULTILINE)
+
+
+def test_own_models_are_those_of_ifca(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = runpy.run_path(str(EXAMPLES / "own_models.py"))
+    monkeypatch.setattr(ChooseModel, "start", example["Choose"].start)
+    texts = {n: [f"{i}, {i + s}, {i * s}" for i in range(60)] for n, s in {"ada": 1, "ben": 2, "cem": 7}.items()}
+    training = {"rounds": 3, "local_steps": 2, "batch_size": 2, "context": 16, "experts": {"learning_rate": 0.02}}
+    recipe = {"base": "random:llama?layers=1&dim=16&heads=2", "training": training, "runtime": {"compile": False}}
+    methods = ({"name": example["chosen"], "models": 2}, {"name": "ifca", "models": 2})
+    own, ifca = (comingle.run(recipe, users=texts, method=method).metrics for method in methods)
+    for name, user in ifca["users"].items():
+        assert own["users"][name]["test_loss_nats"] == pytest.approx(user["test_loss_nats"], rel=1e-5)
 
 
 def test_own_conversations(told: Callable[[str], str]) -> None:

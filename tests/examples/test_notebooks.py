@@ -21,6 +21,7 @@ TOLD = {
     "own_conversations.py": (TABLE, r"^cem: test perplexity of responses [\d.]+$"),
     "own_model.py": (TABLE, r"^ada's own model names \d+ of 20 new pictures$"),
     "own_method.py": (WATCHED, r"^  near, seed 1: mean test perplexity [\d.]+$"),
+    "own_models.py": (WATCHED.replace("near", "chosen"), r"^  chosen, seed 0: mean test perplexity [\d.]+$"),
     "quickstart.py": ("together.to_pandas()", r"^ada's model goes on: '"),
 }
 
