@@ -20,7 +20,7 @@ from comingle.utils.errors import DataError, require_user
 
 
 class Prompts:
-    """Encodes texts, tokens and messages as prompts for one base."""
+    """Encodes texts, tokens and messages of requests as prompts for one base model."""
 
     def __init__(self, base: Base) -> None:
         assert base.tokenizer is not None
@@ -28,7 +28,7 @@ class Prompts:
         self.begin = base.begin
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Encode messages, up to the beginning of the answer, with the base's chat template (or the plain one).
+        """Return the tokens of messages in the chat template, up to where the model's answer begins.
 
         Raises:
             DataError: The template refuses the messages, or a token has no row in the embedding.
@@ -46,18 +46,23 @@ class Prompts:
         return chat_ends(self.base)
 
     def of_texts(self, prompt: Any) -> list[list[int]]:
-        """Encode a text, tokens, or a list of either.
+        """Return the tokens of each prompt of a completion request.
+
+        Args:
+            prompt: A text, the tokens of one prompt, or a list of texts or of tokens.
 
         Raises:
             DataError: There is no prompt, an empty one that the tokenizer cannot begin, or a token outside the
                 vocabulary.
         """
-        items = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        items = [prompt] if is_single else list(prompt)
         if not items:
             raise DataError("prompt: got an empty list; allowed: a text, tokens, or a list of either")
-        for number in (number for item in items if not isinstance(item, str) for number in item):
-            if not 0 <= number < self.base.rows:
-                raise DataError(f"prompt: got token {number}; allowed: 0 to {self.base.rows - 1:,}")
+        given_tokens = [token for item in items if not isinstance(item, str) for token in item]
+        for token in given_tokens:
+            if not 0 <= token < self.base.rows:
+                raise DataError(f"prompt: got token {token}; allowed: 0 to {self.base.rows - 1:,}")
         prompts = [encode_prompt(self.tokenizer, item, self.begin) for item in items]
         for tokens in prompts:
             self.base.require_rows(tokens, "the prompt")
@@ -78,13 +83,21 @@ class Choice:
     finish: Finish | None = None
 
     def add(self, piece: Piece, ends: Sequence[int]) -> list[SampledToken]:
-        """Append a piece, and return its token in a list, which is empty if the token only ends the text."""
+        """Append the result of one step.
+
+        Args:
+            piece: The result.
+            ends: Tokens that end a text and are not part of it.
+
+        Returns:
+            The token that belongs to the text, in a list; an empty list if there is none or it only ends the text.
+        """
         self.text += piece.text
         self.count += piece.sampled is not None
         self.finish = piece.finish
-        shown = [piece.sampled] if piece.sampled and piece.sampled.token not in ends else []
-        self.tokens += shown
-        return shown
+        new_tokens = [piece.sampled] if piece.sampled and piece.sampled.token not in ends else []
+        self.tokens += new_tokens
+        return new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +133,7 @@ class Answer:
         }
 
     def _choice(self, number: int, choice: Choice) -> dict[str, object]:
+        """Return a complete choice in the API's form: text of a completion, or message of a chat."""
         rest = {"logprobs": self._logprobs(choice.tokens), "finish_reason": choice.finish}
         if not self.chat:
             return {"index": number, "text": choice.text, **rest}
@@ -127,12 +141,12 @@ class Answer:
         return {"index": number, "message": message, **rest}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """Return the numbers of prompt tokens, generated tokens, and both."""
-        new = sum(choice.count for choice in choices)
+        """Return the API's ``usage``: numbers of prompt tokens, generated tokens, and both."""
+        generated = sum(choice.count for choice in choices)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": new,
-            "total_tokens": self.prompt_tokens + new,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
         }
 
     # ------------------------------------------------------------ in chunks
@@ -169,17 +183,20 @@ class Answer:
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, object] | None:
-        """Return log-probabilities in the form of chat or of completions; None if they were not requested."""
+        """Return the tokens' log probabilities in the API's form for chats or completions; None if not requested."""
         if not self.wants_logprobs:
             return None
         if self.chat:
-            entries = [{**self._token_entry(t.token, t.logprob), "top_logprobs": self._top_entries(t)} for t in tokens]
+            entries = [
+                {**self._token_entry(sampled.token, sampled.logprob), "top_logprobs": self._top_entries(sampled)}
+                for sampled in tokens
+            ]
             return {"content": entries, "refusal": None}
         return {
-            "tokens": [self._text(t.token) for t in tokens],
-            "token_logprobs": [t.logprob for t in tokens],
-            "top_logprobs": [{self._text(token): value for token, value in t.top} for t in tokens],
-            "text_offset": [t.at for t in tokens],
+            "tokens": [self._text(sampled.token) for sampled in tokens],
+            "token_logprobs": [sampled.logprob for sampled in tokens],
+            "top_logprobs": [{self._text(token): value for token, value in sampled.top} for sampled in tokens],
+            "text_offset": [sampled.at for sampled in tokens],
         }
 
     def _top_entries(self, sampled: SampledToken) -> list[dict[str, object]]:
@@ -233,7 +250,14 @@ class Chat:
         self.messages, self.last = [], None
 
     def say(self, text: str, show: Show) -> str:
-        """Return the model's answer, and pass each piece to ``show`` as it is generated.
+        """Answer a message and add both to the conversation; with ``plain`` continue the text instead.
+
+        Args:
+            text: The message.
+            show: Called with each piece of the answer as it is generated.
+
+        Returns:
+            The whole answer.
 
         Raises:
             DataError: The conversation is too long, or the base's template refuses it.
@@ -280,7 +304,7 @@ class Chat:
         return self.prompts.of_messages([*self.messages, {"role": "user", "content": text}])
 
     def _generate(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:
-        """Generate an answer, show its pieces, and return the whole text.
+        """Generate an answer with an engine that has no other requests, and return the whole text.
 
         Args:
             engine: Generates the tokens.
@@ -312,11 +336,11 @@ class Chat:
             engine: Generates the tokens; its context limits their number.
             prompt: Number of tokens in the prompt.
         """
-        room = (
-            self.max_tokens if engine.context_length is None else min(self.max_tokens, engine.context_length - prompt)
-        )
+        max_new_tokens = self.max_tokens
+        if engine.context_length is not None:
+            max_new_tokens = min(max_new_tokens, engine.context_length - prompt)
         return Sampling(
-            max_new_tokens=max(1, room),
+            max_new_tokens=max(1, max_new_tokens),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=50 if self.temperature else 0,

@@ -100,7 +100,11 @@ class Service:
     async def refuse_cross_site(
         self, request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        """Without keys, refuse requests that another site's page sends through a browser on this machine."""
+        """Refuse requests that a page of another site sends through a browser on this machine, if there are no keys.
+
+        Without keys, the server trusts programs on this machine. A page that is open in a browser could reach it too,
+        directly or by a host name that points to this machine (DNS rebinding).
+        """
         host = hostname(request.headers.get("host", ""))
         if not self.keys.required and not is_loopback(host):
             return ApiError(400, f"got host {host!r}; without keys the server answers only this machine").response()
@@ -110,7 +114,11 @@ class Service:
         return await call_next(request)
 
     def _accessible_users(self, request: Request) -> tuple[str, ...]:
-        """Return the users whose models the request's key opens; refuse a key that opens none."""
+        """Return the users whose models the request's key opens.
+
+        Raises:
+            ApiError: It opens none.
+        """
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         names = self.keys.users_of(key.strip() if kind.lower() == "bearer" else "")
         if self.keys.required and not names:
@@ -118,6 +126,11 @@ class Service:
         return names
 
     def _admit(self, request: Request, name: str) -> None:
+        """Check that the request's key opens a user's model, and count the request against the user's rate limit.
+
+        Raises:
+            ApiError: The key does not, or there are too many requests.
+        """
         if name not in self._accessible_users(request):
             raise model_not_found(name)
         if wait := self.rates.wait(name):
@@ -146,12 +159,12 @@ class Service:
     # ------------------------------------------------------------ models
 
     async def page(self) -> Response:
-        """Return the chat page, marked if it needs a key."""
+        """Return the chat page. The attribute ``data-keys`` tells its script to ask for a key."""
         text = PAGE.read_text(encoding="utf-8")
-        text = text.replace("<html ", "<html data-keys ", 1) if self.keys.required else text
-        return HTMLResponse(
-            text, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
-        )
+        if self.keys.required:
+            text = text.replace("<html ", "<html data-keys ", 1)
+        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(text, headers=headers)
 
     async def models(self, request: Request) -> dict[str, object]:
         """List the users whose models the key opens."""
@@ -171,28 +184,26 @@ class Service:
     # ------------------------------------------------------------ answers
 
     async def chat(self, request: Request) -> Response:
-        """Answer messages."""
+        """Handle ``POST /v1/chat/completions``: answer messages."""
         self._accessible_users(request)
         parsed = await self._read_body(request, ChatRequest)
         self._admit(request, parsed.model)
-        prompt, ends = self._refuse_invalid(
-            lambda: (self.prompts.of_messages([m.plain() for m in parsed.messages]), self.prompts.chat_ends()),
-            "messages",
-        )
+        messages = [message.plain() for message in parsed.messages]
+        prompt = self._refuse_invalid(lambda: self.prompts.of_messages(messages), "messages")
+        ends = self._refuse_invalid(self.prompts.chat_ends, "messages")
         return await self._respond(request, parsed, [prompt], ends)
 
     async def complete(self, request: Request) -> Response:
-        """Continue texts."""
+        """Handle ``POST /v1/completions``: continue texts."""
         self._accessible_users(request)
         parsed = await self._read_body(request, CompletionRequest)
         self._admit(request, parsed.model)
-        prompt_or_empty = "" if parsed.prompt is None else parsed.prompt
-        return await self._respond(
-            request, parsed, self._refuse_invalid(lambda: self.prompts.of_texts(prompt_or_empty)), None
-        )
+        prompt = "" if parsed.prompt is None else parsed.prompt  # null begins a new document
+        prompts = self._refuse_invalid(lambda: self.prompts.of_texts(prompt))
+        return await self._respond(request, parsed, prompts, None)
 
     async def route(self, request: Request) -> Response:
-        """Return the expert that each token of an answer is routed to, in every layer."""
+        """Handle ``POST /v1/route``: return the expert that each token of an answer is routed to, in every layer."""
         self._accessible_users(request)
         parsed = await self._read_body(request, RouteRequest)
         self._admit(request, parsed.model)
@@ -207,24 +218,35 @@ class Service:
         self._require_room(len(prompt) + len(text), 0, "text")
         try:
             job = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
-            found = await asyncio.wrap_future(job)
+            routing = await asyncio.wrap_future(job)
         except Overloaded as error:
             raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:
             raise ApiError(400, str(error), code="no_routers") from None
-        return JSONResponse({"experts": found.experts, "tokens": found.tokens, "gates": found.gates.tolist()})
+        return JSONResponse({"experts": routing.experts, "tokens": routing.tokens, "gates": routing.gates.tolist()})
 
     def _refuse_invalid(self, call: Callable[[], T], param: str = "prompt") -> T:
+        """Return the result of a function; convert a :class:`ComingleError` to the API's error about a key."""
         try:
             return call()
         except ComingleError as error:
             raise ApiError(400, str(error), param=param) from None
 
-    def _require_room(self, prompt: int, new: int, param: str) -> None:
-        most = self.engine.context_length
-        if most is not None and prompt + new > most:
-            message = f"the context length of this model is {most:,} tokens; the prompt has {prompt:,}"
-            message += f", and {new:,} new ones are requested" if new else ""
+    def _require_room(self, prompt_tokens: int, new_tokens: int, param: str) -> None:
+        """Check that prompt and new tokens fit the model's context.
+
+        Args:
+            prompt_tokens: Number of tokens in the prompt.
+            new_tokens: Number of tokens to generate.
+            param: Key of the prompt in the request, for the error.
+
+        Raises:
+            ApiError: They do not fit.
+        """
+        limit = self.engine.context_length
+        if limit is not None and prompt_tokens + new_tokens > limit:
+            message = f"the context length of this model is {limit:,} tokens; the prompt has {prompt_tokens:,}"
+            message += f", and {new_tokens:,} new ones are requested" if new_tokens else ""
             raise ApiError(400, message, code="context_length_exceeded", param=param)
 
     def _new_tokens(self, prompt_tokens: int, max_new_tokens: int | None, param: str) -> int:
@@ -244,24 +266,25 @@ class Service:
                 f"max_tokens: got {max_new_tokens:,}; allowed: up to {self.limits.max_tokens:,}",
                 param="max_tokens",
             )
-        most = self.engine.context_length
-        room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt_tokens)
-        new = max(1, room) if max_new_tokens is None else max_new_tokens
-        self._require_room(prompt_tokens, new, param)
-        return new
+        limit = self.limits.max_tokens
+        if self.engine.context_length is not None:
+            limit = min(limit, self.engine.context_length - prompt_tokens)
+        new_tokens = max(1, limit) if max_new_tokens is None else max_new_tokens
+        self._require_room(prompt_tokens, new_tokens, param)
+        return new_tokens
 
     async def _respond(
         self, http: Request, parsed: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: object
     ) -> Response:
-        """Submit a request for each prompt and choice, and return the response: streamed, or whole once all have ended.
+        """Generate all choices for all prompts, and return the response: streamed, or whole once all have ended.
 
-        Choice i samples with the seed of the request plus i.
+        Choice i of a prompt samples with the seed of the request plus i.
 
         Args:
             http: The HTTP request.
             parsed: Its body.
-            prompts: Tokens of the prompts.
-            ends: Tokens that end an answer.
+            prompts: Tokens of each prompt.
+            ends: Tokens that end an answer; None for those of the base.
 
         Raises:
             ApiError: Too many or too long answers are requested, or the queue is full.
@@ -274,18 +297,20 @@ class Service:
         piece_queue, requests = PieceQueue(), list[engines.Request]()
         for prompt in prompts:
             param = "messages" if isinstance(parsed, ChatRequest) else "prompt"
-            new = self._new_tokens(len(prompt), parsed.max_new_tokens, param)
+            new_tokens = self._new_tokens(len(prompt), parsed.max_new_tokens, param)
             for number in range(count):
-                sampling = replace(parsed.sampling(new, (seed + number) % 2**63), eos_token_id=ends)
+                sampling = replace(parsed.sampling(new_tokens, (seed + number) % 2**63), eos_token_id=ends)
                 on_piece = piece_queue.callback(len(requests))
-                settings = {
-                    "name": parsed.model,
-                    "prompt": prompt,
-                    "sampling": sampling,
-                    "logprobs": parsed.num_top_logprobs,
-                }
-                continues = isinstance(parsed, CompletionRequest)
-                requests.append(engines.Request(on_piece=on_piece, continues=continues, **settings))
+                requests.append(
+                    engines.Request(
+                        name=parsed.model,
+                        prompt=prompt,
+                        sampling=sampling,
+                        on_piece=on_piece,
+                        logprobs=parsed.num_top_logprobs,
+                        continues=isinstance(parsed, CompletionRequest),
+                    )
+                )
         answer = Answer(
             chat=isinstance(parsed, ChatRequest),
             model=parsed.model,

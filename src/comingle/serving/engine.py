@@ -57,27 +57,38 @@ class SampledToken:
 
 
 class TokenSampler:
-    """Samples a row's tokens as ``generate`` does, with a random stream of its own."""
+    """Samples the tokens of one text as transformers' ``generate`` does, with a random stream of its own.
+
+    Args:
+        sampling: How tokens are sampled.
+        prompt: Number of tokens in the prompt.
+        ends: Tokens that end the text.
+        device: Device of the logits.
+        logprobs: Number of most likely tokens to return with each token; None for no log probabilities.
+    """
 
     def __init__(
         self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
     ) -> None:
-        self.pick: Callable[..., Tensor] = row_processors(sampling, prompt, ends, device)
-        self.plain = not self.pick  # An empty list of processors means greedy decoding.
+        # If sampling is on, the last processor draws a token and sets all other scores to minus infinity.
+        self.process_scores: Callable[..., Tensor] = row_processors(sampling, prompt, ends, device)
+        self.has_processors = bool(self.process_scores)
         self.device, self.logprobs = device, logprobs
 
     def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> SampledToken:
-        """Return the token that follows ``tokens``."""
+        """Return the token that follows ``tokens``, prompt included, from the logits after the last of them."""
         scores = logits.float().unsqueeze(0)
-        if not self.plain:
-            scores = self.pick(torch.tensor([tokens], device=self.device), scores.clone())
+        if self.has_processors:
+            scores = self.process_scores(torch.tensor([tokens], device=self.device), scores.clone())
         token = int(scores.argmax())
         if self.logprobs is None:
             return SampledToken(token=token)
         log_probs = logits.float().log_softmax(-1)
-        top = log_probs.topk(self.logprobs) if self.logprobs else None
-        pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return SampledToken(token=token, logprob=float(log_probs[token]), top=pairs)
+        top_pairs: tuple[tuple[int, float], ...] = ()
+        if self.logprobs:
+            top = log_probs.topk(self.logprobs)
+            top_pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return SampledToken(token=token, logprob=float(log_probs[token]), top=top_pairs)
 
 
 class Detokenizer:
@@ -102,13 +113,14 @@ class Detokenizer:
     ) -> None:
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
         self.tokens = list(after)
-        self.read, self.before = len(after), 0  # tokens[before:read] are decoded, and are context for the next one
+        # tokens[:read] are decoded; tokens[context_start:read] are decoded again together with the next ones.
+        self.read, self.context_start = len(after), 0
         self.text = ""
         self.emitted = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that no later token can change."""
+        """Add a token and return the new text that no later token can change; it may be empty."""
         self.tokens.append(token)
         self._read(last=token in self.ends)
         self.stopped = token in self.ends or any(stop in self.text for stop in self.stops)
@@ -121,25 +133,35 @@ class Detokenizer:
         return self._emit(len(self.text))
 
     def _read(self, *, last: bool) -> None:
-        """Decode the new tokens after the previous ones: some tokenizers drop a space at the beginning of a text."""
-        added = added_text(self.tokenizer, self.tokens[self.before : self.read], self.tokens[self.read :])
+        """Decode the tokens that are not decoded yet, and append their text.
+
+        They are decoded together with the previous ones, as some tokenizers drop a space at the beginning of a text.
+
+        Args:
+            last: Whether no token follows; otherwise tokens that end within a character wait for the next one.
+        """
+        added = added_text(self.tokenizer, self.tokens[self.context_start : self.read], self.tokens[self.read :])
         if added.endswith(UNFINISHED) and not last:  # The next token may complete the character.
             return
         self.text += added
         if self._decode(self.read, len(self.tokens)):  # A special token has no text, so it is no context.
-            self.before = self.read
+            self.context_start = self.read
         self.read = len(self.tokens)
 
     def _decode(self, start: int, stop: int) -> str:
         return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
 
     def _held_back(self) -> int:
-        """Return the length of the longest suffix with which a stop string begins."""
-        limit = len(self.text) + 1
-        begun = (n for stop in self.stops for n in range(1, min(len(stop), limit)) if self.text.endswith(stop[:n]))
-        return max(begun, default=0)
+        """Return the length of the longest end of the text that is the beginning of a stop string; 0 for none."""
+        longest = 0
+        for stop in self.stops:
+            for length in range(1, min(len(stop), len(self.text) + 1)):
+                if self.text.endswith(stop[:length]):
+                    longest = max(longest, length)
+        return longest
 
     def _emit(self, upto: int) -> str:
+        """Return the text up to a position that has not been returned before."""
         start, self.emitted = self.emitted, max(self.emitted, upto)
         return self.text[start : self.emitted]
 
@@ -246,7 +268,9 @@ class Engine:
         return stop_tokens(self.network, self.tokenizer, request.sampling)
 
     def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
-        """Return how a user's model routes the tokens of ``text``. Call it between two steps.
+        """Return how a user's model routes the tokens of ``text``.
+
+        Call it between two steps, as it uses the network with another batch.
 
         Args:
             name: The user.
@@ -256,7 +280,7 @@ class Engine:
         Raises:
             DataError: The model has no routers.
         """
-        self._bound = False
+        self._bound = False  # the next step has to bind the adapters of its rows again
         tokens = torch.tensor([*prompt, *text])
         routing = self.models[name].route(tokens, context=len(tokens), begins=False)
         start = len(prompt)
@@ -280,7 +304,7 @@ class Engine:
                 self._free_row(number)
         # Lengths change with every token, so compiling for each would cost more than it saves.
         with torch.compiler.set_stance("force_eager"), padded_attention(self.network):
-            self._join()
+            self._add_waiting()
             if self.active:
                 self._decode()
 
@@ -294,49 +318,61 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def _join(self) -> None:
-        """Add rows for waiting requests, each with its first token."""
-        taken: list[Request] = []
-        while self.waiting and len(self.active) + len(taken) < self.cache.max_rows:
+    def _add_waiting(self) -> None:
+        """Read the prompts of waiting requests in one forward pass, and add a row with its first token for each.
+
+        It takes as many requests as there are free rows, and as their padded prompts fit :data:`PROMPT_TOKENS`.
+        """
+        admitted: list[Request] = []
+        while self.waiting and len(self.active) + len(admitted) < self.cache.max_rows:
             if self.waiting[0].cancelled:
                 self.waiting.popleft()
                 continue
-            longest = max(len(request.prompt) for request in [*taken, self.waiting[0]])
-            if taken and longest * (len(taken) + 1) > PROMPT_TOKENS:
+            longest = max(len(request.prompt) for request in [*admitted, self.waiting[0]])
+            if admitted and longest * (len(admitted) + 1) > PROMPT_TOKENS:
                 break
-            taken.append(self.waiting.popleft())
-        if not taken:
+            admitted.append(self.waiting.popleft())
+        if not admitted:
             return
         first = len(self.active)
-        self.active += [self._row(request) for request in taken]
-        for number, request in enumerate(taken, start=first):
+        self.active += [self._make_row(request) for request in admitted]
+        for number, request in enumerate(admitted, start=first):
             self.rows.set(number, request.name)
-        self.rows.bind(slice(first, first + len(taken)))
+        self.rows.bind(slice(first, first + len(admitted)))
         self._bound = False
-        lengths = [len(request.prompt) for request in taken]
-        read = DynamicCache()
-        logits = self._read(taken, lengths, read)
-        self.cache.join(read, lengths)
+        lengths = [len(request.prompt) for request in admitted]
+        prompt_cache = DynamicCache()
+        logits = self._read_prompts(admitted, lengths, prompt_cache)
+        self.cache.join(prompt_cache, lengths)
         self._emit(first, logits)
 
-    def _row(self, request: Request) -> _Row:
+    def _make_row(self, request: Request) -> _Row:
+        """Return the state of a text that is being generated, with the prompt's tokens."""
         ends = self.ends(request)
         sampler = TokenSampler(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
         after = decodable_suffix(self.tokenizer, request.prompt) if request.continues else ()
         detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
         return _Row(request=request, sampler=sampler, detokenizer=detokenizer, tokens=list(request.prompt))
 
-    def _read(self, requests: list[Request], lengths: list[int], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:
-        """Return the logits after each prompt."""
+    def _read_prompts(
+        self, requests: list[Request], lengths: list[int], cache: DynamicCache
+    ) -> Float[Tensor, "rows vocab"]:
+        """Return the logits after each prompt, from one forward pass over all left-padded prompts.
+
+        Args:
+            requests: The requests.
+            lengths: Numbers of tokens of their prompts.
+            cache: An empty cache, to which keys and values of the prompts are written.
+        """
         width = max(lengths)
-        ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests])
+        ids = torch.tensor([[0] * (width - len(request.prompt)) + request.prompt for request in requests])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
         return self._forward(ids, mask, position_ids, cache)
 
     def _decode(self) -> None:
-        """Generate a token for every row."""
-        if not self._bound:
+        """Generate a token for every row, in one forward pass."""
+        if not self._bound:  # The rows have changed since the last step.
             self.rows.bind(slice(0, len(self.active)))
             self._bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
@@ -346,7 +382,7 @@ class Engine:
         self._emit(0, logits)
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
-        """Return the logits of each row's last token; the network appends keys and values to the cache.
+        """Return the logits after each row's last token; the network appends keys and values to the cache.
 
         Args:
             ids: Token IDs, ``(rows, tokens)``.
@@ -381,7 +417,7 @@ class Engine:
                 self._free_row(number)
 
     def _next_piece(self, row: _Row, sampled: SampledToken) -> Piece:
-        """Append a token to a row, and return the text that it completes and whether the row has finished."""
+        """Append a token to a row, and return it with the text that it completes, and the reason if the text has ended."""
         row.tokens.append(sampled.token)
         sampled = replace(sampled, at=len(row.detokenizer.text))
         text = row.detokenizer.add(sampled.token)

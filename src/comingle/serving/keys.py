@@ -42,7 +42,10 @@ class Keys:
         return self._digests is not None
 
     def users_of(self, key: str) -> tuple[str, ...]:
-        """Return the users whose models a key opens; compare it with all keys in constant time."""
+        """Return the users whose models a key opens; all users if no keys are required.
+
+        The key is compared with every known one in constant time, so that response times reveal nothing about keys.
+        """
         if self._digests is None:
             return self.names
         given = _digest(key)
@@ -63,7 +66,7 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
 
     try:
         content: Any = read_text(path.read_text(encoding="utf-8"), str(path))
-        open_to_others = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+        is_readable_by_others = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--keys {path}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not isinstance(content, Mapping) or not content:
@@ -78,7 +81,7 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
         if key in keys.values():
             raise DataError(f"--keys {path}: {name!r} has the key of another user; keys must be unique")
         keys[name] = key
-    if open_to_others:
+    if is_readable_by_others:
         logger.warning("--keys %s: other users of this machine can read it; restrict it with chmod 600", path)
     return keys
 
@@ -117,9 +120,12 @@ def hostname(place: str) -> str:
 
 
 def cross_site_page(headers: Mapping[str, str]) -> str:
-    """Describe the other site whose page sends a request through the browser; return an empty string if there is none.
+    """Return a description of the page of another site that sent a request through a browser; empty if none did.
 
-    Browsers send a page's ``Origin``, or mark a request as cross-site; other programs send neither header.
+    Browsers send the ``Origin`` of the page, or mark the request as cross-site; other programs send neither header.
+
+    Args:
+        headers: Headers of the request.
     """
     origin = headers.get("origin")
     if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
@@ -178,8 +184,8 @@ class Rates:
             0, or, if the bucket is empty, the seconds until the next request is allowed.
         """
         now = self.clock()
-        left, last = self._left.get(name, (float(self.rate), now))
-        left = min(float(self.rate), left + (now - last) * self.rate / MINUTE)
-        taken = left >= 1
-        self._left[name] = (left - taken, now)
-        return 0.0 if taken else (1 - left) * MINUTE / self.rate
+        left, last_time = self._left.get(name, (float(self.rate), now))
+        left = min(float(self.rate), left + (now - last_time) * self.rate / MINUTE)
+        is_allowed = left >= 1
+        self._left[name] = (left - is_allowed, now)
+        return 0.0 if is_allowed else (1 - left) * MINUTE / self.rate

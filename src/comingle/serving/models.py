@@ -19,7 +19,7 @@ from comingle.utils.records import read_metrics
 
 
 def find_run(folder: Path, method: str | None = None, seed: int | None = None) -> Path:
-    """Return a run's folder.
+    """Return the folder of one run, in a folder that may be that of a comparison of several runs.
 
     Args:
         folder: Folder of a run, or of a comparison, which contains runs.
@@ -48,13 +48,23 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
 
 
 def _label(recipe: Recipe, path: Path) -> str:
-    """Return a run's method, with its settings (from the folder's name) if a comparison has several runs of it."""
-    name, own = path.name.rpartition("-seed")[0], recipe.method.name
-    return f"{own}:{name.removeprefix(own + '-')}" if name.startswith(f"{own}-") and "=" in name else own
+    """Return the name by which ``--method`` chooses a run of a comparison.
+
+    It is the method, followed by its settings if the comparison has several variants of it: a folder
+    ``METHOD-KEY=VALUE-seed0`` has the label ``METHOD:KEY=VALUE``.
+
+    Args:
+        recipe: The run's recipe.
+        path: The run's folder.
+    """
+    method, variant = recipe.method.name, path.name.rpartition("-seed")[0]
+    if variant.startswith(f"{method}-") and "=" in variant:
+        return f"{method}:{variant.removeprefix(method + '-')}"
+    return method
 
 
 def _single_run(folder: Path, method: str | None, seed: int | None) -> Path:
-    """Return the folder of a single run, after checking that method and seed, where given, are the run's."""
+    """Return the folder of a single run, after checking that method and seed, if given, are those of the run."""
     if method is None and seed is None:
         return folder
     recipe = load_recipe(folder)
@@ -99,8 +109,9 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
         raise DataError(f"{folder}: {opened.federation.clients.model.name} does not generate text")
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
     base = next(iter(models.values())).model.base
-    wanted = opened.recipe.runtime.compile is not False and base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
-    if wanted and expert_mlp.fits(base.device, base.dtype):
+    may_compile = opened.recipe.runtime.compile is not False
+    is_worth_compiling = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
+    if may_compile and is_worth_compiling and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
     prepare(base.model)
     template = getattr(base.tokenizer, "chat_template", None)
@@ -113,5 +124,5 @@ def users_in(run: Path) -> list[str]:
     Raises:
         RunError: The run is not finished.
     """
-    scored = list(read_metrics(run)["users"])  # a sample if the recipe sets evaluation.users
-    return list(read_inputs(run).users) or scored  # inputs list no users of a population on disk
+    evaluated_users = list(read_metrics(run)["users"])  # a sample if the recipe sets evaluation.users
+    return list(read_inputs(run).users) or evaluated_users  # inputs list no users of a population on disk

@@ -51,12 +51,16 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: States, value_states: States, *args: object, **kwargs: object
     ) -> tuple[Window, Window]:
-        """Write a step after the window, and return the window with it."""
-        at, count = self.cache.stop, key_states.shape[-2]
-        window = slice(self.cache.start, at + count)
+        """Write the keys and values of a step after those of earlier steps, and return all of them.
+
+        transformers calls this in every layer. Writing in place avoids the copy of all earlier steps that
+        concatenation needs.
+        """
+        stop, count = self.cache.stop, key_states.shape[-2]
+        window = slice(self.cache.start, stop + count)
         rows = slice(len(self.cache.starts))
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
-            store[rows, :, at : at + count] = states
+            store[rows, :, stop : stop + count] = states
         keys, values = (store[rows, :, window] for store in self.stores)
         return keys, values
 
@@ -89,18 +93,23 @@ class RowCache(Cache):
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
-        """Add rows whose left-padded prompts have been read into the cache ``prompts``."""
-        read: list[Any] = prompts.layers
+        """Add rows for prompts that have been read, ending at the same position as all other rows.
+
+        Args:
+            prompts: Keys and values of the left-padded prompts.
+            lengths: Number of tokens of each prompt.
+        """
+        prompt_layers: list[Any] = prompts.layers
         if not self.starts:
             self.start = self.stop = 0
-        self._reserve(read, max(lengths))
-        for own, other in zip(self.layers, read, strict=True):
+        self._reserve(prompt_layers, max(lengths))
+        for own, other in zip(self.layers, prompt_layers, strict=True):
             for store, states in zip(own.stores, (other.keys, other.values), strict=True):
                 for row, length in enumerate(lengths):
-                    place = store[len(self.starts) + row]
+                    new_row = store[len(self.starts) + row]
                     # Clear an old row's values: attention multiplies masked positions by zero, and 0 * NaN is NaN.
-                    place[:, : self.stop - length] = 0
-                    place[:, self.stop - length : self.stop] = states[row, :, -length:]
+                    new_row[:, : self.stop - length] = 0
+                    new_row[:, self.stop - length : self.stop] = states[row, :, -length:]
         self.starts += [self.stop - length for length in lengths]
         self.start = min(self.starts)
 
@@ -121,7 +130,14 @@ class RowCache(Cache):
         self.start = min(self.starts, default=self.stop)
 
     def _reserve(self, like: Sequence[Any], longest: int) -> None:
-        """Reserve room for rows of up to ``longest`` tokens before the window's end, and for a step after it."""
+        """Enlarge the tensors of keys and values if rows of a length, or the next step, do not fit.
+
+        All rows are moved so that the window starts at position 0, or later if a new row is longer than it.
+
+        Args:
+            like: Layers with keys and values, whose shapes and dtypes are taken for the first tensors.
+            longest: Number of tokens of the longest new row.
+        """
         if longest <= self.stop < self.capacity:
             return
         if not self.layers:
@@ -137,6 +153,13 @@ class RowCache(Cache):
         self.start, self.stop, self.capacity = self.start + shift, stop, capacity
 
     def _reallocated(self, store: States, stop: int, capacity: int) -> Stores:
+        """Return a larger tensor with the window of all rows, ending at position ``stop``.
+
+        Args:
+            store: Keys or values of one layer.
+            stop: Position of the window's end in the new tensor.
+            capacity: Number of positions of the new tensor.
+        """
         moved = store.new_zeros(self.max_rows, store.shape[1], capacity, store.shape[3])
         if rows := len(self.starts):
             moved[:rows, :, stop - (self.stop - self.start) : stop] = store[:rows, :, self.start : self.stop]
@@ -156,18 +179,18 @@ class Rows(ABC):
         self.names = [""] * max_rows
 
     def set(self, row: int, name: str) -> None:
-        """Assign a row to a user."""
+        """Assign a row to a user, by copying its adapters there unless the row has them already."""
         if self.names[row] != name:
             for slot, tensor in self.user_tensors[name].items():
                 self.stacked[slot][row] = tensor[0]
             self.names[row] = name
 
     def move(self, row: int, to: int) -> None:
-        """Copy a row over another."""
+        """Assign the row ``to`` to the user of another row."""
         self.set(to, self.names[row])
 
     def bind(self, rows: slice) -> None:
-        """Make the network compute the models of these rows' users, one text per row."""
+        """Make the network compute the models of these rows' users, from now on, with one text per row."""
         self._bind({name: t[rows] for name, t in self.stacked.items()}, self.names[rows])
 
     @abstractmethod
@@ -175,7 +198,8 @@ class Rows(ABC):
         """Return a user's adapters with shapes ``(1, ...)``."""
 
     @abstractmethod
-    def _bind(self, tensors: Tree, names: Sequence[str]) -> None: ...
+    def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
+        """Make the network use stacked adapters ``(rows, ...)`` of the named users."""
 
 
 class AdaptedRows(Rows):
@@ -215,12 +239,13 @@ class MixedRows(Rows):
         model = cast(MixedLanguageModel, personal.model)
         layers = cast(FloralModel, model.net).layers()
         shares, tree = model.shares(personal.tensors)[0], Tree()
-        for stem, a, b in lora_pairs(personal.tensors):
-            name = stem.removeprefix("model.")
-            layer = layers[stem]
-            wide = b[0] * (layer.alpha * layer.of_mixture(shares)).to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
+        for layer_name, a, b in lora_pairs(personal.tensors):
+            name = layer_name.removeprefix("model.")
+            layer = layers[layer_name]
+            factors = layer.alpha * layer.of_mixture(shares)  # scale times share of each component
+            scaled_b = b[0] * factors.to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
             tree[f"{name}.a"] = a.flatten(1, 2)
-            tree[f"{name}.b"] = wide.mT.flatten(0, 1).unsqueeze(0)
+            tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)
         return tree
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
@@ -254,7 +279,10 @@ KINDS: dict[type, type[Rows]] = {
 
 
 def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
-    """Return rows for the users of one run."""
+    """Return rows for the users of one run, of the class for its kind of model.
+
+    The output layer is replaced by one that is faster for few rows.
+    """
     rows = KINDS[type(next(iter(models.values())).model)](models, max_rows)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
@@ -279,6 +307,7 @@ def prepare(network: PreTrainedModel) -> None:
 
 def without_adapters(personal: PersonalModel) -> PersonalModel:
     """Return a user's model that behaves as the base does: adapters add zeros, mixtures leave logits unchanged."""
-    adds = (".b", f".{OUT}", CLIENT_ROUTER)  # A router of zeros gives all models equal weights and exponent 1.
-    silent = {name: torch.zeros_like(t) if name.endswith(adds) else t for name, t in personal.tensors.items()}
-    return replace(personal, name="pretrained", tensors=cast(dict[str, Tensor], silent))
+    # Without its second factor a LoRA adds zeros. A router of zeros gives all models equal weights and exponent 1.
+    zeroed = (".b", f".{OUT}", CLIENT_ROUTER)
+    tensors = {name: torch.zeros_like(t) if name.endswith(zeroed) else t for name, t in personal.tensors.items()}
+    return replace(personal, name="pretrained", tensors=cast(dict[str, Tensor], tensors))

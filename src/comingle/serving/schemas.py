@@ -31,11 +31,15 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def _accept_only(*allowed: object) -> BeforeValidator:
-    """Accept the ``allowed`` values of a key that has no effect here, as None; refuse every other value."""
-    named = [json.dumps(item) for item in allowed if item not in _EMPTY]
-    message = f"not supported here{'; allowed: ' if named else ''}{', '.join(named)}"
+    """Return a validator for a key of the OpenAI API that has no effect here, so that only some values are accepted.
+
+    These values ask for what the server does anyway; they become None. Every other value is an error.
+    """
+    listed = [json.dumps(item) for item in allowed if item not in _EMPTY]
+    message = f"not supported here{'; allowed: ' if listed else ''}{', '.join(listed)}"
 
     def check(value: object) -> None:
+        # In Python True equals 1 and False equals 0.
         if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
             raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
@@ -50,19 +54,19 @@ def _as_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
-def _joined(value: object) -> object:
-    """Join the parts of a message, which must be text."""
+def _join_parts(value: object) -> object:
+    """Join the content of a message that consists of parts ``{"type": "text", "text": ...}`` to one text.
+
+    Other values are returned unchanged, for pydantic to accept or to report.
+    """
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         return value
     for part in value:
-        kind, more = (
-            part.get("type", "text"),
-            {key for key, value in part.items() if value is not None} - {"type", "text"},
-        )
-        if kind != "text" or more:
-            message = (
-                f"a part with {str(min(more) if kind == 'text' else kind)!r:.40} is not supported here; allowed: text"
-            )
+        kind = part.get("type", "text")
+        other_keys = {key for key, item in part.items() if item is not None} - {"type", "text"}
+        if kind != "text" or other_keys:
+            unsupported = str(min(other_keys) if kind == "text" else kind)
+            message = f"a part with {unsupported!r:.40} is not supported here; allowed: text"
             raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
     texts = [part.get("text") for part in value]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else value
@@ -101,7 +105,12 @@ class SamplingKeys(_Strict):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
 
     def sampling(self, new: int, seed: int) -> Sampling:
-        """Return the sampling settings, with the API's defaults: temperature 1, no truncation."""
+        """Return the sampling settings, with the API's defaults: temperature 1, no truncation.
+
+        Args:
+            new: Largest number of new tokens.
+            seed: Seed of the random stream.
+        """
         return Sampling(
             max_new_tokens=new,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -140,7 +149,7 @@ class ChatMessage(_Strict):
     """One turn; accepts the server's own answers as clients send them back, null keys included."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(_join_parts)]
     # Not supported: templates do not use them.
     name: NullOrEmpty = None
     refusal: NullOrEmpty = None
@@ -291,14 +300,15 @@ class ApiError(Exception):
 
 
 def invalid_request(error: ValidationError) -> ApiError:
-    """Return the refusal of a request: an unsupported key if there is one, else its first problem."""
+    """Return the API's error for an invalid body: about an unsupported key if there is one, else its first problem."""
     problems = error.errors(include_url=False, include_input=False)
-    first = next((problem for problem in problems if problem["type"] in ("extra_forbidden", UNSUPPORTED)), problems[0])
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] in ("extra_forbidden", UNSUPPORTED):
-        message = first["msg"] if first["type"] == UNSUPPORTED else "not supported here"
+    unsupported = [problem for problem in problems if problem["type"] in ("extra_forbidden", UNSUPPORTED)]
+    problem = (unsupported or problems)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    if unsupported:
+        message = problem["msg"] if problem["type"] == UNSUPPORTED else "not supported here"
         return ApiError(400, f"{place}: {message}", code="unsupported_parameter", param=place)
-    return ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], param=place or None)
+    return ApiError(400, f"{place}: {problem['msg']}" if place else problem["msg"], param=place or None)
 
 
 def model_not_found(name: str) -> ApiError:
@@ -314,7 +324,7 @@ class PieceQueue:
         self.requests: list[Request] = []
 
     def callback(self, number: int) -> Callable[[Piece], None]:
-        """Return a callback that queues the pieces of one text."""
+        """Return a callback for the engine's thread that queues the pieces of the text with this index."""
 
         def on_piece(piece: Piece) -> None:
             if not self.loop.is_closed():
@@ -323,14 +333,20 @@ class PieceQueue:
         return on_piece
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the pieces of all texts; cancel all requests when the caller stops iterating."""
-        left = len(self.requests)
+        """Yield the pieces of all texts as they are generated, each with the index of its text, until all have ended.
+
+        If the caller stops iterating earlier, the requests are cancelled.
+
+        Raises:
+            ApiError: The model failed.
+        """
+        unfinished = len(self.requests)
         try:
-            while left:
+            while unfinished:
                 number, piece = await self.queue.get()
                 if piece.error is not None:
                     raise ApiError(500, "the model failed on this request; the server's log has the details")
-                left -= piece.finish is not None
+                unfinished -= piece.finish is not None
                 yield number, piece
         finally:
             for request in self.requests:
@@ -338,7 +354,12 @@ class PieceQueue:
 
 
 async def collect_choices(piece_queue: PieceQueue, ends: Sequence[int]) -> list[Choice]:
-    """Return all texts once they have ended."""
+    """Wait until all texts have ended, and return them.
+
+    Args:
+        piece_queue: Source of the pieces.
+        ends: Tokens that end a text.
+    """
     choices = [Choice() for _ in piece_queue.requests]
     async with aclosing(piece_queue.pieces()) as pieces:
         async for number, piece in pieces:
@@ -375,18 +396,18 @@ async def stream(piece_queue: PieceQueue, answer: Answer, ends: Sequence[int], *
 async def while_connected(http: Http, work: Awaitable[Result]) -> Result | None:
     """Return the result of ``work``; cancel it and return None if the client disconnects first."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    found, left = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait([found, left], return_when=asyncio.FIRST_COMPLETED)
-        return found.result() if found.done() else None
+        await asyncio.wait([working, disconnected], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
-        found.cancel()
-        left.cancel()
-        await asyncio.gather(found, left, return_exceptions=True)
+        working.cancel()
+        disconnected.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
 logger = logging.getLogger("comingle")
@@ -397,7 +418,7 @@ class Overloaded(Exception):
 
 
 class Worker:
-    """Runs ``engine`` in a thread; at most ``queue`` requests wait for a row."""
+    """Runs an engine in a thread of its own; at most ``queue`` requests wait for a row."""
 
     def __init__(self, engine: Engine, *, queue: int) -> None:
         self.engine, self.queue = engine, queue
@@ -408,7 +429,7 @@ class Worker:
         self._thread.start()
 
     def ask(self, requests: list[Request]) -> None:
-        """Queue all requests or none.
+        """Queue requests for the engine, all or none.
 
         Raises:
             Overloaded: The queue has no room for all.
@@ -424,7 +445,11 @@ class Worker:
             self._changed.notify()
 
     def call(self, job: Callable[[], Result]) -> Future[Result]:
-        """Run ``job`` in the engine's thread between two steps, since a step uses the modules."""
+        """Run a function in the engine's thread between two steps, since it uses the network as a step does.
+
+        Raises:
+            Overloaded: Too many functions are waiting.
+        """
         future: Future[Result] = Future()
         with self._changed:
             if len(self._jobs) >= self.queue:
@@ -457,6 +482,7 @@ class Worker:
                 self.engine.fail_all(error)
 
     def _compute(self, job: Callable[[], Result], future: Future[Result]) -> None:
+        """Run a function unless it was cancelled, and store its result or error in its future."""
         if not future.set_running_or_notify_cancel():
             return
         try:
