@@ -417,7 +417,7 @@ class Engine:
                 self._free_row(number)
 
     def _next_piece(self, row: _Row, sampled: SampledToken) -> Piece:
-        """Append a token to a row, and return it with the text that it completes, and the reason if the text has ended."""
+        """Append a token to a row; return it with the text that it completes, and the reason if the text has ended."""
         row.tokens.append(sampled.token)
         sampled = replace(sampled, at=len(row.detokenizer.text))
         text = row.detokenizer.add(sampled.token)

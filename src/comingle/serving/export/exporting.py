@@ -82,11 +82,15 @@ class UsageExample:
     turns: bool
 
     def text(self) -> list[str]:
-        """Return the card's lines after the code."""
-        form = "The model answers messages in its chat template. The prompt above is" if self.turns else "The prompt is"
-        what = "An answer" if self.turns else "A text"
-        ends = [f"{what} ends with {' or '.join(f'`{end}`' for end in self.ends)}.", ""] if self.ends else []
-        return [f"{form}:", "", *_block("text", self.prompt), *ends] if self.prompt else ends
+        """Return the lines of the card that follow the code: the prompt as the model reads it, and how texts end."""
+        lines: list[str] = []
+        if self.prompt:
+            template = "The model answers messages in its chat template. The prompt above is:"
+            lines += [template if self.turns else "The prompt is:", "", *_block("text", self.prompt)]
+        if self.ends:
+            what = "An answer" if self.turns else "A text"
+            lines += [f"{what} ends with {' or '.join(f'`{end}`' for end in self.ends)}.", ""]
+        return lines
 
 
 _MESSAGES = """messages = [{"role": "user", "content": "Hello!"}]"""
@@ -108,7 +112,7 @@ print(answer["choices"][0]["text"])""",
 
 
 def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExample:
-    """Return the card's example: messages if the model was trained on conversations, else a text to continue.
+    """Return the model card's example of usage: messages if the model was trained on conversations, else a text.
 
     Args:
         base: The base.
@@ -122,11 +126,12 @@ def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExam
     if turns and template is not None:
         with suppress(DataError):  # The template requires other roles.
             prompt = template.render([{"role": "user", "content": "Hello!"}], add_prompt=True)
-    ends = generation_of(base, about).eos_token_id
+    eos = generation_of(base, about).eos_token_id
+    ends = () if eos is None else as_tuple(eos)
     return UsageExample(
         code=_CODE["gguf" if format == "gguf" else "transformers", turns],
         prompt=prompt,
-        ends=[str(tokenizer.decode([end])) for end in (() if ends is None else as_tuple(ends))],
+        ends=[str(tokenizer.decode([end])) for end in ends],
         turns=turns,
     )
 
@@ -163,18 +168,17 @@ class Card:
 
     def text(self) -> str:
         """Return the card as Markdown with the Hugging Face Hub's front matter."""
-        return "\n".join([*self._front_matter(), "", *self._head(), *self._data(), *self._measured(), *self._end(), ""])
+        body = [*self._head(), *self._data(), *self._metrics(), *self._licence()]
+        return "\n".join([*self._front_matter(), "", *body, ""])
 
     def _front_matter(self) -> list[str]:
         """Return the front matter that the Hugging Face Hub reads: licence and base if known, library, tags."""
-        licence = licence_of(self.base)
-        given = [f"license: {licence}"] if licence else []
-        name = name_of(self.base)
-        public = [f"base_model: {name}"] if "/" in name and is_public(name) and not name.startswith(PREFIX) else []
+        licence, name = licence_of(self.base), name_of(self.base)
+        is_on_hub = "/" in name and is_public(name) and not name.startswith(PREFIX)
         return [
             "---",
-            *public,
-            *given,
+            *([f"base_model: {name}"] if is_on_hub else []),
+            *([f"license: {licence}"] if licence else []),
             f"library_name: {self.library}",
             "tags:",
             f"- {TAG}",
@@ -183,36 +187,39 @@ class Card:
         ]
 
     def _head(self) -> list[str]:
-        """Return the lines of the card up to the example: title, what the model is, its format, and its usage."""
-        made = f"with the method {self.about.method}" if self.about else "with adapters"
+        """Return the first lines of the card: title, what the model is, its format, and its usage with an example."""
+        how = f"with the method {self.about.method}" if self.about else "with adapters"
         others = f", in a federation of {self.about.users} users" if self.about and self.about.users > 1 else ""
-        first = f"The personal language model of one user, {self.name}: {name_of(self.base)} fine-tuned {made}{others}."
+        tuned = f"{name_of(self.base)} fine-tuned {how}{others}"
+        summary = f"The personal language model of one user, {self.name}: {tuned}."
         code = self.usage if self.example is None else f"{self.usage}\n{self.example.code}"
-        shown = [] if self.example is None else self.example.text()
-        return [f"# {self.name}", "", first, "", self.form, "", "## Usage", "", *_block("python", code), *shown]
+        example_lines = [] if self.example is None else self.example.text()
+        lines = [f"# {self.name}", "", summary, "", self.form, "", "## Usage", ""]
+        return [*lines, *_block("python", code), *example_lines]
 
     def _data(self) -> list[str]:
+        """Return the section on the amount of the user's data; no lines if it is unknown."""
         if self.about is None or not self.about.counts:
             return []
-        message = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items())
+        amounts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in self.about.counts.items())
         note = "This folder contains none of it, only the trained weights."
-        return ["## Data", "", f"The user's own {self.about.kind}: {message}. {note}", ""]
+        return ["## Data", "", f"The user's own {self.about.kind}: {amounts}. {note}", ""]
 
-    def _measured(self) -> list[str]:
+    def _metrics(self) -> list[str]:
+        """Return the section with the model's scores, also of an approximation; no lines if there are none."""
         scores = {**(self.about.scores if self.about else {}), **self.lost}
         if not scores:
             return []
         rows = [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in scores.items()]
         return ["## Metrics", "", "| on the user's own data | |", "|---|---|", *rows, ""]
 
-    def _end(self) -> list[str]:
-        licence = licence_of(self.base)
-        message = licence or "the base's files do not name it; see the base model"
-        return ["## Licence", "", f"The weights have the licence of the base model: {message}."]
+    def _licence(self) -> list[str]:
+        licence = licence_of(self.base) or "the base's files do not name it; see the base model"
+        return ["## Licence", "", f"The weights have the licence of the base model: {licence}."]
 
 
 def name_of(base: Base) -> str:
-    """Return the base's name without its path on this machine."""
+    """Return the base's name for the model card: its name on the Hub, or else the last part of its local path."""
     path = expand_home(base.name)
     if base.name == GIVEN:
         return f"a {type(base.model).__name__} without a name"
@@ -229,9 +236,9 @@ def licence_of(base: Base) -> str:
     card = base.origin / "README.md" if isinstance(base.origin, Path) else None
     if card is None or not card.is_file():
         return ""
-    front = card.read_text(encoding="utf-8", errors="replace").split("---")[1:2]
-    found = re.search(r"^license:\s*([\w.-]+)\s*$", front[0], re.MULTILINE) if front else None
-    return found[1] if found else ""
+    front_matter = card.read_text(encoding="utf-8", errors="replace").split("---")[1:2]  # between the first two lines
+    match = re.search(r"^license:\s*([\w.-]+)\s*$", front_matter[0], re.MULTILINE) if front_matter else None
+    return match[1] if match else ""
 
 
 CARD = "README.md"
@@ -264,8 +271,8 @@ def check_target(folder: Path, *, force: bool) -> None:
     if not _is_export(folder):
         raise RunError(f"{folder}: is not an exported model, so --force does not touch it; use another --to")
     if (foreign := _foreign_file(folder)) is not None:
-        message = f"has a file that export did not write, {foreign!r}, so --force does not touch it"
-        raise RunError(f"{folder}: {message}; move the file, or use another --to")
+        reason = f"has a file that export did not write, {foreign!r}, so --force does not touch it"
+        raise RunError(f"{folder}: {reason}; move the file, or use another --to")
 
 
 @contextmanager
@@ -286,7 +293,7 @@ def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir(mode=0o700)
             yield draft
-            write_json(draft / LIST, {"written": sorted(_names(draft))})
+            write_json(draft / LIST, {"written": sorted(_relative_paths(draft))})
             check_target(folder, force=force)  # The folder may have changed in the meantime.
             if folder.exists():
                 shutil.rmtree(folder)
@@ -304,29 +311,33 @@ def _is_export(folder: Path) -> bool:
     return card.is_file() and f"- {TAG}" in card.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def _names(folder: Path) -> set[str]:
+def _relative_paths(folder: Path) -> set[str]:
     """Return relative paths of everything below the folder, folders and links included; links are not followed."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
 def _foreign_file(folder: Path) -> str | None:
-    """Return the first file in an exported folder that no export has written."""
+    """Return the first file in an exported folder that no export has written; None if there is none."""
     try:
-        own = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
+        exported = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
     except (OSError, ValueError, KeyError, TypeError):  # The list is damaged, or the export's version wrote none.
-        own = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
-    return min(_names(folder) - own, default=None)
+        exported = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
+    return min(_relative_paths(folder) - exported, default=None)
 
 
 def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
-    """Return the model's perplexity on the user's validation data, and each layer's mean gates there."""
+    """Return the model's perplexity on the user's validation data, and the mean gates of each layer's experts there.
+
+    Without a router the gates are equal; a model without experts has no gates.
+    """
     model = source.model
     if not isinstance(model, AdaptedModel):
         return perplexity(source, _personal_losses(source, [])), []
-    experts = int(model.adapters.present[source.row].sum())
-    layers = len(model.adapters.experts)
+    num_experts = int(model.adapters.present[source.row].sum())
+    num_layers = len(model.adapters.experts)
     if not routing.routed(model.adapters):
-        return perplexity(source, _personal_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
+        equal_gates = torch.full((num_experts,), 1 / num_experts)
+        return perplexity(source, _personal_losses(source, [])), [equal_gates] * num_layers
     gates_seen: list[Tensor] = []
     assert source.about is not None
     with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
@@ -336,51 +347,60 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
 
 
 def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
-    """Return the perplexity of the user's validation data, or of its responses, from per-token losses."""
+    """Return the perplexity of the user's validation data; of conversations only responses count.
+
+    Args:
+        source: The user's model, with its data.
+        losses: Computes per-token losses of windows of tokens.
+    """
     assert source.about is not None
     return perplexity_of(source.about.validate(losses, None).mean_loss)
 
 
 def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes per-token losses of the user's model.
+    """Return a function that computes per-token losses of the user's model for windows of tokens.
 
-    Each call replaces the contents of ``gates_seen`` with the gates, if these are being recorded.
+    Args:
+        source: The user's model.
+        gates_seen: Each call of the function replaces its contents with the gates, if these are being recorded.
     """
     model = source.model
+    mlps = model.adapters.experts.values() if isinstance(model, AdaptedModel) else ()
 
     def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
         gates_seen.clear()
-        found = []
+        losses_of_batches = []
         for batch in windows.to(model.device).unsqueeze(1):
-            found.append(model.predict(source.tensors, [source.row], batch)[0])
-            if isinstance(model, AdaptedModel) and any(m.router.record_gates for m in model.adapters.experts.values()):
+            losses_of_batches.append(model.predict(source.tensors, [source.row], batch)[0])
+            if isinstance(model, AdaptedModel) and any(mlp.router.record_gates for mlp in mlps):
                 gates_seen.append(routing.gates(model.adapters))
-        return torch.stack(found)
+        return torch.stack(losses_of_batches)
 
     return losses
 
 
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes per-token losses of a plain network; negative targets are ignored."""
+    """Return a function that computes per-token losses of a network of transformers, 0 for negative targets."""
 
     def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
         targets = windows[..., 1:]
         logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
-        lost = torch.nn.functional.cross_entropy(
+        token_losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), targets.clamp(min=PAD).flatten(), ignore_index=PAD, reduction="none"
         )
-        return lost.view(targets.shape)
+        return token_losses.view(targets.shape)
 
     return losses
 
 
 FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
 GGUF_FILE = "model.gguf"
-_PROBE = 16
+_PROBE_TOKENS = 16
+"""Number of tokens on which logits of the exported network are compared with those of the user's model."""
 
 
 def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Implement :meth:`comingle.models.personal.PersonalModel.export` by :func:`export`.
+    """Export a user's model by :func:`export`; this implements ``PersonalModel.export``.
 
     Args:
         personal: The model to export.
@@ -394,15 +414,22 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         DataError: As for :func:`export`.
     """
     if personal.model.base.quantised:
-        message = f"quantise: got {personal.model.base.quantised}; an export needs unquantised base weights"
-        raise RunError(f"{message}; train with quantise: none to export")
-    own = {name: getattr(personal, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
+        problem = f"quantise: got {personal.model.base.quantised}; an export needs unquantised base weights"
+        raise RunError(f"{problem}; train with quantise: none to export")
+    source = Source(
+        name=personal.name,
+        model=personal.model,
+        tensors=personal.tensors,
+        row=personal.row,
+        about=personal.about,
+        logits=personal.logits,
+    )
     with torch.no_grad():
-        return export(Source(**own), folder, format=format, dtype=dtype, force=force)
+        return export(source, folder, format=format, dtype=dtype, force=force)
 
 
 def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Write the user's model to ``folder``.
+    """Write a user's model, its tokenizer and a model card to a folder, in a format of another program.
 
     Args:
         source: The user's model.
@@ -424,21 +451,21 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         "merged-approximately": _write_approximate,
     }[format]
     with replace_folder(folder, force=force) as draft, quiet_transformers():
-        made, library, usage = write(source, draft, kind)
+        exported, library, usage = write(source, draft, kind)
         if (tokenizer := _tokenizer_with_template(source)) is not None and format != "gguf":
             tokenizer.save_pretrained(draft)
         card = Card(
             name=source.name,
             base=source.model.base,
             library=library,
-            form=made.form,
+            form=exported.form,
             usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
             example=usage_example(source.model.base, source.about, format) if tokenizer is not None else None,
             about=source.about,
-            lost=made.lost,
+            lost=exported.lost,
         )
         (draft / CARD).write_text(card.text(), encoding="utf-8")
-    return replace(made, folder=folder, format=format)
+    return replace(exported, folder=folder, format=format)
 
 
 def _number_format(source: Source, format: str, dtype: str | None) -> str:
@@ -460,7 +487,7 @@ def _number_format(source: Source, format: str, dtype: str | None) -> str:
 
 # -------------------------------------------------------------------- formats
 
-_Made = tuple[Exported, str, str]
+_Written = tuple[Exported, str, str]
 """Description of the export, the library that opens it, and code that does so."""
 
 _OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -480,13 +507,20 @@ _OPEN_GGUF = f"""from llama_cpp import Llama
 model = Llama("{{folder}}/{GGUF_FILE}")"""
 
 
-def _write_transformers(source: Source, draft: Path, kind: str) -> _Made:
+def _write_transformers(source: Source, draft: Path, kind: str) -> _Written:
+    """Write a network of transformers that computes the same as the user's model.
+
+    Args:
+        source: The user's model.
+        draft: The folder.
+        kind: Number format of the weights.
+    """
     network, form = _exact_network(source)
     _save(source, cast_parameters(network, DTYPES[kind]), draft)
-    return _made(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
+    return _exported(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
 
 
-def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
+def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Written:
     """Write a GGUF file for llama.cpp.
 
     Args:
@@ -498,8 +532,9 @@ def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
         DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
     """
     base = source.model.base
-    family = SPARSE.get(base.model.config.model_type)
-    if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # Fail before any computation.
+    is_sparse = base.model.config.model_type in SPARSE and is_mixture(source)
+    why = "" if is_sparse else why_no_gguf(base.model.config)
+    if why:  # Fail before any computation. A sparse network is checked when it is written.
         raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file needs")
@@ -509,10 +544,10 @@ def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Made:
     tokenizer = _tokenizer_with_template(source)
     assert tokenizer is not None
     write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, KINDS[kind], turn_end=last)
-    return _made(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {kind}."), "gguf", _OPEN_GGUF
+    return _exported(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {kind}."), "gguf", _OPEN_GGUF
 
 
-def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Made:
+def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Written:
     """Write an adapter for PEFT, without the base.
 
     Args:
@@ -529,26 +564,43 @@ def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Made:
     rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[kind])
     generation_of(base, source.about).save_pretrained(draft)
     form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
-    return _made(draft, form), "peft", _OPEN_PEFT
+    return _exported(draft, form), "peft", _OPEN_PEFT
 
 
-def _write_approximate(source: Source, draft: Path, kind: str) -> _Made:
-    """Write a plain model whose weights mix the experts' LoRAs with shares that are the same for every token."""
+def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
+    """Write a network with the base's architecture, in which a mixture of experts is approximated.
+
+    The experts' LoRAs are added to the base's weights with the same gates for every token: their mean on the user's
+    validation data. The model card compares the perplexities of both models.
+
+    Args:
+        source: The user's model.
+        draft: The folder.
+        kind: Number format of the weights.
+
+    Raises:
+        DataError: There is no validation data.
+    """
     if source.about is None:
         raise DataError(f"user {source.name!r}: the model has no validation data; open the user's run")
-    before, shares = validate_with_gates(source)
-    changes = [change.reweighted(shares[change.layer]) if change.key else change for change in changes_of(source)]
+    perplexity_before, gates = validate_with_gates(source)
+    changes = [change.reweighted(gates[change.layer]) if change.key else change for change in changes_of(source)]
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[kind])
-    after = perplexity(source, losses_of(network))
+    perplexity_after = perplexity(source, losses_of(network))
     _save(source, network, draft)
-    lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
-    what = "that replaces a mixture of experts, with gates fixed at their mean"
-    plain = "equal to the trained one, which has no mixture"
-    form = f"A plain model {what if is_mixture(source) else plain}. Weights: {kind}."
-    return _made(draft, form, lost), "transformers", _OPEN
+    lost = {
+        "validation_perplexity_of_the_mixture": perplexity_before,
+        "validation_perplexity_of_this_model": perplexity_after,
+    }
+    if is_mixture(source):
+        relation = "that replaces a mixture of experts, with gates fixed at their mean"
+    else:
+        relation = "equal to the trained one, which has no mixture"
+    return _exported(draft, f"A plain model {relation}. Weights: {kind}.", lost), "transformers", _OPEN
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
+    """Write a network of transformers with the generation settings for the user's data."""
     network.generation_config = generation_of(source.model.base, source.about)
     network.save_pretrained(draft)
     if needs_eager_experts(network.config):  # transformers reads this key of config.json but does not write it.
@@ -566,20 +618,27 @@ def _tokenizer_with_template(source: Source) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Exported:
+def _exported(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Exported:
     return Exported(folder=draft, format="", form=form, lost=lost or {})
 
 
 def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
-    """Return a network that computes the same as the user's model, after a check of its logits, and its description."""
+    """Return a network of transformers that computes the same as the user's model, and a description for the card.
+
+    A model without a mixture is the base with merged adapters; a mixture is a sparse mixture-of-experts architecture.
+
+    Raises:
+        DataError: No architecture of transformers supports the mixture.
+        BaseModelError: The network's logits differ from those of the user's model.
+    """
     base = source.model.base
     if not is_mixture(source):
         network = plain_network(base.model, plain_changes(source))
         form = f"{type(network).__name__} with the user's adapters merged into its weights."
     else:
-        if how := unsupported_mixing(source):
+        if mixing := unsupported_mixing(source):
             raise DataError(
-                f"user {source.name!r}: its experts are {how}, which no architecture of transformers supports; "
+                f"user {source.name!r}: its experts are {mixing}, which no architecture of transformers supports; "
                 f"{suggested_format(source)}"
             )
         check_sparse(source.name, base.model.config)
@@ -589,6 +648,6 @@ def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
             f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
             "each token; every expert is the base's MLP with that expert's LoRA merged in."
         )
-    tokens = torch.arange(_PROBE).unsqueeze(0) * 7 % base.model.config.vocab_size
+    tokens = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7 % base.model.config.vocab_size  # arbitrary
     check_same_logits(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
     return network, form

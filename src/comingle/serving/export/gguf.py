@@ -56,59 +56,81 @@ class Vocabulary:
 def vocabulary(
     name: str, tokenizer: PreTrainedTokenizerBase, size: int, *, turn_end: int | None = None, ends: Sequence[int] = ()
 ) -> Vocabulary:
-    """Return a tokenizer's vocabulary, padded with unused tokens to ``size``.
+    """Return a tokenizer's vocabulary and settings in GGUF's form, padded with unused tokens to ``size``.
+
+    GGUF knows two kinds of BPE tokenizers: "llama" (SentencePiece, with a score for each token) and "gpt2" (byte-level,
+    with a list of merges).
 
     Args:
         name: The user, for messages.
         tokenizer: A fast tokenizer.
         size: Rows of the model's embedding.
         turn_end: The token that ends a response.
-        ends: All tokens that end a text. A file holds one more than the tokenizer's and ``turn_end``.
+        ends: All tokens that end a text. Besides the tokenizer's own and ``turn_end``, a file holds one of them.
 
     Raises:
         DataError: The tokenizer is of another kind, or llama.cpp has no name for its pre-tokenizer.
     """
-    spec = _spec(name, tokenizer)
-    model, merges = spec["model"], _merges(spec["model"])
-    sentencepiece = bool(model.get("byte_fallback"))
-    pre = "default" if sentencepiece else _pre_tokenizer(name, spec)
-    added = {token["id"]: token for token in spec["added_tokens"]}
-    by_number = {number: token for token, number in model["vocab"].items()}
-    by_number |= {number: token["content"] for number, token in added.items()}
-    tokens = tuple(by_number.get(number, f"[UNUSED{number}]") for number in range(size))
-    kinds = tuple(_token_type(n, t, by_number, added, model, sentencepiece) for n, t in enumerate(tokens))
-    numbers = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
-    numbers["eot"] = turn_end
-    numbers["eom"] = next((end for end in ends if end not in (numbers["eos"], turn_end)), None)
-    alone, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    settings = _tokenizer_json(name, tokenizer)
+    model, merges = settings["model"], _merges(settings["model"])
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    added = {token["id"]: token for token in settings["added_tokens"]}
+    token_by_id = {token_id: token for token, token_id in model["vocab"].items()}
+    token_by_id |= {token_id: token["content"] for token_id, token in added.items()}
+    tokens = tuple(token_by_id.get(token_id, f"[UNUSED{token_id}]") for token_id in range(size))
+    types = [
+        _token_type(token_id, token, token_by_id, added, model, is_sentencepiece)
+        for token_id, token in enumerate(tokens)
+    ]
+    special_ids = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
+    special_ids["eot"] = turn_end
+    special_ids["eom"] = next((end for end in ends if end not in (special_ids["eos"], turn_end)), None)
+    # Which tokens the tokenizer adds to a text shows in the tokens of any text.
+    with_added, without_added = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = [{"name": key, "template": text} for key, text in template.items()]
     return Vocabulary(
-        model="llama" if sentencepiece else "gpt2",
-        pre=pre,
+        model="llama" if is_sentencepiece else "gpt2",
+        pre="default" if is_sentencepiece else _pre_tokenizer(name, settings),
         tokens=tokens,
-        kinds=kinds,
-        scores=_scores(tokens, merges) if sentencepiece else (),
-        merges=() if sentencepiece else tuple(" ".join(pair) for pair in merges),
-        numbers={key: number for key, number in numbers.items() if number is not None},
-        adds_bos=alone[0] == numbers["bos"],
-        adds_eos=alone[-1] == numbers["eos"],
-        adds_space=tokens[plain[0]].startswith(_SPACE),
-        chat_template=[{"name": key, "template": text} for key, text in template.items()]
-        if isinstance(template := getattr(tokenizer, "chat_template", None), dict)
-        else template,
+        kinds=tuple(types),
+        scores=_scores(tokens, merges) if is_sentencepiece else (),
+        merges=() if is_sentencepiece else tuple(" ".join(pair) for pair in merges),
+        numbers={key: token_id for key, token_id in special_ids.items() if token_id is not None},
+        adds_bos=with_added[0] == special_ids["bos"],
+        adds_eos=with_added[-1] == special_ids["eos"],
+        adds_space=tokens[without_added[0]].startswith(_SPACE),
+        chat_template=template,
     )
 
 
-def _spec(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _tokenizer_json(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the content of a fast tokenizer's ``tokenizer.json``.
+
+    Raises:
+        DataError: It is not a BPE tokenizer, or not a fast one.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    spec = json.loads(backend.to_str()) if backend is not None else {"model": {}}
-    if spec["model"].get("type") != "BPE":
-        raise _unsupported(name, f"a tokenizer of type {spec['model'].get('type')}; allowed: BPE")
-    return spec
+    settings = json.loads(backend.to_str()) if backend is not None else {"model": {}}
+    if settings["model"].get("type") != "BPE":
+        raise _unsupported(name, f"a tokenizer of type {settings['model'].get('type')}; allowed: BPE")
+    return settings
 
 
-def _pre_tokenizer(name: str, spec: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for a byte-level pre-tokenizer."""
-    outer = spec["pre_tokenizer"] or {}
+def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name for a byte-level pre-tokenizer, which splits texts before merges are applied.
+
+    llama.cpp has such a name for each pre-tokenizer that it implements, and no general description.
+
+    Args:
+        name: The user, for messages.
+        settings: Content of ``tokenizer.json``.
+
+    Raises:
+        DataError: llama.cpp does not implement it.
+    """
+    outer = settings["pre_tokenizer"] or {}
     parts = outer.get("pretokenizers", [outer])
     kinds = [part.get("type") for part in parts]
     if kinds and kinds[-1] == "ByteLevel" and not parts[-1]["add_prefix_space"]:
@@ -118,50 +140,52 @@ def _pre_tokenizer(name: str, spec: Mapping[str, Any]) -> str:
             return "smollm"
         pattern = parts[0].get("pattern", {}).get("Regex")
         if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not parts[1]["use_regex"]:
-            found = _SPLITS[pattern]
-            if bool(spec["model"].get("ignore_merges")) == (found == "llama-bpe"):  # llama.cpp's setting
-                return found
+            known_name = _SPLITS[pattern]
+            # llama.cpp ignores merges for whole words in the vocabulary with "llama-bpe" only.
+            if bool(settings["model"].get("ignore_merges")) == (known_name == "llama-bpe"):
+                return known_name
     raise _unsupported(name, "a tokenizer with a pre-tokenizer unknown to GGUF")
 
 
 def _token_type(
-    number: int,
+    token_id: int,
     token: str,
-    known: Mapping[int, str],
+    token_by_id: Mapping[int, str],
     added: Mapping[int, Mapping[str, object]],
     model: Mapping[str, object],
-    sentencepiece: bool,
+    is_sentencepiece: bool,
 ) -> int:
     """Return llama.cpp's type of a token.
 
     Args:
-        number: ID of the token.
+        token_id: ID of the token.
         token: Its text.
-        known: Tokens by ID; IDs between them are unused.
+        token_by_id: Tokens by ID; IDs between them are unused.
         added: Settings of added tokens by ID.
         model: Section ``model`` of the tokenizer's JSON.
-        sentencepiece: Whether it is a SentencePiece tokenizer, with tokens such as ``<0x0A>`` for bytes.
+        is_sentencepiece: Whether it is a SentencePiece tokenizer, with tokens such as ``<0x0A>`` for bytes.
     """
-    if number not in known:
+    if token_id not in token_by_id:
         return TokenType.UNUSED
-    if sentencepiece and token == model.get("unk_token"):
+    if is_sentencepiece and token == model.get("unk_token"):
         return TokenType.UNKNOWN
-    if number in added:
-        return TokenType.CONTROL if added[number]["special"] else TokenType.GIVEN
-    bytelike = sentencepiece and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-    return TokenType.BYTE if bytelike else TokenType.NORMAL
+    if token_id in added:
+        return TokenType.CONTROL if added[token_id]["special"] else TokenType.GIVEN
+    is_byte = is_sentencepiece and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return TokenType.BYTE if is_byte else TokenType.NORMAL
 
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return merges as pairs from either spelling in ``tokenizer.json``."""
+    """Return a BPE model's merges as pairs; ``tokenizer.json`` has them as pairs or as texts "FIRST SECOND"."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(first, second) for first, second in pairs]
 
 
 def _scores(tokens: tuple[str, ...], merges: list[tuple[str, str]]) -> tuple[float, ...]:
-    """Return each token's score: the negative rank of its first merge.
+    """Return each token's score, the negative rank of the first merge that makes it; the lowest for other tokens.
 
-    GGUF stores scores in place of merges; sentencepiece merges tokens with high scores first.
+    For SentencePiece tokenizers GGUF stores scores in place of merges: pairs that make a token with a higher score are
+    merged first.
     """
     ranks: dict[str, int] = {}
     for rank, (first, second) in enumerate(merges):
@@ -232,9 +256,9 @@ def write_gguf(
         _add_vocabulary(writer, vocab)
         for key, tensor in _tensors(architecture, name, network):
             array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
-            wanted = GGMLQuantizationType[_kind_of(key, array, kind)]
-            written[key] = quantize(array, wanted)
-            writer.add_tensor(key, written[key], raw_dtype=wanted)
+            tensor_type = GGMLQuantizationType[_tensor_type(key, array, kind)]
+            written[key] = quantize(array, tensor_type)
+            writer.add_tensor(key, written[key], raw_dtype=tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -242,7 +266,7 @@ def write_gguf(
 
 
 def why_no_gguf(config: PreTrainedConfig) -> str:
-    """Return why llama.cpp cannot compute such a network; an empty string if it can."""
+    """Return the reason why llama.cpp cannot compute a network with this configuration; empty if it can."""
     if config.model_type not in ARCHITECTURES:
         return f"GGUF export: got a base of type {config.model_type}; allowed: {', '.join(ARCHITECTURES)}"
     architecture = ARCHITECTURES[config.model_type]
@@ -257,7 +281,14 @@ def why_no_gguf(config: PreTrainedConfig) -> str:
 
 
 def _attention_problem(architecture: str, config: PreTrainedConfig) -> str:
-    """Return why llama.cpp cannot compute this attention: GGUF lacks a setting or a bias for it."""
+    """Return the end of a sentence "its attention ..." that says why llama.cpp cannot compute it; empty if it can.
+
+    GGUF has no setting for these variants of attention.
+
+    Args:
+        architecture: llama.cpp's name of the architecture.
+        config: Configuration of the network.
+    """
     if architecture == "gpt2" and not config.scale_attn_weights:
         return " does not scale scores by the head width (scale_attn_weights: false), which llama.cpp always does"
     if architecture == "gpt2" and config.scale_attn_by_inverse_layer_idx:
@@ -273,7 +304,8 @@ def _architecture(name: str, config: PreTrainedConfig) -> str:
     return ARCHITECTURES[config.model_type]
 
 
-def _kind_of(key: str, array: np.ndarray, kind: str) -> str:
+def _tensor_type(key: str, array: np.ndarray, kind: str) -> str:
+    """Return the number format of a tensor in a file with the format ``kind``; some tensors need a more precise one."""
     if array.ndim == 1 or any(part in key for part in _KEEP):
         return "F32"
     return "BF16" if kind == "Q8_0" and array.shape[-1] % _BLOCK else kind
@@ -342,26 +374,43 @@ def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
 
 
 def _tensors(architecture: str, name: str, network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor with its GGUF name, rows in llama.cpp's order."""
+    """Yield each tensor of a network with its GGUF name, with rows in llama.cpp's order.
+
+    Args:
+        architecture: llama.cpp's name of the architecture.
+        name: The user, for messages.
+        network: The network.
+
+    Raises:
+        DataError: GGUF has no name for a tensor.
+    """
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
-    config, tied = network.config, network.config.tie_word_embeddings
-    number = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
-    names = get_tensor_name_map(number, config.num_hidden_layers)
+    config = network.config
+    architecture_id = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == architecture)
+    names = get_tensor_name_map(architecture_id, config.num_hidden_layers)
     for key, tensor in network.state_dict().items():
-        if key == "lm_head.weight" and tied:
+        if key == "lm_head.weight" and config.tie_word_embeddings:  # llama.cpp uses the embedding
             continue
-        if found := _MIXTURE.fullmatch(key):
-            yield from _experts(int(found[1]), found[2], tensor)
+        if match := _MIXTURE.fullmatch(key):
+            yield from _expert_tensors(int(match[1]), match[2], tensor)
             continue
-        if (to := names.get_name(key, try_suffixes=(".weight", ".bias"))) is None:
+        gguf_name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise DataError(f"user {name!r}: no GGUF tensor for {key!r}; --format transformers has no such limit")
-        yield to, _reordered(architecture, config, key, tensor)
+        yield gguf_name, _reordered(architecture, config, key, tensor)
     if (factors := _rope_factors(network)) is not None:
         yield "rope_freqs.weight", factors
 
 
-def _experts(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _expert_tensors(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a layer's experts or router with their GGUF names; gate and up projections are separate.
+
+    Args:
+        layer: Index of the layer.
+        key: Name of the tensor in transformers, after the name of the MLP.
+        tensor: The tensor, stacked over experts.
+    """
     if key == "experts.gate_up_proj":
         gate, up = tensor.chunk(2, 1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
@@ -371,18 +420,31 @@ def _experts(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:
-    """Reorder a weight: GPT-2's is ``(d_in, d_out)``; llama.cpp's Llama rotates adjacent pairs, transformers halves."""
+    """Return a weight with its entries in llama.cpp's order.
+
+    GPT-2's weights are ``(d_in, d_out)`` in transformers. Rotary embeddings of a Llama rotate entry i of a head with
+    entry i + d / 2 in transformers, and adjacent entries in llama.cpp, so rows of queries and keys are reordered.
+
+    Args:
+        architecture: llama.cpp's name of the architecture.
+        config: Configuration of the network.
+        key: Name of the weight in transformers.
+        tensor: The weight.
+    """
     if architecture == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return tensor.mT
-    if architecture == "llama" and (found := re.search(r"\.([qk])_proj\.", key)):
-        heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+    if architecture == "llama" and (match := re.search(r"\.([qk])_proj\.", key)):
+        heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         halves = tensor.unflatten(0, (heads, 2, -1))
         return halves.transpose(1, 2).flatten(0, 2)
     return tensor
 
 
 def _rope_factors(network: PreTrainedModel) -> Tensor | None:
-    """Return the divisors of the rotary frequencies ``theta^(-2i/d)``; None if there are none."""
+    """Return the numbers by which a network divides the default rotary frequencies ``theta^(-2i/d)``.
+
+    None if it has the default frequencies. llama.cpp reads these numbers for networks with scaled frequencies.
+    """
     config = network.config
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") == "default":
         return None

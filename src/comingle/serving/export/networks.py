@@ -84,7 +84,7 @@ SPARSE = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN3}
 
 
 def why_not_sparse(config: PreTrainedConfig) -> str:
-    """Return why transformers has no sparse mixture over such a base; an empty string if it has one."""
+    """Return the reason why transformers has no sparse mixture of experts for a base; empty if it has one."""
     kind = config.model_type
     if kind not in SPARSE:
         return f"transformers has no sparse mixture of experts for {kind}; allowed: {', '.join(SPARSE)}"
@@ -99,7 +99,7 @@ def why_not_sparse(config: PreTrainedConfig) -> str:
 
 @torch.no_grad()
 def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTrainedModel:
-    """Return the base's architecture in at least float32, with every change added to its weight."""
+    """Return a copy of the base in at least float32, with every change of a weight added to it."""
     network = _float32_copy(base)
     for change in changes:
         change.add_to(network.get_parameter(f"{change.name}.weight"))
@@ -108,10 +108,10 @@ def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTraine
 
 @torch.no_grad()
 def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Routing) -> PreTrainedModel:
-    """Return the sparse mixture in at least float32: each expert is the base's MLP with that expert's change.
+    """Return a sparse mixture-of-experts network that computes the same as the base with experts and routers.
 
-    Requires that :func:`why_not_sparse` returns an empty string. Like ours, these architectures renormalise the gates
-    of the top k.
+    Each expert is the base's MLP with that expert's change merged in, in at least float32. Like ours, these
+    architectures renormalise the gates of the top k. :func:`why_not_sparse` must have returned an empty string.
 
     Args:
         base: The base model.
@@ -122,7 +122,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
 
     merged = plain_network(base, [change for change in changes if not change.key])
     config = _sparse_config(base, experts=len(routing.gates[0]), top_k=routing.top_k)
-    state = {name: t for name, t in merged.state_dict().items() if ".mlp." not in name}
+    state = {name: t for name, t in merged.state_dict().items() if ".mlp." not in name}  # the same in both networks
     by_layer: dict[int, dict[str, Change]] = {}
     for change in changes:
         if change.key:
@@ -168,13 +168,15 @@ def check_same_logits(
 
 
 def needs_eager_experts(config: PreTrainedConfig) -> bool:
-    """Return whether a sparse mixture has rows that grouped matrix products refuse.
+    """Return whether transformers' default implementation of experts fails for a sparse mixture of these sizes.
 
     ``torch.nn.functional.grouped_mm``, with which transformers runs experts by default, needs rows whose length is a
     multiple of 16 bytes: 8 numbers in bfloat16.
     """
     family = next((family for family in SPARSE.values() if family.model_type == config.model_type), None)
-    return family is not None and any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
+    if family is None:
+        return False
+    return any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
 
 
 def cast_parameters(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -199,6 +201,7 @@ def check_sparse(name: str, config: PreTrainedConfig) -> None:
 
 
 def _float32_copy(base: PreTrainedModel) -> PreTrainedModel:
+    """Return a deep copy of the base on the CPU, in float32 or a more precise dtype."""
     network = copy.deepcopy(base).cpu()
     for parameter in network.parameters():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, WIDE))
@@ -207,12 +210,14 @@ def _float32_copy(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:
+    """Return the base's weight plus each expert's change of it."""
     weight = merged.get_parameter(f"{change.name}.weight")
-    return torch.stack([weight + change.only_expert(e).summed().to(weight) for e in range(len(change.a))])
+    num_experts = len(change.a)
+    return torch.stack([weight + change.only_expert(i).summed().to(weight) for i in range(num_experts)])
 
 
 def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object:
-    """Return the configuration of the base's mixture-of-experts family with the base's sizes.
+    """Return the configuration of the sparse architecture that belongs to the base, with the base's sizes.
 
     Args:
         base: The base.
@@ -221,15 +226,16 @@ def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object
     """
     from transformers import AutoConfig
 
-    family, old = SPARSE[base.config.model_type], base.config.to_dict()
-    values = {key: value for key, value in old.items() if key not in _OF_THE_BASE} | dict(family.more)
-    slides = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
+    family, base_values = SPARSE[base.config.model_type], base.config.to_dict()
+    values = {key: value for key, value in base_values.items() if key not in _OF_THE_BASE} | dict(family.more)
+    has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
     window = getattr(base.config, "sliding_window", None)
-    values["sliding_window"] = window if family is _MIXTRAL or slides else None
+    # Qwen3 may have a window in its configuration that no layer uses.
+    values["sliding_window"] = window if family is _MIXTRAL or has_sliding_layers else None
     values |= {
         "use_cache": True,
         family.experts: experts,
-        family.width: old["intermediate_size"],
+        family.width: base_values["intermediate_size"],
         "num_experts_per_tok": top_k,
     }
     return AutoConfig.for_model(family.model_type, **values)
@@ -257,7 +263,7 @@ class Source:
 
 
 def why_not_plain(source: Source) -> str:
-    """Return why the model cannot be merged into the base's weights; an empty string if it can."""
+    """Return the reason why the model cannot be merged into the base's weights; empty if it can."""
     model = source.model
     return why_not_merged(model, source.row) if isinstance(model, AdaptedModel) else ""
 
@@ -268,17 +274,20 @@ def is_mixture(source: Source) -> bool:
 
 
 def suggested_format(source: Source) -> str:
-    """Return the format to suggest for a mixture."""
-    exact = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
-    return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
+    """Return the end of an error message that suggests a format for a mixture."""
+    is_exact = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
+    if is_exact:
+        return "--format transformers is exact"
+    return "--format merged-approximately measures what a plain model loses"
 
 
 def unsupported_mixing(source: Source) -> str:
-    """Return how the model mixes experts if no architecture supports it; an empty string if one does."""
+    """Return a description of how the model mixes experts if no architecture of transformers supports it, else empty."""
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
         return "mixed inside each linear layer"
-    return next((str(mlp.router.gating) for mlp in mlps if mlp.router.gating is not None), "")
+    own_gatings = (str(mlp.router.gating) for mlp in mlps if mlp.router.gating is not None)  # not the usual softmax
+    return next(own_gatings, "")
 
 
 def changes_of(source: Source) -> list[Change]:
@@ -294,17 +303,21 @@ def plain_changes(source: Source) -> list[Change]:
 
 
 def routing_of(source: Source) -> Routing:
-    """Return the routers of the user's experts, with zeros where experts are averaged."""
+    """Return the routers of the user's experts.
+
+    Without a router experts are averaged: a router of zeros over all experts does the same.
+    """
     model = source.model
     assert isinstance(model, AdaptedModel)
-    present, found = model.adapters.present[source.row], []
+    present = model.adapters.present[source.row]  # the experts that the user has
+    gates: list[Tensor] = []
     for name, mlp in model.adapters.experts.items():
         weight = source.tensors.get(f"{name}.router")
         width = base_weight(mlp.first["up"])[0].shape[1]
-        found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
+        gates.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
+    num_experts = len(gates[0])
     top_k = next(iter(model.adapters.experts.values())).router.top_k
-    experts = len(found[0])
-    return Routing(top_k=min(top_k, experts) if routing.routed(model.adapters) else experts, gates=found)
+    return Routing(top_k=min(top_k, num_experts) if routing.routed(model.adapters) else num_experts, gates=gates)
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -313,7 +326,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def write_peft(
     folder: Path, base: PreTrainedModel, base_name: str, changes: Sequence[Change], dtype: torch.dtype
 ) -> int:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """Write a LoRA as an adapter for PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Args:
         folder: Where to write.
@@ -329,7 +342,7 @@ def write_peft(
     rank = max(a.shape[0] for a, _ in factors.values())
     tensors = {}
     for name, (a, b) in factors.items():
-        missing = rank - a.shape[0]  # Narrow weights may have a smaller rank.
+        missing = rank - a.shape[0]  # Narrow weights may have a smaller rank; zeros change nothing.
         tensors[f"base_model.model.{name}.lora_A.weight"] = F.pad(a, (0, 0, 0, missing)).to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = F.pad(b, (0, missing)).to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -338,6 +351,7 @@ def write_peft(
 
 
 def _factors(change: Change) -> tuple[Float[Tensor, "rank d_in"], Float[Tensor, "d_out rank"]]:
+    """Return the factors A and B of one LoRA that equals the sum of all experts' LoRAs, with their shares in B."""
     b = change.b * change.shares.view(-1, 1, 1)
     return change.a.flatten(0, 1), b.flatten(0, 1).mT
 
@@ -372,7 +386,10 @@ def _peft_config(
 
 
 def _targets(base: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names' last parts if these match no other linears, else the full names."""
-    last = sorted({name.rpartition(".")[2] for name in names})
-    meant = {name for name in linear_names(base) if name.rpartition(".")[2] in last}
-    return last if meant == set(names) else sorted(names)
+    """Return PEFT's ``target_modules``: the last parts of the adapted layers' names, or the full names.
+
+    PEFT adapts every layer whose name ends with one of them, so last parts must not match other layers.
+    """
+    last_parts = sorted({name.rpartition(".")[2] for name in names})
+    matched = {name for name in linear_names(base) if name.rpartition(".")[2] in last_parts}
+    return last_parts if matched == set(names) else sorted(names)
