@@ -282,7 +282,7 @@ def suggested_format(source: Source) -> str:
 
 
 def unsupported_mixing(source: Source) -> str:
-    """Return a description of how the model mixes experts if no architecture of transformers supports it, else empty."""
+    """Return how the model mixes experts if no architecture of transformers supports that; empty if one does."""
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
         return "mixed inside each linear layer"
