@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -39,6 +40,7 @@ from comingle.models.personal import (
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.random_bases import PREFIX
 from comingle.models.scoring import PAD, inputs_of, perplexity_of
+from comingle.models.stacked import MixedLanguageModel
 from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
 from comingle.serving.export.networks import (
     SPARSE,
@@ -418,7 +420,7 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         raise RunError(f"{problem}; train with quantise: none to export")
     source = Source(
         name=personal.name,
-        model=personal.model,
+        model=cast(AdaptedModel | MixedLanguageModel, personal.model),
         tensors=personal.tensors,
         row=personal.row,
         about=personal.about,
