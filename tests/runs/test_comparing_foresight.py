@@ -12,7 +12,7 @@ import torch
 import comingle
 from comingle.config import Recipe
 from comingle.runs import advise
-from comingle.runs.advise import choose_seeds, foresee
+from comingle.runs.advise import choose_seeds, warnings_before_advice
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 
@@ -31,7 +31,7 @@ def read(users: dict[str, Any], **changes: Any) -> tuple[Recipe, Any]:
 
 
 def told(users: dict[str, Any], seeds: tuple[int, ...] = (0, 1, 2), **changes: Any) -> list[str]:
-    return list(foresee(*read(users, **changes), seeds, "tokens"))
+    return list(warnings_before_advice(*read(users, **changes), seeds, "tokens"))
 
 
 ENOUGH: dict[str, Any] = {"training.local_steps": 200}

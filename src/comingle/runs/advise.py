@@ -42,8 +42,8 @@ _MIN_SHARE_READ = 0.25
 def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...]:
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
-    One seed where each would evaluate other users or leave other users out, which cannot be compared. With
-    ``data.seed`` every seed leaves out the same users.
+    A single seed is returned if every seed would evaluate other users, or skip other users with too little data: such
+    runs cannot be compared. (With ``data.seed`` every seed skips the same users.)
 
     Args:
         recipe: The recipe of the short runs.
@@ -52,12 +52,12 @@ def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...
     """
     if recipe.evaluation.users or (run_data.skipped and recipe.data.seed is None):
         return SEEDS[:1]
-    small = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in run_data.users)
-    return SEEDS if len(run_data.users) == 2 and not small else tuple(range(_MANY_SEEDS))
+    has_small_user = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in run_data.users)
+    return SEEDS if len(run_data.users) == 2 and not has_small_user else tuple(range(_MANY_SEEDS))
 
 
-def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
-    """Yield warnings about what makes the advice weak or wrong, one line each.
+def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) -> Iterator[str]:
+    """Yield warnings about what will make the advice weak or wrong, one line each, before any training.
 
     Args:
         recipe: The recipe of the short runs.
@@ -84,7 +84,10 @@ def foresee(recipe: Recipe, run_data: RunData, seeds: Sequence[int], unit: str) 
 
 
 def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
-    """Yield a warning for each pair of users with the same data, whose gain is only one of more steps on it."""
+    """Yield a warning for each pair of users with mostly the same data.
+
+    Together they take more steps on this data, so they gain even though neither has data that the other lacks.
+    """
     hashes = _hashes_of_users(run_data)
     if len(hashes) > _MAX_COMPARED:
         return
@@ -101,16 +104,13 @@ def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
 def _hashes_of_users(run_data: RunData) -> dict[str, frozenset[int]]:
     """Return hashes of each user's documents or samples, over all splits because each user is split differently."""
     if run_data.texts:
-        return {t.name: frozenset(map(hash, (*t.train, *t.valid, *t.test))) for t in run_data.texts}
-    return {
-        user.name: frozenset(
-            hash((one.numpy().tobytes(), target.numpy().tobytes()))
-            for split in SPLITS
-            if isinstance(samples := getattr(user, split), Samples)
-            for one, target in zip(samples.inputs, samples.targets, strict=True)
-        )
-        for user in run_data.present
-    }
+        return {text.name: frozenset(map(hash, (*text.train, *text.valid, *text.test))) for text in run_data.texts}
+    hashes: dict[str, frozenset[int]] = {}
+    for user in run_data.present:
+        splits = [samples for split in SPLITS if isinstance(samples := getattr(user, split), Samples)]
+        pairs = (pair for samples in splits for pair in zip(samples.inputs, samples.targets, strict=True))
+        hashes[user.name] = frozenset(hash((x.numpy().tobytes(), y.numpy().tobytes())) for x, y in pairs)
+    return hashes
 
 
 def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterator[str]:
@@ -121,13 +121,15 @@ def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterato
     training = recipe.training
     if unit != "tokens" or "training.local_steps" in recipe.data.unread:
         return
-    read = training.rounds * training.local_steps * training.batch_size * training.context
-    typical = median(len(user.train) for user in run_data.users)
-    if read < _MIN_SHARE_READ * typical:
-        rounds = -(-typical * _MIN_SHARE_READ // (read / training.rounds))  # rounded up
+    tokens_read = training.rounds * training.local_steps * training.batch_size * training.context
+    train_tokens = median(len(user.train) for user in run_data.users)
+    if tokens_read < _MIN_SHARE_READ * train_tokens:
+        tokens_per_round = tokens_read / training.rounds
+        rounds = -(-train_tokens * _MIN_SHARE_READ // tokens_per_round)  # rounded up
+        percent = 100 * tokens_read / train_tokens
         yield (
-            f"{training.rounds} rounds read {read:,} tokens of each user, {100 * read / typical:.0f}% of "
-            f"{typical:,.0f}: too few to see who gains; give --rounds {rounds:.0f} or more"
+            f"{training.rounds} rounds read {tokens_read:,} tokens of each user, {percent:.0f}% of "
+            f"{train_tokens:,.0f}: too few to see who gains; give --rounds {rounds:.0f} or more"
         )
 
 
@@ -150,9 +152,10 @@ def advise_runs(
     grouped_by: str | None = None,
     given: Given = NOTHING,
 ) -> Advice:
-    """Run ``local`` and ``methods`` with all users and one method with smaller groups, and return advice.
+    """Run ``local`` and ``methods`` with all users, and one method with smaller groups of users; return advice.
 
-    Nothing is written. Problems that are visible before training are logged as warnings.
+    Results of smaller groups show which users gain from which. Nothing is written. Problems that are visible before
+    training are logged as warnings.
 
     Args:
         recipe: The recipe of the short runs.
@@ -182,7 +185,7 @@ def advise_runs(
     unit = "tokens" if run_data.kind.needs_base else "samples"
     chosen_seeds = choose_seeds(recipe, run_data, unit) if seeds is None else seeds
     recipes = recipes_of(recipe, names, chosen_seeds)
-    for line in foresee(recipe, run_data, chosen_seeds, unit):
+    for line in warnings_before_advice(recipe, run_data, chosen_seeds, unit):
         logger.warning("advise: %s", line)
     for seed in chosen_seeds:
         if seed != first_seed:
@@ -222,14 +225,18 @@ def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None
             )
 
 
-def groups_of(users: int) -> list[tuple[int, ...]]:
-    """Return the smaller groups to try, as user numbers: pairs, or all users but one."""
-    numbers = range(users)
-    if users < 3 or users > OTHERS_UP_TO:
+def groups_of(num_users: int) -> list[tuple[int, ...]]:
+    """Return the groups that train besides all users together, as tuples of user numbers.
+
+    The groups are all pairs of three to five users, and all users but one of six to twelve. There are none for fewer or
+    more users.
+    """
+    numbers = range(num_users)
+    if num_users < 3 or num_users > OTHERS_UP_TO:
         return []
-    if users <= PAIRS_UP_TO:
+    if num_users <= PAIRS_UP_TO:
         return list(combinations(numbers, 2))
-    return [tuple(other for other in numbers if other != number) for number in numbers]
+    return [tuple(other for other in numbers if other != left_out) for left_out in numbers]
 
 
 def of_users(run_data: RunData, numbers: Sequence[int]) -> RunData:

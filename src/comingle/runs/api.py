@@ -44,14 +44,14 @@ def of_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
         recipe: A recipe of several users.
         select: Selects the user's value from the recipe's lists of ranks and specialists.
     """
-    alone = {"evaluation.select": "last", "aggregation": "mean"}
-    return without_sums(recipe).with_changes({**changes_for_users(recipe, select), **alone})
+    for_one_user = {"evaluation.select": "last", "aggregation": "mean"}
+    return without_sums(recipe).with_changes({**changes_for_users(recipe, select), **for_one_user})
 
 
 def without_sums(recipe: Recipe) -> Recipe:
-    """Return the recipe without secure aggregation, which cannot hide a single upload in a sum.
+    """Return the recipe for a single user without secure aggregation, which cannot hide a single upload in a sum.
 
-    Example-level privacy is dropped too, because nothing of these steps is sent.
+    Example-level differential privacy is dropped too, since it protects uploads, and this user uploads nothing.
     """
     privacy = recipe.privacy
     if privacy is None or (privacy.secure_aggregation is None and not protects_examples(privacy.mechanism)):
@@ -60,9 +60,9 @@ def without_sums(recipe: Recipe) -> Recipe:
 
 
 def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
-    """Return the changes that reduce a recipe to some of its users.
+    """Return the changes that reduce a recipe to some of its users, by dotted recipe key.
 
-    All of them participate in every round, because the recipe may list its participants by name.
+    If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
         recipe: A recipe of more users.
@@ -80,9 +80,9 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
 
 
 def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
-    """Return the data of a finished run, which is read on first access.
+    """Return the data of a finished run; the base model is loaded now, the users' data on first access.
 
-    Data that differs from what the run read is refused on first access, another base model at once.
+    An error is raised for another base model at once, and for data that differs from what the run read on first access.
 
     Args:
         folder: The run folder.
@@ -131,13 +131,15 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 def _reopened_population(
     folder: Path, recipe: Recipe, kind: Kind, read_users: Callable[[], Sequence[Any]]
 ) -> LazyPopulation:
-    """Return the users of a run whose number is too large to list them; their data is read on first access.
+    """Return the users of a run with so large a population that its record does not list them.
+
+    The users' data is read on first access.
 
     Args:
         folder: The run folder.
         recipe: The recipe.
         kind: The kind of data.
-        read_users: Returns all users.
+        read_users: Returns all users with their data.
 
     Raises:
         RunError: A program passed the users, so that no file has their names.
@@ -217,11 +219,11 @@ def run(
             made = method_of(read, checked=run_data is not None)
             run_data = run_data or prepare(read, given=given, method=made)
 
-        def watch(clients: Clients) -> list[Observer]:
+        def make_observers(clients: Clients) -> list[Observer]:
             warn_unread(read, clients.method)
             return [*observers, reporter.watch(clients)]
 
-        done = run_in(folder, read, run_data, resume=resume, force=force, method=made, observers=watch)
+        done = run_in(folder, read, run_data, resume=resume, force=force, method=made, observers=make_observers)
         for warning in done.metrics.get("warnings", ()):
             logger.warning("%s: %s", read.method.name, warning)
         return done
@@ -273,7 +275,16 @@ def load(
 
 
 def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
-    """Check that the passed method, if there is one, is the run's, and that the run's is known."""
+    """Check that the passed method, if there is one, is the run's, and that the run's method is known here.
+
+    Args:
+        folder: The run folder.
+        recipe: The run's recipe.
+        named: The name of the passed method, or a mapping with its ``name`` and settings; None if none was passed.
+
+    Raises:
+        RunError: It is another method, or a method whose code is not loaded or has changed.
+    """
     name = named["name"] if isinstance(named, Mapping) else named
     if name not in (None, recipe.method.name):
         raise RunError(f"{folder}: method: got {name!r}; allowed: the run's, {recipe.method.name!r}")
@@ -282,6 +293,11 @@ def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
 
 def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None:
     """Check that the restored checkpoint is of the round that ``metrics.json`` describes.
+
+    Args:
+        folder: The run folder.
+        metrics: The content of ``metrics.json``.
+        progress: Progress at the restored checkpoint.
 
     Raises:
         RunError: It is of another round.

@@ -42,14 +42,14 @@ def in_processes(
     jobs: int,
     label: Callable[[Group], str] = str,
 ) -> Iterator[Result]:
-    """Yield what ``work`` yields for every group, in order of arrival; each group runs in its own process.
+    """Run ``work`` for every group in a process of its own; yield all results in order of arrival.
 
     Each process has its own GPU as long as there are enough. A group that fails does not stop the others: its error is
     raised when they are done. An interrupt, such as Ctrl-C, stops the processes at once, and what they have written can
     be resumed. They also end when this process is killed.
 
     Args:
-        groups: The groups; they must pickle.
+        groups: The groups, such as lists of runs; they must pickle.
         work: Yields the results of a group; it and the results must pickle.
         jobs: The number of processes at a time.
         label: Returns the name of a group for the error of a process that ended without one.
@@ -72,7 +72,7 @@ def in_processes(
                 theirs.close()
                 running[ours] = process, group, slot
             readable = wait(list(running))
-            for connection in [connection for connection in running if connection in readable]:
+            for connection in [connection for connection in running if connection in readable]:  # oldest first
                 try:
                     received = connection.recv()
                 except EOFError:  # the process has ended
@@ -108,13 +108,13 @@ def _process_error(group: str, code: int) -> str:
 def _work_group(
     connection: Connection, work: Callable[[Any], Iterable[object]], group: object, jobs: int, slot: int
 ) -> None:
-    """Send the results of a group, and errors that a user can correct, to the parent process.
+    """Work on a group in a child process; send its results, and errors that a user can correct, to the parent.
 
     Args:
         connection: Connects to the parent.
         work: Yields the results of a group.
         group: The group.
-        jobs: The number of processes, which share the cores.
+        jobs: The number of processes at a time, which share the cores.
         slot: The number of this process among those that run, which selects its GPU.
     """
     import torch
@@ -168,7 +168,7 @@ def recipes_of(
         recipe: The recipe of the comparison.
         methods: Names, ``NAME:KEY=VALUE:...``, or mappings of ``name`` and settings.
         seeds: The seeds.
-        for_all: Settings for every method that has them.
+        for_all: Settings for every method that has them and that is not given as a mapping.
 
     Raises:
         RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate other
@@ -179,26 +179,28 @@ def recipes_of(
             f"evaluation.users: got {recipe.evaluation.users} with {len(set(seeds))} seeds, each of which draws other "
             "users, so users cannot be compared across seeds; allowed: null (all users), or one seed"
         )
-    given = [dict(m) if isinstance(m, Mapping) else parse_method(m) for m in methods]
-    chosen = [
-        m if isinstance(written, Mapping) else _with_settings(recipe, m["name"], for_all) | m
-        for written, m in zip(methods, given, strict=True)
+    parsed = [dict(method) if isinstance(method, Mapping) else parse_method(method) for method in methods]
+    # A mapping has all settings; to a name, those of the recipe and of all methods are added.
+    complete = [
+        method if isinstance(given, Mapping) else _with_settings(recipe, method["name"], for_all) | method
+        for given, method in zip(methods, parsed, strict=True)
     ]
-    names = [m["name"] for m in given]
-    labels = [m["name"] if names.count(m["name"]) == 1 else _label(m) for m in given]
-    places = [folder_name(label) for label in labels]
-    for i, (label, place) in enumerate(zip(labels, places, strict=True)):
-        if place in places[:i]:
+    names = [method["name"] for method in parsed]
+    labels = [method["name"] if names.count(method["name"]) == 1 else _label(method) for method in parsed]
+    folder_names = [folder_name(label) for label in labels]
+    for i, (label, name) in enumerate(zip(labels, folder_names, strict=True)):
+        if name in folder_names[:i]:
             raise RecipeError(f"methods: got {label!r} twice; give each once")
     recipes = {
-        (label, s): recipe.with_changes({"method": m, "seed": s}, where="--seeds")
-        for s in seeds
-        for label, m in zip(labels, chosen, strict=True)
+        (label, seed): recipe.with_changes({"method": method, "seed": seed}, where="--seeds")
+        for seed in seeds
+        for label, method in zip(labels, complete, strict=True)
     }
+    # With defaults, so that a method with a default written out equals the same method without it.
     all_settings = {label: settings_of(one.method.name) | one.method.settings for (label, _), one in recipes.items()}
     for i, label in enumerate(labels):
-        earlier = [other for j, other in enumerate(labels[:i]) if names[j] == names[i]]
-        if same := next((other for other in earlier if all_settings[other] == all_settings[label]), None):
+        same_method = [other for j, other in enumerate(labels[:i]) if names[j] == names[i]]
+        if same := next((other for other in same_method if all_settings[other] == all_settings[label]), None):
             raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
     for one in recipes.values():
         check_recipe(one)
@@ -222,7 +224,11 @@ def parse_method(text: str) -> dict[str, Any]:
 
 
 def _label(method: Mapping[str, Any]) -> str:
-    """Return a method's name and settings in the form that :func:`parse_method` reads."""
+    """Return a method's name and settings in the form ``NAME:KEY=VALUE:...`` that :func:`parse_method` reads.
+
+    Args:
+        method: A mapping of ``name`` and settings, which may also be in a mapping ``settings``.
+    """
     settings = {**method, **method.get("settings", {})}
     pairs = [f"{key}={_compact(value)}" for key, value in settings.items() if key not in ("name", "settings")]
     return ":".join([str(method["name"]), *pairs])
@@ -261,65 +267,72 @@ def compare_runs(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         given: Objects that a program passes instead of names and paths in the recipe.
-        ready: Called with the data of the first seed.
-        among: All runs of the comparison, where ``recipes`` are some of them.
+        ready: Called with the data of the first seed before the first run.
+        among: All runs of the comparison, if ``recipes`` are only some of them.
 
     Raises:
         ComingleError: A folder cannot be used, which is checked before anything is read; the base or the data cannot be
             used; or another seed leaves out other users, which is known when its data is read.
     """
     among = among or recipes
-    # Users with too little data are left out of all methods or of none.
+    # If one method needs validation data, users without it are skipped for all methods, which are then comparable.
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
     recipes = as_compared(recipes, folders, resume=resume)
     resumed = check_folders(recipes, folders, resume=resume, force=force)
     begun = next((folders[key] for key in recipes if resumed.get(key)), None)
-    given = given if begun is None else replace(given, date=recorded_date(begun))
+    if begun is not None:  # chat templates may write the date
+        given = replace(given, date=recorded_date(begun))
     run_data: RunData | None = None
     last_seed = None
     users_of_seeds: dict[str, list[str]] = {}
     for key, one in recipes.items():
         method, seed = key
         if run_data is None or seed != last_seed:
-            base, first = (run_data.base, False) if run_data else (None, True)
+            is_first = run_data is None
+            base = run_data.base if run_data else None
             with reporter.waiting(LOADING):
                 run_data, last_seed = prepare(one, base=base, validates=validates, given=given), seed
             if len({s for _, s in recipes}) > 1 and getattr(one.data, "on_small_user", "") == "skip":
                 users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
                 require_same_users(list(users_of_seeds.items()))
-            if first:
+            if is_first:
                 ready(run_data)
         title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
 
-        def watch(clients: Clients, title: str = title) -> list[Observer]:
+        def make_observers(clients: Clients, title: str = title) -> list[Observer]:
             return [reporter.watch(clients, title)]
 
-        place = folders.get(key)
+        run_folder, resumes = folders.get(key), resumed.get(key, False)
         try:
-            result = run_in(place, one, run_data, resume=resumed.get(key, False), force=force, observers=watch)
+            result = run_in(run_folder, one, run_data, resume=resumes, force=force, observers=make_observers)
         except ComingleError as error:
             result = error
         yield key, result
 
 
 def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
-    """Return the recipes to resume; if an older version started one of the runs, all keep that version's defaults.
+    """Return the recipes of a comparison to resume, with the defaults of the version that started it.
+
+    If an older version of this package started one of the runs, all runs get its defaults (:func:`as_begun`), since
+    runs with different defaults cannot be compared.
 
     Args:
         recipes: The runs.
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes stay.
     """
-    begun = {key: as_begun(place, recipes[key], resume=resume) for key, place in folders.items()}
-    older = next((folders[key] for key, one in begun.items() if one is not recipes[key]), None)
-    return recipes if older is None else {k: as_begun(older, one, resume=True) for k, one in recipes.items()}
+    begun = {key: as_begun(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
+    older_run = next((folders[key] for key, recipe in begun.items() if recipe is not recipes[key]), None)
+    if older_run is None:
+        return recipes
+    return {key: as_begun(older_run, recipe, resume=True) for key, recipe in recipes.items()}
 
 
 def check_folders(
     recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool, force: bool
 ) -> dict[Key, bool]:
-    """Return for each run whether it has started and is resumed.
+    """Check that all runs of a comparison may be written to their folders; return for each run whether it is resumed.
 
     Args:
         recipes: The runs.
@@ -350,10 +363,10 @@ def compare_beside(
     quiet: bool = False,
     ready: Callable[[RunData], None] = lambda run_data: None,
 ) -> Iterator[Ended]:
-    """Run recipes in several processes and yield each run in the order in which they end.
+    """Run recipes in several processes; yield the metrics or the error of each run, in the order in which they end.
 
     Runs of a seed share a process, which reads the data once, unless there are more jobs than seeds. Progress is
-    printed only if stderr is not a terminal.
+    printed only if stderr is not a terminal, where the bars of several processes would write over each other.
 
     Args:
         recipes: The runs.
@@ -362,24 +375,32 @@ def compare_beside(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         quiet: Whether to print no progress.
-        ready: Called with the data of the first seed.
+        ready: Called with the data of the first seed before the first run, in a process of its own; it must pickle.
 
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
     """
     recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
-    silent = quiet or errors.is_terminal  # several bars would write over each other
+    silent = quiet or errors.is_terminal
     work = partial(_run_group, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
     yield from in_processes(split_by_seed(list(recipes), jobs), work, jobs=jobs, label=_label_of)
 
 
 def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
-    """Return groups of runs that share a process: by seed, split further if there are more jobs than seeds."""
+    """Return groups of runs that share a process: by seed, split further if there are more jobs than seeds.
+
+    Args:
+        keys: Method and seed of each run.
+        jobs: The number of processes at a time.
+    """
     seeds = list(dict.fromkeys(seed for _, seed in keys))
-    parts = -(-jobs // len(seeds))
-    by_seed = [[key for key in keys if key[1] == seed] for seed in seeds]
-    return [some for of_seed in by_seed for i in range(parts) if (some := of_seed[i::parts])]
+    groups_per_seed = -(-jobs // len(seeds))  # rounded up
+    groups: list[list[Key]] = []
+    for seed in seeds:
+        of_seed = [key for key in keys if key[1] == seed]
+        groups += [of_seed[i::groups_per_seed] for i in range(groups_per_seed)]
+    return [group for group in groups if group]
 
 
 def _label_of(keys: Sequence[Key]) -> str:

@@ -91,11 +91,10 @@ class Comparison:
             RunError: The runs are of different users.
         """
         require_same_users(users_of(self.metrics.values()))
-        results: dict[str, dict[int, dict[str, Any]]] = {}
+        results: dict[str, dict[int, dict[str, Any]]] = {}  # test results by method, seed and user
         for (method, seed), metrics in self.metrics.items():
             key = f"test_{measure_of(metrics)}"
-            users = {name: user[key] for name, user in metrics["users"].items()}
-            results.setdefault(method, {})[seed] = users
+            results.setdefault(method, {})[seed] = {name: user[key] for name, user in metrics["users"].items()}
         measure = measure_of(next(iter(self.metrics.values())))
         comparison = compare_with_baseline(results, measure, baseline_of(list(results), baseline))
         return [] if comparison is None else comparison.as_dict()["methods"]
@@ -131,9 +130,9 @@ class Comparison:
 
 def _summary_line(mean: Mapping[str, object]) -> str:
     """Return the line of one run for ``repr``, from a record of :meth:`Comparison.means`."""
-    *_, (key, value) = mean.items()
-    shown = "not finite" if value is None else f"{value:.4g}"
-    return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
+    *_, (result_name, result) = mean.items()  # after method and seed
+    shown = "not finite" if result is None else f"{result:.4g}"
+    return f"  {mean['method']}, seed {mean['seed']}: {result_name.replace('_', ' ')} {shown}"
 
 
 @torch_defaults()
@@ -183,7 +182,7 @@ def compare(
     with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(read, named, list(seeds))
-        baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)
+        baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)  # raises before any training
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
         metrics = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:

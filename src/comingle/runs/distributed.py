@@ -63,7 +63,10 @@ _RANK_HANDLER = _RankHandler()
 def read_shared(
     recipe: Recipe, ranks: Ranks, method: Method, given: Given = NOTHING, run_data: RunData | None = None
 ) -> RunData:
-    """Return the base model and the data of the users of this process.
+    """Set up this process of a run, and return the base model and the data of the users of this process.
+
+    Every process calls this function. ``ranks.each`` runs a function in every process and raises in all of them if it
+    raises in one; ``share`` sends a result of process 0 to all.
 
     Args:
         recipe: The recipe.
@@ -81,19 +84,21 @@ def read_shared(
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
     all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
-    at_once = recipe.runtime.users_per_step
-    at_once = at_once if isinstance(at_once, int) else 1
-    here = ranks.each(lambda: spans(len(all_data.users), ranks.size, at_once)[ranks.rank])
-    return share_out(all_data, here)
+    users_per_step = recipe.runtime.users_per_step
+    cohort_size = users_per_step if isinstance(users_per_step, int) else 1
+    here = ranks.each(lambda: spans(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
+    return keep_users(all_data, here)
 
 
-def spans(users: int, processes: int, at_once: int) -> list[range]:
-    """Return the numbers of the users of each process: equal shares, in whole cohorts where there are enough of them.
+def spans(users: int, processes: int, cohort_size: int) -> list[range]:
+    """Return the numbers of the users of each process.
+
+    The shares are as equal as possible. Users of a cohort stay together if there is a cohort for every process.
 
     Args:
         users: The number of users.
         processes: The number of processes.
-        at_once: The number of users in a cohort.
+        cohort_size: The number of users in a cohort.
 
     Raises:
         RecipeError: A process would have no user.
@@ -102,16 +107,20 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
         raise RecipeError(
             f"processes: got {processes} for {users} users; allowed: 1 to {users}, at least one user each"
         )
-    unit = at_once if len(cohorts(range(users), at_once)) >= processes else 1  # users that stay together
-    units = len(cohorts(range(users), unit))
-    edges = [min(users, unit * (units * rank // processes)) for rank in range(processes + 1)]
+    unit = cohort_size if len(cohorts(range(users), cohort_size)) >= processes else 1  # users that stay together
+    num_units = len(cohorts(range(users), unit))
+    edges = [min(users, unit * (num_units * rank // processes)) for rank in range(processes + 1)]
     return [range(start, end) for start, end in pairwise(edges)]
 
 
-def share_out(run_data: RunData, here: range) -> RunData:
-    """Return the data with the data of the users in ``here``; of others only the names stay."""
+def keep_users(run_data: RunData, here: range) -> RunData:
+    """Return the data of all users with the data of this process's users only; of others the names stay.
 
-    if not run_data.users.in_memory:  # reads a user's data on first access
+    Args:
+        run_data: The data of all users.
+        here: Numbers of the users of this process.
+    """
+    if not run_data.users.in_memory:  # reads a user's data on first access, so there is nothing to drop
         return replace(run_data, here=here, shared_out=True)
 
     def without_data(user: AnyUser) -> AnyUser:
@@ -132,8 +141,9 @@ def share_out(run_data: RunData, here: range) -> RunData:
 def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Ranks) -> Sharded:
     """Return this process's shard of a recipe's federation, before the first round.
 
-    ``ranks.each`` runs a function in every process and raises in all of them if it raises in one; ``gather`` collects
-    its results in process 0, and ``share`` sends a result of process 0 to all.
+    Every process calls this function. ``ranks.each`` runs a function in every process and raises in all of them if it
+    raises in one; ``gather`` collects its results in process 0, and ``share`` sends a result of process 0 to all. The
+    processes exchange what depends on all users.
 
     Args:
         recipe: The recipe.
@@ -152,17 +162,19 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     _check_alike(federation)
     local_steps = ranks.gather(lambda: clients.steps.local_steps)
     clients.steps.most_steps = ranks.share(lambda: max(local_steps))
-    counts = ranks.gather(lambda: len(clients.trainers))
-    federation.shards = ranks.share(lambda: counts)
+    num_trainers = ranks.gather(lambda: len(clients.trainers))
+    federation.shards = ranks.share(lambda: num_trainers)
     if (private := clients.steps.private) is not None:
         # The accountant, which runs in process 0, needs the batch sizes of all users.
-        parts = ranks.gather(lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()})
-        shared = ranks.share(lambda: {name: work for part in parts for name, work in part.items()})
-        works = {name: Work(**work) for name, work in shared.items()}
-        federation.server.mechanisms.set_works(lambda: works)
+        works_of_shards = ranks.gather(
+            lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()}
+        )
+        all_works = ranks.share(lambda: {name: work for works in works_of_shards for name, work in works.items()})
+        works_by_user = {name: Work(**work) for name, work in all_works.items()}
+        federation.server.mechanisms.set_works(lambda: works_by_user)
     if plan.evaluation.select == "best":
-        have_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
-        ranks.share(lambda: clients.require_validation(any(have_validation)))
+        has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
+        ranks.share(lambda: clients.require_validation(any(has_validation)))
     if not federation.leads:
         federation.server.kept = {}  # only process 0 has the server's state
     return federation
@@ -195,9 +207,9 @@ def run_sharded(
         ComingleError: As :func:`build_sharded` and :func:`comingle.runs.session.run_in`.
     """
 
-    def enter(entered: ExitStack, entering: AbstractContextManager[None]) -> None:
+    def enter(contexts: ExitStack, opening: AbstractContextManager[None]) -> None:
         """Open the folder in process 0 while the others wait, and record it for a restart by the launcher."""
-        ranks.share(lambda: entered.enter_context(entering))
+        ranks.share(lambda: contexts.enter_context(opening))
         ranks.opened(folder)
 
     building = partial(build_sharded, ranks=ranks)
@@ -215,7 +227,7 @@ def run_sharded(
 
 
 def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks) -> Sharded:
-    """Return this process's shard of a federation, without what needs other processes.
+    """Return this process's shard of a federation, as far as it can be built without the other processes.
 
     Every process builds the model and a server for all users, but clients for its own users only.
 
@@ -260,7 +272,7 @@ def _check_alike(federation: Sharded) -> None:
                 devices = f"process 0 uses {' in '.join(devices_and_dtypes[0])}, process {rank} {' in '.join(other)}"
                 raise RecipeError(f"runtime: {devices}; set runtime.device and runtime.dtype to the same for all")
 
-    ranks.share(check)
+    ranks.share(check)  # only process 0 has gathered them; its error is raised in all processes
 
 
 def check_device(recipe: Recipe, place: Place) -> None:
@@ -269,13 +281,13 @@ def check_device(recipe: Recipe, place: Place) -> None:
     Raises:
         RecipeError: This machine has too few GPUs, or the recipe names one GPU for all processes.
     """
-    device, gpus = recipe.runtime.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device, num_gpus = recipe.runtime.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.startswith("cuda:"):
         raise RecipeError(f"runtime.device: got {device!r} for {place.size} processes; allowed: cuda")
-    if device == "cpu" or not gpus:
+    if device == "cpu" or not num_gpus:
         return
-    if place.local_size > gpus:
-        counts = f"got {place.local_size} processes on a machine with {gpus} GPUs"
+    if place.local_size > num_gpus:
+        counts = f"got {place.local_size} processes on a machine with {num_gpus} GPUs"
         raise RecipeError(f"runtime.device: {counts}; allowed: one process per GPU, or cpu")
     take_gpu(place.local_rank)
 
@@ -352,13 +364,15 @@ def run(
             with reporter.waiting(LOADING):
                 given = replace(given, date=recorded_date(folder) if resume else "")
                 made = ranks.each(lambda: method_of(read, checked=run_data is not None))
-                here = read_shared(read, ranks, made, given, run_data)
+                shard = read_shared(read, ranks, made, given, run_data)
 
-            def watch(clients: Clients) -> list[Observer]:
+            def make_observers(clients: Clients) -> list[Observer]:
                 warn_unread(read, clients.method)
                 return [*observers, reporter.watch(clients)]
 
-            run_sharded(folder, read, here, resume=resume, force=force, method=made, observers=watch, ranks=ranks)
+            run_sharded(
+                folder, read, shard, resume=resume, force=force, method=made, observers=make_observers, ranks=ranks
+            )
     return api.load(folder, users=users, base=_passed_base(base), method=method, loss=loss)
 
 

@@ -68,11 +68,12 @@ def open_folder(
     check_folder(folder, recipe, resume=resume, force=force)
     _create_folder(folder)
     with convert_disk_errors(folder), locked(folder):
-        check_folder(folder, recipe, resume=resume, force=force, locked_here=True)  # another process may be faster
+        # Again, since another process may have written to the folder before it was locked.
+        check_folder(folder, recipe, resume=resume, force=force, locked_here=True)
         _refuse_links(folder)
         if resume:
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
-            if not _has_trained(folder):
+            if not _has_trained(folder):  # nothing depends on the method's earlier code yet
                 write_origin(folder, recipe.method.name)
         else:
             _delete_run_files(folder)
@@ -109,10 +110,11 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:
-    """Check that a run folder belongs to this recipe.
+    """Check that the run in a folder, which is to be resumed, has this recipe and the same code of the method.
 
     Raises:
-        RunError: It does not; the message names the difference.
+        RunError: There is no run, or it has another recipe; the message names the difference. Or the code of a method
+            from a user's file has changed.
     """
     if not (folder / "recipe.yaml").exists():
         hint = (
@@ -121,8 +123,10 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
             else ""
         )
         raise RunError(f"{folder}: nothing to resume: no recipe.yaml in it{hint}")
-    if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
-        raise RunError(f"{folder}: belongs to another recipe, {_first_difference(was, recipe)}; use another --out")
+    old_recipe = load_recipe(folder)
+    if old_recipe.fingerprint != recipe.fingerprint:
+        difference = _first_difference(old_recipe, recipe)
+        raise RunError(f"{folder}: belongs to another recipe, {difference}; use another --out")
     check_origin(folder, recipe.method.name, begun=_has_trained(folder))
 
 
@@ -132,10 +136,10 @@ def _has_trained(folder: Path) -> bool:
 
 
 def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
-    """Return the recipe of a run to resume, with the run's begin-of-text tokens unless the recipe sets the key.
+    """Return the recipe of a run to resume, with the default of ``data.add_bos_token`` with which the run began.
 
-    Runs of versions before ``data.add_bos_token`` had no begin-of-text tokens, but a recipe file without the key now
-    has the new default.
+    Versions before this key added no begin-of-text tokens, and the default is now to add them. So a recipe file without
+    the key would differ from the run that was started with the same file. A recipe that sets the key stays.
 
     Args:
         folder: The run folder.
@@ -144,14 +148,15 @@ def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     """
     if not resume or not (folder / "recipe.yaml").exists():
         return recipe
-    old, new = (getattr(version.data, BOS, None) for version in (load_recipe(folder), recipe))
-    if old == new or None in (old, new) or BOS in recipe.data.model_fields_set:  # None: data without this key
+    old, new = (getattr(of.data, BOS, None) for of in (load_recipe(folder), recipe))
+    has_key = old is not None and new is not None  # other kinds of data have none
+    if not has_key or old == new or BOS in recipe.data.model_fields_set:
         return recipe
     return recipe.with_changes({f"data.{BOS}": old})
 
 
 def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
-    """Check that a new run may be written to a folder: it is empty, or it has only a run's files and ``force`` is set.
+    """Check that a new run may be written to a folder: it is empty, or ``force`` is set and it has only a run's files.
 
     Args:
         folder: The run folder.
@@ -174,11 +179,16 @@ def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
 
 
 def _run_file_names(folder: Path) -> set[str]:
-    """Return the names in a folder, without files of a process that stopped before it wrote the recipe."""
+    """Return the names in a folder, without its lock and the files of a process that stopped before it began a run.
+
+    Such files are those that are written before the recipe, and drafts of the recipe and of these files. A folder with
+    nothing else counts as empty.
+    """
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
-    names -= set() if "recipe.yaml" in names else {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
+    if "recipe.yaml" not in names:
+        names -= {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
     drafts = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
-    return {n for n in names if not (n.startswith(drafts) and n.endswith(DRAFT))}
+    return {name for name in names if not (name.startswith(drafts) and name.endswith(DRAFT))}
 
 
 def _create_folder(folder: Path) -> None:
@@ -206,15 +216,19 @@ def _delete_run_files(folder: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse links in a run folder, through which a run would write outside of it."""
+    """Check that a run folder has no symbolic links, through which a run would write outside of it.
+
+    Raises:
+        RunError: There is a link.
+    """
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise RunError(f"{path}: is a link; a run writes only to its folder; replace the link by its target")
 
 
-def _first_difference(was: Recipe, now: Recipe) -> str:
+def _first_difference(old: Recipe, new: Recipe) -> str:
     """Return the first key in alphabetical order whose value differs, with both values, for an error message."""
-    before, after = _flattened(was.computed), _flattened(now.computed)
+    before, after = _flattened(old.computed), _flattened(new.computed)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
@@ -222,8 +236,10 @@ def _first_difference(was: Recipe, now: Recipe) -> str:
 
 
 def _flattened(content: object, prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one, whose keys are the dotted paths of the values."""
+    """Return nested mappings as one, whose keys are the dotted paths of the values, such as ``training.rounds``."""
     if not isinstance(content, dict):
         return {prefix: content}
-    inner = [_flattened(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in content.items()]
-    return {k: v for part in inner for k, v in part.items()}
+    flat: dict[str, object] = {}
+    for key, value in content.items():
+        flat |= _flattened(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -73,7 +73,12 @@ class Given:
                 )
 
     def check_base(self, recipe: Recipe) -> None:
-        """Check the base like :meth:`check`, without the users."""
+        """Check the base and the loss like :meth:`check`, without the users.
+
+        Raises:
+            BaseModelError: The base is missing, or does not fit the users' kind of data.
+            RecipeError: There is a loss function, and the users have no samples.
+        """
         needs_base = kind_of(recipe).needs_base
         if recipe.base == GIVEN and self.loaded is None:
             raise BaseModelError("base: a program passed it; pass base=(model, tokenizer) again, in Python")
@@ -91,7 +96,7 @@ class Given:
 
         Raises:
             BaseModelError: The base cannot be used.
-            RecipeError: Its context is shorter than the recipe's windows.
+            RecipeError: Its context is shorter than the recipe's windows, or a passed base is to be quantised.
         """
         runtime, loaded = recipe.runtime, self.loaded
         self.check_base(recipe)
@@ -101,7 +106,7 @@ class Given:
         settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
         if loaded or self.bases is None:
             base = load(**settings)
-        else:
+        else:  # reuse bases that this process has loaded
             key = (recipe.base, recipe.quantise, *settings.values())
             if key not in self.bases:
                 self.bases[key] = load(**settings)
@@ -150,12 +155,13 @@ def recipe_with(
         RecipeError: A key of the recipe is wrong.
         DataError: The users' data is of no known kind, or of several.
     """
-    nets = given.net is not None
+    has_net = given.net is not None
 
     def mark_given(content: object) -> Any:
         """Return a recipe's content that marks passed users as given and has no base if a net was passed."""
-        content = _with_given_users(content, given.users, changes, nets=nets) if given.users is not None else content
-        if given.net is not None and isinstance(content, Mapping):  # replaces a base by name
+        if given.users is not None:
+            content = _with_given_users(content, given.users, changes, nets=has_net)
+        if has_net and isinstance(content, Mapping):  # the net replaces a base by name
             return {key: value for key, value in content.items() if key != "base"}
         return content
 
@@ -166,29 +172,38 @@ def recipe_with(
     else:
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
         read = parse_recipe(mark_given(content))
-    name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
     if given.users is not None and "data" in changes:  # it may replace options, but not the users
-        changes = {**changes, **_with_given_users({"data": changes["data"]}, given.users, changes, nets=nets)}
-    named = {"base": name, "method": method}
-    changed = {**{key: value for key, value in named.items() if value is not None}, **merged(read, changes)}
-    return read.with_changes(changed) if changed else read
+        changes = {**changes, **_with_given_users({"data": changes["data"]}, given.users, changes, nets=has_net)}
+    all_changes: dict[str, Any] = {}
+    if isinstance(base, str) or given.loaded is not None:
+        all_changes["base"] = base if isinstance(base, str) else GIVEN
+    if method is not None:
+        all_changes["method"] = method
+    all_changes |= merged(read, changes)
+    return read.with_changes(all_changes) if all_changes else read
 
 
 def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
-    """Return changes in which a mapping keeps the rest of its section and None resets it to its defaults.
+    """Return changes of a recipe in which each mapping is completed by the rest of the recipe's section.
 
-    A mapping that names another method, optimiser, rule or other users replaces the section instead.
+    A mapping that names another method, optimiser, rule or other users replaces the section instead. None as the value
+    of a section resets the section to its defaults.
+
+    Args:
+        recipe: The recipe.
+        changes: New values by dotted recipe key.
     """
     content, full_changes = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
     for key, value in changes.items():
-        old: Any = content
+        old: Any = content  # becomes the recipe's value of the key; None if the recipe does not set it
         for part in key.split("."):
             old = old.get(part) if isinstance(old, Mapping) else None
         if value is None and key in _SECTIONS:
             full_changes[key] = {}
+        elif key.partition(".")[0] == "method":  # settings of one method mean nothing to another
+            full_changes[key] = value
         else:
-            # Settings of one method mean nothing to another, so `method` is always replaced.
-            full_changes[key] = _merge_sections(old, value) if key.partition(".")[0] != "method" else value
+            full_changes[key] = _merge_sections(old, value)
     return full_changes
 
 
@@ -202,10 +217,10 @@ def _merge_sections(old: object, new: object) -> object:
         return new
     if any(key in new and new[key] != old.get(key) for key in _KIND_KEYS):
         return new
-    return {
-        **old,
-        **{key: value if key == "users" else _merge_sections(old.get(key), value) for key, value in new.items()},
-    }
+    merged_section = dict(old)
+    for key, value in new.items():
+        merged_section[key] = value if key == "users" else _merge_sections(old.get(key), value)
+    return merged_section
 
 
 # Sections in which every key has a default.
@@ -215,12 +230,14 @@ _KIND_KEYS = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "
 
 
 def _refuse_paths(users: Mapping[str, object]) -> None:
-    """Refuse paths in place of samples.
+    """Check that users of nets are not given by paths, which only a recipe can name.
 
     Raises:
         DataError: A user's data is a path, or a mapping of splits to paths; the message says how to read folders.
     """
-    for name, data in users.items() if isinstance(users, Mapping) else ():
+    if not isinstance(users, Mapping):  # another check reports that
+        return
+    for name, data in users.items():
         path = next(iter(data.values()), None) if isinstance(data, Mapping) else data
         if isinstance(path, str | Path):
             raise DataError(
@@ -244,19 +261,26 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
-    options = changes["data"] if isinstance(changes.get("data"), Mapping) else data
-    changed = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
-    if nets or {**options, **changed}.get("kind") == "samples":
+    section = changes["data"] if isinstance(changes.get("data"), Mapping) else data
+    changed_keys = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
+    options = {**section, **changed_keys}
+    if nets or options.get("kind") == "samples":
         _refuse_paths(users)
-    kind = section_for(users, {**options, **changed})
+    kind = section_for(users, options)
     source_keys = {"users", "dataset", *KINDS[kind].marks}  # say where data is, which passed users replace
-    options = {key: value for key, value in data.items() if key not in source_keys}
-    return {**content, "data": {**options, "kind": kind, "given": True}}
+    kept_options = {key: value for key, value in data.items() if key not in source_keys}
+    return {**content, "data": {**kept_options, "kind": kind, "given": True}}
 
 
 @contextmanager
 def lending(methods: Sequence[object]) -> Iterator[list[object]]:
-    """Register passed methods while the context is entered; yield them as recipes name them. None stays None.
+    """Register methods that a program passes while the context is entered, so that recipes can name them.
+
+    Args:
+        methods: Methods as in :func:`comingle.run`; None stays None.
+
+    Yields:
+        The name of each method, or a mapping of ``name`` and settings, as in a recipe.
 
     Raises:
         PluginError: Another method has the same name.

@@ -46,11 +46,11 @@ from comingle.utils.trees import CLIENT_ROUTER
 def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path | None]:
     """Yield a temporary folder for a newcomer's run, and delete it on exit.
 
-    A newcomer's run cannot be resumed, so a run that stops early leaves nothing in its folder. The caller moves the
+    A newcomer's run cannot be resumed, so a run that stops early must leave nothing in its folder. The caller moves the
     temporary folder there when the run has ended.
 
     Args:
-        folder: The run folder, beside which the temporary one is made; with None there is neither.
+        folder: The run folder, beside which the temporary one is made. None: nothing is written, and None is yielded.
         recipe: The recipe of the newcomer's run.
         joined: The folder of the run to join.
         force: Whether to replace what is in the folder.
@@ -65,7 +65,7 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
     run_folder, target = None if joined is None else joined.resolve(), folder.resolve()
     if run_folder is not None and (run_folder.is_relative_to(target) or target.is_relative_to(run_folder)):
         raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
-    outer = folder.with_name(f".{folder.name}.joining")
+    outer = folder.with_name(f".{folder.name}.joining")  # holds the lock and the temporary folder
     with convert_disk_errors(outer):
         outer.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -117,7 +117,7 @@ class Newcomer:
 
 
 def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
-    """Return the newcomer, after all checks that do not need to read the data.
+    """Return the recipe and the data of a new user of a run, after all checks that do not need to read the data.
 
     Args:
         run: The run to join.
@@ -139,7 +139,7 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
         raise RecipeError(f"--local-step: {method.name} has no local roles to train first; leave --local-step out")
     passed = None if isinstance(data, str | os.PathLike) else {name: data}
     if passed is not None:
-        section_for(passed, run.recipe.data.model_dump())
+        section_for(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
     changes = {"training.rounds": total, "data": _newcomer_section(run, name, data)}
@@ -174,9 +174,10 @@ def check_joinable(run: Run, method: Method) -> None:
 
 
 def _is_single_user(folder: Path) -> bool:
-    """Return whether a run folder is a newcomer's or in the state folder of a federation's client."""
-    state = folder.parent
-    return (folder / JOINED).exists() or ((state / PUBLIC).exists() and (state / "answers").is_dir())
+    """Return whether a run folder has one user: a newcomer's, or one in the state folder of a federation's client."""
+    parent = folder.parent
+    is_in_client_state = (parent / PUBLIC).exists() and (parent / "answers").is_dir()
+    return (folder / JOINED).exists() or is_in_client_state
 
 
 def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
@@ -195,8 +196,11 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
         raise DataError(f"--data: the run's users have {section.label}, which the recipe generates; no user can join")
     content = section.model_dump(mode="json", exclude_unset=True)
     dataset = content.pop("dataset", None) or {}
-    content = {key: value for key, value in content.items() if key not in ("users", "given", "held_out")}
-    content = {key: value for key, value in content.items() if key not in _PER_NAME or not isinstance(value, dict)}
+    for key in ("users", "given", "held_out"):  # of the run's users
+        content.pop(key, None)
+    for key in _PER_NAME:
+        if isinstance(content.get(key), dict):
+            del content[key]
     content |= {"kind": section.kind}
     if run.settings.get("whole"):  # classes were collected from all users; the newcomer may lack some
         content["classes"] = list(run.settings["labels"]) or run.settings["classes"]
@@ -207,7 +211,8 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     if not isinstance(data, str | os.PathLike):
         return content | {"given": True}
     path = os.fspath(data)
-    path = os.path.abspath(os.path.expanduser(path)) if os.path.exists(os.path.expanduser(path)) else path
+    if os.path.exists(os.path.expanduser(path)):  # else a hub name, or an error that names the path as it was given
+        path = os.path.abspath(os.path.expanduser(path))
     source: dict[str, Any] = {"path": path}
     if "text" in dataset:  # the column with the text
         source["column"] = dataset["text"]
@@ -221,8 +226,9 @@ def freezes_downloaded(clients: Clients) -> bool:
     """
     method, layout = clients.method, clients.model.layout
     if method.placement.mixture is not None or method.placement.copies > 1:
-        return True
-    return bool((layout.mask(method.client.trained) & ~layout.mask(method.received)).any())
+        return True  # a mixture vector, or local copies of the model, are local
+    is_trained_and_local = layout.mask(method.client.trained) & ~layout.mask(method.received)
+    return bool(is_trained_and_local.any())
 
 
 def join_run(
@@ -260,6 +266,8 @@ def join_run(
 def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
     """Train the newcomer and its two baselines, and evaluate the downloaded model before training.
 
+    The baselines train on the newcomer's data alone: ``pretrained`` evaluates the base model, ``local`` trains.
+
     Args:
         run: The run to join.
         new_user: The newcomer.
@@ -279,21 +287,19 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     clients = federation.clients
     shared_scores = clients.scorer.score(_shared_models(clients), [clients.users[0].test], [0])
     measure = measure_of(shared_scores)
-    rows = {"shared": measured(shared_scores[0]) | {"train": 0}}
+    rows = {"shared": measured(shared_scores[0]) | {"train": 0}}  # train: tokens or samples that training used
     # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
-    tunes = federation.clients.method.client.finetunes
-    rounds = new_user.recipe.training.rounds + tunes
+    num_extra_rounds = int(clients.method.client.finetunes)
+    rounds = new_user.recipe.training.rounds + num_extra_rounds
     for method in ("pretrained", "local"):
         rows[method] = _train_baseline(new_user, run_data, method, rounds, reporter)
     done = _run_newcomer(federation, new_user, run_data, folder, reporter)
-    amount = _amount_trained(done, federation.clients) + tunes * federation.clients.batch_source.seen(0)
-    rows["joined"] = {
-        key: value for key, value in done.metrics["users"][new_user.name].items() if key in rows["shared"]
-    }
-    rows["joined"] |= {"train": amount}
-    unit = federation.clients.batch_source.unit
+    amount = _amount_trained(done, clients) + num_extra_rounds * clients.batch_source.seen(0)
+    of_user = done.metrics["users"][new_user.name]
+    rows["joined"] = {key: value for key, value in of_user.items() if key in rows["shared"]} | {"train": amount}
+    train_key = f"train_{clients.batch_source.unit}"
     ordered = {
-        row: {key if key != "train" else f"train_{unit}": value for key, value in rows[row].items()}
+        row: {train_key if key == "train" else key: value for key, value in rows[row].items()}
         for row in ("pretrained", "local", "shared", "joined")
     }
     joined = Joined(run=done, name=new_user.name, measure=measure, rows=ordered)
@@ -308,26 +314,27 @@ def _shared_models(clients: Clients) -> Models:
     These are the shared tensors alone. A mixture of independent models has local models beside the downloaded ones,
     whose mixture weights are set to zero here.
     """
-    mixture, models = clients.method.placement.mixture, clients.models
+    placement, models = clients.method.placement, clients.models
+    mixture = placement.mixture
     if mixture is None or not mixture.trains_independently:
         return models
-    rows = clients.state.rows.clone()
-    clients.model.layout.views(rows)[CLIENT_ROUTER][:, clients.method.placement.generalists : mixture.clusters] = (
-        ZERO_SHARE_LOGIT
-    )
+    rows = clients.state.rows.clone()  # a row of parameters per user
+    mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]
+    mixture_logits[:, placement.generalists : mixture.clusters] = ZERO_SHARE_LOGIT  # the local models
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 
 def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
-    """Check that samples have the run's shape, classes and loss.
+    """Check that a newcomer's samples have the run's shape, classes and loss.
 
     Raises:
         DataError: They do not.
     """
-    now = run_data.kind.settings(run_data)
-    for key, was in run.settings.items():
-        if now[key] != was:
-            problem = f"{key.replace('_', ' ')}: got {now[key]!r}; allowed: the run's, {was!r}"
+    settings_of_newcomer = run_data.kind.settings(run_data)
+    for key, wanted in run.settings.items():
+        got = settings_of_newcomer[key]
+        if got != wanted:
+            problem = f"{key.replace('_', ' ')}: got {got!r}; allowed: the run's, {wanted!r}"
             raise DataError(f"user {new_user.name!r}: {problem}{'; pass it again' if key in _PASSED else ''}")
 
 
@@ -376,9 +383,9 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
 
 
 def _amount_trained(run: Run, clients: Clients) -> int:
-    """Return the tokens or samples in all local steps of a run; a method's copies of a user count once."""
-    steps = sum(event["tokens"] for event in run.events if event["event"] == "round")
-    return steps // clients.method.placement.copies
+    """Return the number of tokens or samples in all local steps of a run; a method's copies of a user count once."""
+    amount = sum(event["tokens"] for event in run.events if event["event"] == "round")
+    return amount // clients.method.placement.copies
 
 
 def _run_newcomer(

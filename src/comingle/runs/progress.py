@@ -76,9 +76,10 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
-    """Return a function from a number of rounds to its number of cohort steps.
+    """Return a function that gives the number of cohort steps in the first rounds of a run, from their number.
 
-    A cohort step is one local step of one cohort. Lists of participants in the recipe repeat periodically.
+    A cohort step is one local step of one cohort, the unit in which progress is shown. If the recipe lists the
+    participants of its rounds, the list repeats periodically.
 
     Args:
         clients: The clients of the run, in this process.
@@ -93,18 +94,20 @@ def steps_before(clients: Clients) -> Callable[[int], int]:
         num_rows = sample_size(plan.participation, len(names)) * copies
         steps_per_round = -(-num_rows // cohort_size) * local_steps
         return lambda rounds: rounds * steps_per_round
-    here = set(clients.names)  # of several processes, each counts its own users
+    names_here = set(clients.names)  # of several processes, each counts its own users
     period = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
-    present = [[n for n in participants(plan, r, names) if names[n] in here] for r in range(period)]
-    steps = [len(cohorts(members * copies, cohort_size)) * local_steps for members in present]
-    return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
+    steps_of_rounds: list[int] = []  # of one period
+    for round_number in range(period):
+        users_here = [number for number in participants(plan, round_number, names) if names[number] in names_here]
+        steps_of_rounds.append(len(cohorts(users_here * copies, cohort_size)) * local_steps)
+    return lambda rounds: rounds // period * sum(steps_of_rounds) + sum(steps_of_rounds[: rounds % period])
 
 
 def about(seconds: float) -> str:
-    """Return a rounded duration."""
-    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
+    """Return a duration in its largest unit of which it has at least two, such as "90 s" or "3 h"."""
+    for unit_seconds, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds / unit_seconds:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
@@ -138,7 +141,11 @@ class RunProgress:
             self.result = f"test {_test_result(event)}"
 
     def _count_steps(self, advance: int) -> None:
-        """Count cohort steps; at the first one, also those of the rounds before a resumed run."""
+        """Count cohort steps; at the first one of a resumed run, also those of the rounds before it.
+
+        Args:
+            advance: The number of cohort steps since the last event.
+        """
         if self.started_at < 0:
             self.started_at = self.done = self._steps_before(self.round - 1)
             self._began = time.perf_counter()
@@ -166,7 +173,7 @@ class RunProgress:
 
 
 def _test_result(event: Event) -> str:
-    """Return the mean test result of an evaluation, and the number of users if not all were evaluated."""
+    """Return the mean test result of an evaluation as text, with the number of users if not all were evaluated."""
     measure = measure_of(event)
     sample = f" ({described})" if (described := describe_sample(event)) else ""
     return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
@@ -198,6 +205,7 @@ class Silent:
 
 
 def _bar_columns() -> tuple[ProgressColumn, ...]:
+    """Return the columns of a bar: description, bar, steps done of all steps, time elapsed and time left."""
     time_left = (TextColumn("left"), TimeRemainingColumn())
     description = TextColumn("{task.description}", markup=False)
     return (description, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *time_left)
@@ -233,17 +241,14 @@ class Bars:
             run_progress(event)
             if run_progress.started_at != started_at:  # the first step: a resumed run starts from there
                 self._progress.reset(task, completed=run_progress.started_at)
-            training = event["event"] == "step" and not run_progress.evaluating
-            doing = (
-                f"round {run_progress.round}"
-                if training
-                else "evaluating"
-                if event["event"] == "step"
-                else run_progress.result
-            )
-            self._progress.update(
-                task, completed=run_progress.done, description=printable(f"{run_progress.title} · {doing}")
-            )
+            if event["event"] != "step":
+                status = run_progress.result
+            elif run_progress.evaluating:
+                status = "evaluating"
+            else:
+                status = f"round {run_progress.round}"
+            description = printable(f"{run_progress.title} · {status}")
+            self._progress.update(task, completed=run_progress.done, description=description)
 
         return update_bar
 
@@ -282,7 +287,7 @@ class Lines:
 
     def __init__(self, write: Callable[[str], None], *, stamped: bool = True):
         self._write, self._stamped = write, stamped
-        self._doing: Callable[[], str] | None = None  # None: no long operation
+        self._doing: Callable[[], str] | None = None  # describes the long operation that runs; None without one
         self._said_at = time.perf_counter()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._print_overdue, name="comingle-progress", daemon=True)
@@ -297,7 +302,7 @@ class Lines:
 
     @contextmanager
     def waiting(self, message: str) -> Iterator[None]:
-        """Print a line at the beginning."""
+        """Print the message now, and again whenever there was no line for :data:`LONG_SECONDS`."""
         began = time.perf_counter()
         self.say(message)
         self._doing = lambda: f"still {message} after {about(time.perf_counter() - began)}"
@@ -318,7 +323,8 @@ class Lines:
             if event["event"] == "step":
                 self._doing = lambda: f"{run_progress.title} · {run_progress.place}{run_progress.left}"
             elif event["event"] == "round":
-                begun, may_skip = True, begun and run_progress.rounds > FEW_ROUNDS
+                is_first, begun = not begun, True
+                may_skip = run_progress.rounds > FEW_ROUNDS and not is_first
                 if may_skip and time.perf_counter() - self._said_at < PAUSE_SECONDS:
                     return
                 losses = event["train_loss_nats"].values()

@@ -97,12 +97,17 @@ class Run:
     def _model_info(self, name: str) -> ModelInfo:
         """Return facts about a user's language model: its method and test scores, and a function that validates it."""
         clients = self.federation.clients
-        known = self.metrics.get("users", {}).get(name, {})
-        scores = {key: value for key, value in known.items() if key.startswith("test_") and isinstance(value, float)}
-        counts = {key: known[key] for key in _COUNTS if known.get(key)}
+        metrics = self.metrics.get("users", {}).get(name, {})
+        scores = {key: value for key, value in metrics.items() if key.startswith("test_") and isinstance(value, float)}
+        counts = {key: metrics[key] for key in _COUNTS if metrics.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> AnyScore:
-            """Return the score of a model with these losses and gates on the user's validation data."""
+            """Return the score of a model on the user's validation data.
+
+            Args:
+                losses: Computes the model's losses.
+                gates: Computes its gates; None for a model without routers.
+            """
             user = clients.users[self.users.index(name)]
             if not len(user.valid):
                 raise DataError(f"user {name!r}: no validation data")

@@ -61,10 +61,13 @@ _FIT = "comingle.cost.planning:fit"
 
 
 def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
-    """Choose ``runtime.users_per_step`` and ``runtime.micro_batch`` if the first is ``auto``.
+    """Replace ``runtime.users_per_step: auto`` by the largest pass that fits into memory.
+
+    A pass is one forward and backward computation of several users; its size is ``runtime.users_per_step`` users with
+    ``runtime.micro_batch`` sequences each.
 
     Returns:
-        The recipe with the largest pass that fits into memory. Other recipes are returned unchanged.
+        The recipe with both keys set. A recipe with another value than ``auto`` is returned unchanged.
 
     Raises:
         RecipeError: No pass fits.
@@ -90,12 +93,12 @@ def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
 
 
 def _unlimited_trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
-    """Yield the run's trackers, which log every series whatever the number of users."""
+    """Yield the run's trackers, which log a series for every user whatever the number of users."""
     if (board := tensorboard(folder / "tensorboard")) is not None:
         yield board
-    place = folder.resolve()
+    absolute = folder.resolve()
     content = recipe.model_dump(mode="json")
-    run = TrackedRun(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
+    run = TrackedRun(name=absolute.name, group=absolute.parent.name, recipe=content, text=recipe.as_yaml())
     for name in recipe.runtime.track:
         yield TRACKERS[name](run)
 
@@ -121,14 +124,14 @@ def checkpoint_writer(federation: InProcess, recipe: Recipe, folder: Path | None
             return
         if log is not None:
             log.to_disk()
-        on_disk = not clients.state.in_memory
+        is_on_disk = not clients.state.in_memory
         progress = progress_of(
             done,
             recipe.fingerprint,
-            [] if on_disk else clients.population_names,
+            [] if is_on_disk else clients.population_names,
             clock=clock,
             events_bytes=log.size_bytes if log else 0,
-            population=digest_names(clients.population_names) if on_disk else "",
+            population=digest_names(clients.population_names) if is_on_disk else "",
             stopped=clients.stopped_after is not None,
         )
         federation.save(folder, progress, keep=recipe.checkpoints.keep)
@@ -230,42 +233,48 @@ def method_of(recipe: Recipe, *, checked: bool) -> Method:
 
 
 def warn_unread(recipe: Recipe, method: Method) -> None:
-    """Warn of settings that a single run does not read; in a comparison they are for other methods."""
+    """Warn of settings in the recipe that have no effect with its method or optimisers.
+
+    Only single runs call this: in a comparison such settings may be for other methods.
+    """
     name, training, placement = recipe.method.name, recipe.training, method.placement
-    # Pairs of a reason and the keys, or sections, that have no effect for this reason.
-    adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
-    unread = [(f"method {name}: has no adaptors in nets", [] if adaptors else ["floral"])]
-    unread += [(f"method {name}: has no router of tokens", [] if placement.routed else ["adapters.top_k"])]
-    for key, settings in {"experts": training.experts, "router": training.router}.items():
-        others = ["momentum"] if settings.name == "adamw" else ["betas", "eps"]
-        unread += [(f"training.{key}: {settings.name} has no such settings", [f"training.{key}.{o}" for o in others])]
-    for why, keys_or_sections in unread:
-        if keys := [key for place in keys_or_sections for key, _ in changed(recipe, place)]:  # set in the recipe
-            logger.warning("%s, so these keys have no effect: %s", why, ", ".join(keys))
+    unread: list[tuple[str, list[str]]] = []  # a reason, and the keys or sections without effect for this reason
+    if placement.mixture is None or placement.mixture.of != "adaptors":
+        unread.append((f"method {name}: has no adaptors in nets", ["floral"]))
+    if not placement.routed:
+        unread.append((f"method {name}: has no router of tokens", ["adapters.top_k"]))
+    for section, optimiser in {"experts": training.experts, "router": training.router}.items():
+        keys_of_others = ["momentum"] if optimiser.name == "adamw" else ["betas", "eps"]
+        keys = [f"training.{section}.{key}" for key in keys_of_others]
+        unread.append((f"training.{section}: {optimiser.name} has no such settings", keys))
+    for reason, keys_or_sections in unread:
+        keys_set = [key for key_or_section in keys_or_sections for key, _ in changed(recipe, key_or_section)]
+        if keys_set:
+            logger.warning("%s, so these keys have no effect: %s", reason, ", ".join(keys_set))
 
 
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
-    """Return digests of the base and the data that a run of the recipe has read, to compare them when it is resumed.
+    """Return the record of a run's base and data that is compared when the run is resumed or opened.
 
-    Of users on disk, who may be millions, there is one digest for all instead of an entry for each.
+    It has digests of the base model, and for each user the sizes and digests of the splits. For users on disk, who may
+    be millions, it has one digest of all users instead of an entry for each.
     """
     kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
     if not run_data.users.in_memory:
         names = digest_names(run_data.users.names)
         population = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: population})
+    # Settings that may be lists with a value for each user.
     per_user_keys = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
-    users = {
-        user.name: UserInputs(
+    lists = {key: values for key, values in per_user_keys.items() if isinstance(values, list)}
+    users: dict[str, UserInputs] = {}
+    for number, user in zip(run_data.numbers, run_data.present, strict=True):
+        users[user.name] = UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
             digests=run_data.digests[user.name],
             cluster=getattr(user, "cluster", None),
-            given={
-                key: values[i] for key, values in per_user_keys.items() if isinstance(values, list) and i < len(values)
-            },
+            given={key: values[number] for key, values in lists.items() if number < len(values)},
         )
-        for i, user in zip(run_data.numbers, run_data.present, strict=True)
-    }
     return Inputs(kind=kind, **base, users=users, settings=settings)
 
 
@@ -314,16 +323,17 @@ def run_in(
         resume: Whether to resume from the newest checkpoint in the folder.
         force: Whether to replace what is in the folder.
         method: The method of the recipe; None: it is made now.
-        observers: Makes observers of the events of these users.
-        building: Makes the federation; of several processes the one that leads observes and writes.
-        entering: Enters the context that opens the folder, in the process that leads.
+        observers: Makes observers of the run's events from its clients; called in the process that leads.
+        building: Makes the federation from recipe, data and method. If several processes share a run, each has a
+            shard of the federation, and the one that leads observes and writes.
+        entering: Enters the context that opens the folder, given a stack of contexts and this context.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
     method = make(recipe.method.name, **recipe.method.settings) if method is None else method
-    with ExitStack() as entered:
-        entered.enter_context(own_errors(method))
+    with ExitStack() as contexts:
+        contexts.enter_context(own_errors(method))
         federation = building(recipe, run_data, method=method)
         run_observers = observers(federation.clients) if federation.leads else ()
         settings = run_data.kind.settings(run_data)
@@ -331,7 +341,7 @@ def run_in(
             return replace(execute(federation, recipe, None, observers=run_observers), settings=settings)
         inputs = _merged_inputs(federation, run_data, recipe)
         pooled = method.placement.pooled
-        entering(entered, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
+        entering(contexts, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
         done = execute(federation, recipe, folder, resume=resume, observers=run_observers)
     return replace(done, settings=settings)
 
@@ -341,7 +351,7 @@ def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> 
 
     With several processes, the first one gets the users of all processes and the others only their own.
     """
-    fields = federation.merge_users(lambda: asdict(describe(run_data, recipe)))
+    fields = federation.merge_users(lambda: asdict(describe(run_data, recipe)))  # as dicts, to send them
     users = {name: UserInputs(**of_user) for name, of_user in fields.pop("users").items()}
     return Inputs(users=users, **fields)
 
@@ -383,7 +393,8 @@ def execute(
         RunError: The checkpoint to resume from is damaged or belongs to another recipe.
         DivergenceError: A user's loss is not finite.
     """
-    clock, rounds_done, kept_bytes, clients = Clock(), 0, 0, federation.clients
+    clock, rounds_done, clients = Clock(), 0, federation.clients
+    kept_bytes = 0  # of the events of a run to resume, those before the checkpoint
     federation.keep_key(folder, resume=resume)
     if federation.leads:
         federation.server.warn_of_noise(clients.plan)
@@ -410,16 +421,16 @@ def execute(
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
     data_amounts = federation.merge_users(
-        lambda: {one.name: amounts(one, clients.batch_source.unit) for one in clients.scored_users}
+        lambda: {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
     )
     if (log is not None and log.size_bytes == 0) or not kept_bytes:  # start a new log if it was lost
         observe(start_event(clients.plan, clients.model.name, data_amounts) | clients.left_out)
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
-        scores = (
-            run_rounds(federation, observe=observe, checkpoint=write_checkpoint, first_round=rounds_done, clock=clock)
-            or []
+        scores = run_rounds(
+            federation, observe=observe, checkpoint=write_checkpoint, first_round=rounds_done, clock=clock
         )
+        scores = scores or []
         metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
         metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
         metrics |= federation.server.mechanisms.metrics

@@ -30,6 +30,8 @@ def route_texts(
 ) -> list[TokenView]:
     """Return a token view for every entry with routers, from its finished run with the lowest seed.
 
+    A token view shows the experts to which each user's model routes the tokens of some texts.
+
     Args:
         entries: The runs of each method.
         given: Text files or texts to route. None: the users' test texts.
@@ -43,12 +45,12 @@ def route_texts(
     from comingle.runs.api import load
 
     chosen = choose_users(entries[0].first.users, users)
-    texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]
+    texts = [read_text(text, number) for number, text in enumerate(given or (), start=1)]
     views = []
     for entry in entries:
         # In a federation over a network the server has no users' models and texts to show.
-        here = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
-        finished = [run for run in here if run.metrics is not None]
+        with_models = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
+        finished = [run for run in with_models if run.metrics is not None]
         if entry.first.routed and finished:
             opened = load(finished[0].folder)
             label = entry.label if len(entry.runs) == 1 else f"{entry.label}, seed {finished[0].seed}"
@@ -68,11 +70,11 @@ def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str
 
 
 def read_text(given: str, number: int) -> tuple[str, str]:
-    """Return the name and the text of a file, or of a text that is not the name of a file.
+    """Return a name and a text: the content of a file, or ``given`` itself if it is not the path of a file.
 
     Args:
         given: A text, or the path of a file.
-        number: The number by which a text without a file is called.
+        number: The number in the name of a text without a file, "text 1" for example.
 
     Raises:
         DataError: The text is empty, or the file is not UTF-8.
@@ -92,7 +94,7 @@ def read_text(given: str, number: int) -> tuple[str, str]:
 
 
 def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
-    """Return a token view of texts x users of a run.
+    """Return a token view of a run: every text routed by the models of all these users.
 
     Args:
         run: The run.
@@ -107,29 +109,28 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     from comingle.training.kinds.base import kind_of
 
     kind, clients = kind_of(run.recipe), run.federation.clients
-    streams: list[tuple[str, str | None, Any]]  # name of the text, user whose text it is, token ids
+    streams: list[tuple[str, str | None, Any]] = []  # name of the text, user whose text it is, token ids
     models = [generating_model(run, name) for name in users]
     if texts:
         tokenizer = models[0].model.base.tokenizer
         assert tokenizer is not None
-        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in texts]
-        streams = [
-            (name, None, torch.tensor(ids[:length], dtype=torch.int64))
-            for (name, _), ids in zip(texts, encoded, strict=True)
-        ]
+        for name, text in texts:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            streams.append((name, None, torch.tensor(ids[:length], dtype=torch.int64)))
     else:
         streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    routes = [[model.route(ids, context=clients.plan.training.context) for model in models] for _, _, ids in streams]
+    context = clients.plan.training.context
+    routes = [[model.route(ids, context=context) for model in models] for _, _, ids in streams]  # texts x users
     return TokenView(
         label=label,
         users=tuple(users),
         experts=tuple(routing.experts for routing in routes[0]),
         texts=tuple(
-            Text(name=name, owner=owner, tokens=row[0].tokens)
-            for (name, owner, _), row in zip(streams, routes, strict=True)
+            Text(name=name, owner=owner, tokens=of_text[0].tokens)
+            for (name, owner, _), of_text in zip(streams, routes, strict=True)
         ),
-        gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in routes),
+        gates=tuple(tuple(routing.gates.numpy() for routing in of_text) for of_text in routes),
         in_distribution=run.recipe.data.in_distribution,
     )
 
@@ -220,7 +221,7 @@ def _as_list(given: One | Sequence[One]) -> list[One]:
 
 
 def _folder_of(run: AnyRun) -> Path:
-    """Return the folder of a run.
+    """Return the folder of a run or comparison, given by itself or by its folder.
 
     Raises:
         RunError: The run or comparison was made without ``out``.
