@@ -12,7 +12,7 @@ import torch
 from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.cost import planning
 from comingle.cost.planning import fit, rehearse_text
-from comingle.runs.distributed import share_out
+from comingle.runs.distributed import keep_users
 from comingle.runs.session import prepare
 
 SUMS = {"mechanism": "none", "secure_aggregation": {"threshold": 0.51}}
@@ -44,7 +44,7 @@ def fits_everywhere(recipe: Recipe) -> None:
     run_data = prepare(recipe)
     whole = fit(recipe, run_data)
     for number in range(3):
-        assert fit(recipe, share_out(run_data, range(number, number + 1))) == whole
+        assert fit(recipe, keep_users(run_data, range(number, number + 1))) == whole
 
 
 @pytest.mark.slow
