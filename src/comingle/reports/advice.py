@@ -69,11 +69,11 @@ class Advice:
         Each has ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
         seeds), the ends ``low`` and ``high`` of its interval (None with one seed), and ``verdict``.
         """
-        trained = [(name, None, gains) for name, gains in self.methods.items()]
-        trained += [(self.grouped_by, names, gains) for names, gains in self.groups.items()]
+        trainings = [(method, None, gains) for method, gains in self.methods.items()]
+        trainings += [(self.grouped_by, group, gains) for group, gains in self.groups.items()]
         return [
-            {"method": method, "together": together, "user": user, **_gain_fields(gain)}
-            for method, together, gains in trained
+            {"method": method, "together": group, "user": user, **_gain_fields(gain)}
+            for method, group, gains in trainings
             for user, gain in gains.items()
         ]
 
@@ -92,13 +92,13 @@ def advise_on(
     Args:
         local: Runs of ``local`` with all users.
         methods: Runs of at least one other method with all users and the seeds of ``local``.
-        groups: Runs of one method with fewer users and the same seeds, by the names of the users.
-        grouped_by: That method.
+        groups: Runs of one method with smaller groups of users and the same seeds, by the names of a group's users.
+        grouped_by: The method with which these groups trained.
     """
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
     num_intervals = len(first["users"]) * len(methods) + sum(map(len, groups))
-    # Each method against `local`, and each other one against the best.
+    # Of means over users: each method against `local`, and each but the best method against the best.
     num_mean_intervals = 2 * len(methods) - 1
     means = {name: _mean_gain(name, runs, local, measure, num_mean_intervals) for name, runs in methods.items()}
     best = _best_method(means, measure)
@@ -134,7 +134,7 @@ def _mean_bytes(runs: Runs, direction: str) -> float:
 
 
 def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str, num_intervals: int) -> dict[str, Gain]:
-    """Return the change of each user, seed by seed; users with a result that is not finite are left out.
+    """Return each user's change against ``local``, paired by seed; users with a result that is not finite are left out.
 
     Args:
         runs: Runs of a method by seed.
@@ -143,16 +143,18 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
         measure: The measure.
         num_intervals: Number of intervals that hold simultaneously.
     """
-    key, by_user = f"test_{measure}", {}
+    key, gains = f"test_{measure}", {}
     for user in users:
         pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
         if (gain := _gain_of_user(user, pairs, measure, num_intervals)) is not None:
-            by_user[user] = gain
-    return by_user
+            gains[user] = gain
+    return gains
 
 
 def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals: int) -> Gain:
-    """Return the mean change over users, seed by seed. Relative changes give each user the same weight.
+    """Return a method's mean change over users against other runs, paired by seed.
+
+    The mean of relative changes gives each user the same weight. Users whose change is undefined are left out.
 
     Args:
         name: The method, which takes the place of a user in the result.
@@ -161,12 +163,12 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
         measure: The measure.
         num_intervals: Number of intervals that hold simultaneously.
     """
-    key, by_seed = f"test_{measure}", []
-    for seed, other in others.items():
-        users = other["users"]
+    key, means = f"test_{measure}", []  # one mean per seed
+    for seed, other_run in others.items():
+        users = other_run["users"]
         changes = [change(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
-        by_seed.append(fmean(value for value in changes if value is not None))
-    return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed, together=num_intervals))
+        means.append(fmean(value for value in changes if value is not None))
+    return Gain(user=name, measure=measure, change=spread(means), interval=interval(means, together=num_intervals))
 
 
 def _gain_of_user(
@@ -199,14 +201,14 @@ def _best_method(means: Mapping[str, Gain], measure: str) -> str:
 
 
 def method_to_take(advice: Advice) -> str | None:
-    """Return the method that sends least among those that gain and are not shown to be worse than the best.
+    """Return the method that uploads least among those that gain and are not shown to be worse than the best.
 
-    A method gains if the interval of its mean over users does. None if no method does.
+    A method gains if the interval of its mean change over users excludes 0 on the better side. None if no method does.
     """
     best = next(name for name in advice.means if name not in advice.against_best)
-    level = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
-    gaining = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
-    return min(gaining, key=lambda name: (advice.upload_bytes[name], name != best), default=None)
+    not_worse = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
+    gaining = [name for name in (best, *not_worse) if advice.means[name].verdict == GAINED]
+    return min(gaining, key=lambda name: (advice.upload_bytes[name], name != best), default=None)  # the best of equals
 
 
 def harmed_by_all(advice: Advice) -> list[str]:
@@ -232,7 +234,15 @@ def _users_by_verdict(advice: Advice, wanted: Callable[[set[str]], bool]) -> lis
 
 
 def partners(advice: Advice, user: str) -> dict[str, list[str]]:
-    """Return the partners of a user in groups of two, by verdict on the user's gain."""
+    """Return the users with whom a user trained in groups of two, by the verdict on this user's gain.
+
+    Args:
+        advice: The advice.
+        user: The user.
+
+    Returns:
+        Lists of the other user of each pair, by :data:`GAINED`, :data:`LEVEL` and :data:`HARMED`.
+    """
     by_verdict: dict[str, list[str]] = {GAINED: [], LEVEL: [], HARMED: []}
     for names, gains in advice.groups.items():
         if len(names) == 2 and user in gains:
@@ -275,12 +285,12 @@ def _method_sentence(advice: Advice) -> str:
     if chosen is None:
         return "No method is shown to beat local training on average over users; take local, which sends nothing."
     gain, best = advice.means[chosen], next(name for name in advice.means if name not in advice.against_best)
-    cost = sizes([advice.upload_bytes[chosen]])[0]
-    text = f"Take {chosen}: {_gain_text(gain)} on average over users; each user uploads {cost} per round."
+    upload = sizes([advice.upload_bytes[chosen]])[0]
+    text = f"Take {chosen}: {_gain_text(gain)} on average over users; each user uploads {upload} per round."
     if chosen != best:
         text += f" {best} has the best mean, but is not shown to be better."
-    elif level := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
-        text += f" It is not shown to be better than {_joined_names(level)}."
+    elif not_worse := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
+        text += f" It is not shown to be better than {_joined_names(not_worse)}."
     return text
 
 
@@ -290,13 +300,13 @@ def _pair_sentences(advice: Advice) -> list[str]:
     sentences = []
     for user in users:
         by_verdict = partners(advice, user)
-        parts = [
-            f"{word} {_joined_names(by_verdict[key])}"
-            for key, word in ((GAINED, "gains from"), (HARMED, "is harmed by"))
-            if by_verdict[key]
+        effects = [
+            f"{verb} {_joined_names(by_verdict[verdict])}"
+            for verdict, verb in ((GAINED, "gains from"), (HARMED, "is harmed by"))
+            if by_verdict[verdict]
         ]
-        if parts:
-            sentences.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(parts)}.")
+        if effects:
+            sentences.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(effects)}.")
     if advice.groups and not sentences:
         sentences.append(f"No smaller group ({advice.grouped_by}) is shown to gain or to harm a user.")
     return sentences
@@ -328,9 +338,9 @@ def cell(gain: Gain | None) -> str:
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table: methods with all users, then smaller groups; one column per user."""
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
-    up, down = (sizes(list(sent.values())) for sent in (advice.upload_bytes, advice.download_bytes))
+    uploads, downloads = (sizes(list(counts.values())) for counts in (advice.upload_bytes, advice.download_bytes))
     rows = [
-        [name, *(cell(gains.get(user)) for user in users), cell(advice.means[name]), up[i], down[i]]
+        [name, *(cell(gains.get(user)) for user in users), cell(advice.means[name]), uploads[i], downloads[i]]
         for i, (name, gains) in enumerate(advice.methods.items())
     ]
     for names, gains in advice.groups.items():

@@ -212,7 +212,7 @@ def verdict(audit: Audit) -> list[str]:
 
 
 def _proof_sentence(proof: Proof, audit: Audit) -> str:
-    """Return the sentence on a lower bound of epsilon, and on what the accountant guarantees.
+    """Return the sentence on the epsilon that an attacker's guesses prove, and on what the accountant guarantees.
 
     Args:
         proof: The bound.
@@ -220,9 +220,9 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
     """
     who = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
-    of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
-    replaced = "the replacement of one example" if of_examples else f"the replacement of the {audit.data}"
-    promise = (
+    is_of_examples = audit.privacy is not None and protects_examples(audit.privacy["mechanism"])
+    replaced = "the replacement of one example" if is_of_examples else f"the replacement of the {audit.data}"
+    guarantee = (
         "the run gives no guarantee here"
         if proof.upper is None
         else f"the accountant guarantees at most {proof.upper:.2f} for {replaced}"
@@ -230,13 +230,13 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
     if proof.contradicts:
         return (
             f"{who} learns more than the accountant allows: epsilon is at least {proof.epsilon:.2f} ({guessed}), and "
-            f"{promise}. The accountant or this audit is wrong: please report it."
+            f"{guarantee}. The accountant or this audit is wrong: please report it."
         )
     if proof.epsilon == 0:
-        return f"{who} is not shown to learn which users have a canary ({guessed}), which proves nothing; {promise}."
+        return f"{who} is not shown to learn which users have a canary ({guessed}), which proves nothing; {guarantee}."
     return (
         f"{who} can infer whether a canary was in a user's {audit.data}: epsilon is at least {proof.epsilon:.2f} with "
-        f"{audit.confidence:.0%} ({guessed}, at most {proof.provable:.2f} could be proven this way); {promise}."
+        f"{audit.confidence:.0%} ({guessed}, at most {proof.provable:.2f} could be proven this way); {guarantee}."
     )
 
 
@@ -264,7 +264,14 @@ def _membership_sentence(audit: Audit) -> str:
 
 
 def _shadowed_sentence(audit: Audit, view: str) -> str:
-    """Return the sentence on attacks with reference models."""
+    """Return the sentence on membership inference with reference models, for one attacker.
+
+    Membership counts as inferable if the interval of the mean AUC over users is above 0.5.
+
+    Args:
+        audit: The audit.
+        view: The attacker, a key of :data:`VIEWS`.
+    """
     source = {"server": "a user's uploads", "users": "what other users receive"}[view]
     values = [result.auc for result in audit.shadowed if result.view == view]
     bounds = interval(values)
@@ -278,7 +285,10 @@ def _shadowed_sentence(audit: Audit, view: str) -> str:
 
 
 def _recovery_sentence(recovery: Recovery) -> str:
-    """Return the sentence on tokens: they are read if the interval of the difference to common tokens is above 0."""
+    """Return the sentence on tokens that the server recovers from one upload of each user.
+
+    Tokens count as recovered if the interval over users of the difference to guessing common tokens is above 0.
+    """
     pairs = zip(recovery.recovered, recovery.guesses, strict=True)
     bounds = interval([found - guess for found, guess in pairs])
     shares = (
@@ -299,15 +309,16 @@ def _mean_percent(values: Sequence[float]) -> str:
 
 
 def _exposure_sentence(audit: Audit) -> str:
-    """Return the sentence on exposure.
+    """Return the sentence on the exposure of canaries, which measures memorisation (:func:`exposure`).
 
-    A canary counts as memorised if the interval of inserted canaries is above that of canaries that were left out.
+    Canaries count as memorised if the interval of the mean exposure of inserted canaries is above that of canaries that
+    were not inserted.
     """
     exposures = (
         f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits if it was trained on, "
         f"{mean_text(audit.absent)} if not"
     )
-    inserted, absent = interval(audit.inserted), interval(audit.absent)
+    inserted, absent = interval(audit.inserted), interval(audit.absent)  # ends of the 95% intervals; None if unknown
     if inserted and absent and inserted[0] > absent[1]:
         return f"The model that other users receive has memorised a canary of one user: {exposures}."
     return f"The model that other users receive is not shown to have memorised a canary of one user: {exposures}."
@@ -318,7 +329,10 @@ _MAX_RELATIVE_ERROR = 0.1
 
 
 def _inversion_sentence(inversion: Inversion) -> str:
-    """Return the sentence on inputs that were reconstructed from one upload, up to :data:`_MAX_RELATIVE_ERROR`."""
+    """Return the sentence on inputs that were reconstructed from one upload of each user.
+
+    An input counts as reconstructed if its relative error is below :data:`_MAX_RELATIVE_ERROR`.
+    """
     num_users = sum(error < _MAX_RELATIVE_ERROR for error in inversion.errors)
     errors_text = (
         f"relative error {mean_text(inversion.errors, 3)}; the mean input has {mean_text(inversion.guesses, 3)}"

@@ -76,19 +76,23 @@ class Style:
 
 
 def styles(methods: Sequence[str]) -> list[Style]:
-    """Return a style for each method; pretrained, local and fedavg look the same in every report."""
-    free = [number for number in range(len(_METHOD_COLOURS)) if number not in _FIXED_COLOURS.values()]
+    """Return a style for each method; pretrained, local and fedavg look the same in every report.
+
+    Other methods get the remaining colours in turn, with another line style after each turn.
+    """
+    free_colours = [number for number in range(len(_METHOD_COLOURS)) if number not in _FIXED_COLOURS.values()]
     chosen: list[Style] = []
-    others = 0
+    num_others = 0
     for method in methods:
-        number, line = _FIXED_COLOURS.get(method), "-"
-        if number is None or method in methods[: len(chosen)]:  # also a further entry of a method with a fixed style
-            number, line = free[others % len(free)], _LINE_STYLES[others // len(free) % len(_LINE_STYLES)]
-            others += 1
-        marker = _MARKERS[number % len(_MARKERS)]
+        colour, line = _FIXED_COLOURS.get(method), "-"
+        if colour is None or method in methods[: len(chosen)]:  # also a further entry of a method with a fixed style
+            turn, position = divmod(num_others, len(free_colours))
+            colour, line = free_colours[position], _LINE_STYLES[turn % len(_LINE_STYLES)]
+            num_others += 1
+        marker = _MARKERS[colour % len(_MARKERS)]
         if method == "pretrained":  # a horizontal line, not a curve
             line, marker = ":", ""
-        chosen.append(Style(colour=_METHOD_COLOURS[number], line=line, marker=marker))
+        chosen.append(Style(colour=_METHOD_COLOURS[colour], line=line, marker=marker))
     return chosen
 
 
@@ -197,7 +201,7 @@ class Panels:
     note: str = ""
 
     def figure(self) -> Figure:
-        """Return all panels in one picture; only the outer ones have labels."""
+        """Return all panels in one picture with the legend; only the panels at the left and the bottom have labels."""
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
             """Fill all panels, label the outer ones and add the legend."""
@@ -215,7 +219,8 @@ class Panels:
             if self.note:
                 figure.supxlabel(self.note, fontsize="small", color=MUTED.light)
 
-        return draw(-(-len(self.paint) // self.columns), self.columns, self.size, paint)
+        rows = -(-len(self.paint) // self.columns)  # rounded up
+        return draw(rows, self.columns, self.size, paint)
 
     def parts(self) -> list[Figure]:
         """Return one picture with labels for each panel."""
@@ -272,13 +277,13 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
-    """Return a figure as inline SVG.
+    """Return a figure as inline SVG for a page.
 
     It is wide enough that all letters have at least :data:`SMALLEST` pixels.
 
     Args:
         figure: The figure.
-        prefix: Prefix of all ids.
+        prefix: Prefix of all ids in the SVG, which must be unique on the page.
         label: Text for screen readers; without it the figure is decoration.
         variables: CSS variables by colour, so that colours follow the page's theme.
     """
@@ -288,7 +293,7 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     text = file.getvalue()
     text = text[text.index("<svg") :]  # without the XML declaration
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)  # ids and references to them
     text = re.sub("#[0-9a-f]{6}", lambda colour: variables.get(colour[0], colour[0]), text)
     width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
     font_sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
@@ -316,16 +321,18 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
 def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
     """Label each point on the first of four sides where the label covers no other label and no point.
 
+    If there is no such side, the label is right above the point.
+
     Args:
         figure: The figure.
         axis: Its axes with the points.
         points: Position and label of each point, in data coordinates.
     """
     figure.draw_without_rendering()  # computes the layout
-    scale = 72 / figure.dpi
+    points_per_pixel = 72 / figure.dpi
     pixels = [axis.transData.transform(point[:2]) for point in points]
-    places = [(float(x) * scale, float(y) * scale) for x, y in pixels]
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    places = [(float(x) * points_per_pixel, float(y) * points_per_pixel) for x, y in pixels]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]  # boxes of the points, and of labels so far
     for (x, y), (data_x, data_y, text) in zip(places, points, strict=True):
         width = 5.6 * len(text)  # mean width of a letter, in points
         # Offsets of the label: right above, right below, left above, left below.

@@ -82,9 +82,14 @@ def one_way(values: Sequence[float]) -> Estimate:
 
 
 def interval(values: Sequence[float], *, together: int = 1) -> tuple[float, float] | None:
-    """Return the 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value.
+    """Return the 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``.
 
-    ``together`` is the number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
+    Args:
+        values: Independent values.
+        together: Number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
+
+    Returns:
+        Both ends; None for fewer than two values.
     """
     return None if len(values) < 2 else one_way(values).interval(1 / together)
 
@@ -103,39 +108,43 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     if num_users == 1:
         return one_way(values[0].tolist())
     mean, by_user, by_seed = values.mean(), values.mean(1), values.mean(0)
+    rest = values - by_user[:, None] - by_seed + mean
+    freedom_of_rest = (num_users - 1) * (num_seeds - 1)
     # Mean squares of users, of seeds, and of the rest.
     of_users, of_seeds = num_seeds * by_user.var(ddof=1), num_users * by_seed.var(ddof=1)
-    of_rest = ((values - by_user[:, None] - by_seed + mean) ** 2).sum() / ((num_users - 1) * (num_seeds - 1))
+    of_rest = (rest**2).sum() / freedom_of_rest
     variance, freedom = max((of_users, num_users - 1.0), (of_seeds, num_seeds - 1.0))
-    if (both := of_users + of_seeds - of_rest) > variance:
-        parts = ((of_users, num_users - 1), (of_seeds, num_seeds - 1), (of_rest, (num_users - 1) * (num_seeds - 1)))
-        variance, freedom = both, both**2 / sum(square**2 / part_freedom for square, part_freedom in parts)
+    if (combined := of_users + of_seeds - of_rest) > variance:
+        mean_squares = ((of_users, num_users - 1), (of_seeds, num_seeds - 1), (of_rest, freedom_of_rest))
+        variance = combined
+        freedom = combined**2 / sum(square**2 / its_freedom for square, its_freedom in mean_squares)
     return Estimate(mean=float(mean), error=math.sqrt(variance / values.size), freedom=float(freedom))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p-values (Scandinavian Journal of Statistics 6, 1979).
 
+    The k-th smallest of n p-values, counted from 0, is multiplied by ``n - k``, and is at least the one before it.
     Hypotheses with an adjusted p-value of at most 0.05 are rejected; with 95% none of them is true.
     """
-    adjusted, floor = [1.0] * len(p_values), 0.0
+    adjusted, largest = [1.0] * len(p_values), 0.0  # largest adjusted p-value so far
     for rank, number in enumerate(np.argsort(p_values, kind="stable")):
-        floor = max(floor, (len(p_values) - rank) * p_values[number])
-        adjusted[number] = min(1.0, floor)
+        largest = max(largest, (len(p_values) - rank) * p_values[number])
+        adjusted[number] = min(1.0, largest)
     return adjusted
 
 
 def holm_shares(p_values: Sequence[float]) -> list[float]:
-    """Return the share of ERROR at which Holm's procedure tests each hypothesis.
+    """Return the share of the error rate 0.05 (ERROR) at which Holm's procedure tests each hypothesis.
 
-    An interval with that share does not contain 0 exactly if the hypothesis is rejected. The smallest p-value has the
-    share ``1 / n``, the next ``1 / (n - 1)``, and so on until one is not rejected. All others have the same share as
-    that one.
+    An interval with confidence ``1 - 0.05 share`` excludes 0 exactly if the hypothesis is rejected, so intervals agree
+    with :func:`holm`. The smallest p-value has the share ``1 / n``, the next ``1 / (n - 1)``, and so on until one is
+    not rejected. All others have the same share as that one.
     """
-    rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
+    num_rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
     shares = [1.0] * len(p_values)
     for rank, number in enumerate(np.argsort(p_values, kind="stable")):
-        shares[number] = 1 / (len(p_values) - min(rank, rejected))
+        shares[number] = 1 / (len(p_values) - min(rank, num_rejected))
     return shares
 
 
@@ -145,16 +154,16 @@ def signed_rank(differences: Sequence[float]) -> float:
     Zeros are left out and ties share the mean of their ranks. The distribution counts all signs, without approximation.
     Source: Biometrics Bulletin 1, 1945.
     """
-    known = np.array([value for value in differences if value])
-    if not len(known):
+    nonzero = np.array([value for value in differences if value])
+    if not len(nonzero):
         return 1.0
-    _, place, counts = np.unique(np.abs(known), return_inverse=True, return_counts=True)
-    ranks = (2 * np.cumsum(counts) - counts + 1)[place]  # twice the rank, which is an integer for ties too
-    chances = np.ones(1)  # probability of each sum of the ranks with a positive sign
-    for rank in ranks:
-        chances = (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0))) / 2
-    observed = int(ranks[known > 0].sum())
-    return min(1.0, 2 * float(min(chances[: observed + 1].sum(), chances[observed:].sum())))
+    _, distinct_index, counts = np.unique(np.abs(nonzero), return_inverse=True, return_counts=True)
+    ranks = (2 * np.cumsum(counts) - counts + 1)[distinct_index]  # twice the rank, which is an integer for ties too
+    probabilities = np.ones(1)  # of each sum of the ranks with a positive sign
+    for rank in ranks:  # a sign is negative or positive with probability 1/2
+        probabilities = (np.pad(probabilities, (0, rank)) + np.pad(probabilities, (rank, 0))) / 2
+    observed = int(ranks[nonzero > 0].sum())
+    return min(1.0, 2 * float(min(probabilities[: observed + 1].sum(), probabilities[observed:].sum())))
 
 
 def smallest_signed_rank(users: int) -> float:
@@ -279,7 +288,7 @@ def baseline_text(names: Sequence[str]) -> str:
 
 
 def compare_with_baseline(results: Results, measure: str, baseline: str) -> BaselineComparison | None:
-    """Compare every other method with ``baseline``.
+    """Compare every other method with ``baseline``: mean change with its interval, verdict and p-value.
 
     Args:
         results: Results by method, seed and user.
@@ -297,26 +306,26 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     }
     if not any(len(by_seed) > 1 for by_seed in differences.values()):
         return None
-    # Methods whose differences are all finite, with one table of users x seeds each.
-    tables = {name: table for name, by_seed in differences.items() if (table := _as_array(by_seed)) is not None}
-    by_method = {name: two_way(table) for name, table in tables.items()}
-    shares = dict(zip(tables, holm_shares([estimate.p_value for estimate in by_method.values()]), strict=True))
-    p_values = dict(zip(tables, holm([signed_rank(table.mean(1).tolist()) for table in tables.values()]), strict=True))
-    users = len(next(iter(baseline_results.values())))
-    has_p_values = len(tables) * smallest_signed_rank(users) <= ERROR
+    # Differences of users x seeds, for methods with at least two seeds whose differences are all finite.
+    arrays = {name: array for name, by_seed in differences.items() if (array := _as_array(by_seed)) is not None}
+    estimates = {name: two_way(array) for name, array in arrays.items()}
+    shares = dict(zip(arrays, holm_shares([estimate.p_value for estimate in estimates.values()]), strict=True))
+    p_values = dict(zip(arrays, holm([signed_rank(array.mean(1).tolist()) for array in arrays.values()]), strict=True))
+    num_users = len(next(iter(baseline_results.values())))
+    has_p_values = len(arrays) * smallest_signed_rank(num_users) <= ERROR  # else none could be significant
 
     def verdict(name: str) -> Verdict:
         """Return the verdict on a method, also without an interval."""
         seeds = tuple(differences[name])
-        if name not in tables:
+        if name not in arrays:
             return Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
         p_value = p_values[name] if has_p_values else None
-        return _verdict_of(name, seeds, by_method[name], measure, shares[name], p_value)
+        return _verdict_of(name, seeds, estimates[name], measure, shares[name], p_value)
 
     return BaselineComparison(
         baseline=baseline_text(baseline_methods(baseline)),
         measure=measure,
-        users=users,
+        users=num_users,
         verdicts=tuple(
             replace(verdict(name), **_count_ahead(by_seed, measure)) for name, by_seed in differences.items()
         ),
@@ -335,15 +344,16 @@ def _best_results(
     Returns:
         Results by seed and user; None if a method's result is not finite.
     """
-    pick = best_of(measure)
+    pick_best = best_of(measure)
 
-    def pick_of(seed: int, user: str) -> float | None:
+    def best_result(seed: int, user: str) -> float | None:
         """Return a user's best result for a seed; None if a method's is not finite."""
-        values = [value for result in results if (value := result[seed].get(user)) is not None and math.isfinite(value)]
-        return pick(values) if len(values) == len(results) else None
+        of_methods = [of_method[seed].get(user) for of_method in results]
+        finite = [value for value in of_methods if value is not None and math.isfinite(value)]
+        return pick_best(finite) if len(finite) == len(results) else None
 
-    seeds = [seed for seed in results[0] if all(seed in result for result in results)]
-    return {seed: {user: pick_of(seed, user) for user in results[0][seed]} for seed in seeds}
+    common_seeds = [seed for seed in results[0] if all(seed in of_method for of_method in results)]
+    return {seed: {user: best_result(seed, user) for user in results[0][seed]} for seed in common_seeds}
 
 
 def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
@@ -353,11 +363,13 @@ def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str
         differences: Differences of all users by seed; None if one is not finite.
         measure: The measure.
     """
-    changes = [value for values in differences.values() for value in values]
-    known = [value for value in changes if value is not None]
-    ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
-    extreme = worst_of(measure)(known) if known and len(known) == len(changes) else None
-    return {"ahead": ahead, "pairs": len(changes), "worst": None if extreme is None else as_change(extreme, measure)}
+    all_differences = [value for values in differences.values() for value in values]
+    finite = [value for value in all_differences if value is not None]
+    num_ahead = sum(value != 0 and not is_worse(value, measure) for value in finite)
+    worst: float | None = None
+    if finite and len(finite) == len(all_differences):
+        worst = as_change(worst_of(measure)(finite), measure)
+    return {"ahead": num_ahead, "pairs": len(all_differences), "worst": worst}
 
 
 def _differences(
@@ -378,7 +390,11 @@ def _differences(
 
 
 def _as_array(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
-    """Return an array of users x seeds; None with fewer than two seeds or if a difference is missing."""
+    """Return differences by seed, with one value per user each, as an array of shape (users, seeds).
+
+    Returns:
+        The array; None with fewer than two seeds, or if a difference is not finite.
+    """
     if len(differences) < 2 or any(value is None for values in differences.values() for value in values):
         return None
     return np.array(list(differences.values()), dtype=float).T
@@ -398,12 +414,12 @@ def _verdict_of(
         p_value: Its adjusted p-value; None if there are too few users.
     """
     bounds = estimate.interval(share)
-    changed = WORSE if is_worse(estimate.mean, measure) else BETTER
+    direction = WORSE if is_worse(estimate.mean, measure) else BETTER
     low, high = (as_change(end, measure) for end in bounds)
     return Verdict(
         method=name,
         seeds=seeds,
-        verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else changed,
+        verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else direction,
         change=as_change(estimate.mean, measure),
         low=low,
         high=high,
@@ -443,31 +459,33 @@ def _p_text(value: float | None) -> str:
     """Return a p-value as text with two significant digits; a dash if there is none."""
     if value is None:
         return "–"
-    return "< 0.001" if value < 0.001 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+    if value < 0.001:
+        return "< 0.001"
+    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
 
 
 def notes(against: BaselineComparison) -> list[str]:
     """Return sentences on how to read the table, and on what it cannot show."""
-    number = against.judged
-    holm_note = (
-        f" For {number} methods, Holm's correction widens them, so that all verdicts have a joint confidence of 95%."
-        if number > 1
-        else ""
-    )
-    lines = [
+    num_methods = against.judged
+    verdict_note = (
         "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
-        f"Users and seeds both count as random.{holm_note}",
-    ]
+        "Users and seeds both count as random."
+    )
+    if num_methods > 1:
+        verdict_note += (
+            f" For {num_methods} methods, Holm's correction widens them, so that all verdicts have a joint confidence "
+            "of 95%."
+        )
     least = smallest_signed_rank(against.users)
-    if number * least > ERROR:
-        after = f", {min(1.0, number * least):.3g} after Holm" if number > 1 else ""
-        few = f"{against.users} user{'s' if against.users != 1 else ''}"
-        p_value = f"No p: with {few}, Wilcoxon's test cannot give less than {least:.3g}{after}."
+    if num_methods * least > ERROR:
+        after = f", {min(1.0, num_methods * least):.3g} after Holm" if num_methods > 1 else ""
+        users = f"{against.users} user{'s' if against.users != 1 else ''}"
+        p_note = f"No p: with {users}, Wilcoxon's test cannot give less than {least:.3g}{after}."
     else:
-        p_value = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
+        p_note = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
     return [
-        *lines,
-        p_value,
+        verdict_note,
+        p_note,
         "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit.",
     ]
 
@@ -529,12 +547,12 @@ class ComparisonTable(_ComparisonTable, total=False):
     against: BaselineComparisonRecord | None
 
 
-def _mean_and_deviation(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation (0 for a single value); None if a value is not finite."""
-    known = [v for v in values if v is not None]
-    if len(known) < len(values):
-        return None, None
-    return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0
+def _cell_spread(values: Sequence[float | None]) -> CellSpread:
+    """Return mean and standard deviation over seeds (0 for a single one); both are None if a value is not finite."""
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return {"mean": None, "std": None}
+    return {"mean": statistics.fmean(finite), "std": statistics.stdev(finite) if len(finite) > 1 else 0.0}
 
 
 def folder_name(label: str) -> str:
@@ -579,10 +597,13 @@ def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str |
 
 
 def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
-    """Check that runs have the same users; each is given with its name.
+    """Check that runs have the same users, without which their results cannot be compared.
+
+    Args:
+        runs: The name of each run for messages, and the names of its users.
 
     Raises:
-        RunError: They have not.
+        RunError: A run has other users than the first.
     """
     first, expected = runs[0]
     for name, users in runs[1:]:
@@ -599,9 +620,14 @@ def users_of(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, Collection[st
 
 
 def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTable:
-    """Return a comparison with verdicts against a baseline, by default ``local`` or else the first method.
+    """Return a comparison with verdicts against a baseline, in place of those that it has.
 
     With one seed or one method there are no verdicts.
+
+    Args:
+        table: The comparison.
+        baseline: A method, or several separated by commas, of which the best result counts; None for ``local``, or
+            else the first method.
 
     Raises:
         RunError: The table has no results of single seeds, as older tables.
@@ -611,12 +637,11 @@ def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTab
     if any("results" not in row for row in rows):
         raise RunError("the table lacks the results of each seed; write it again with `comingle compare --resume`")
     chosen = baseline_of([row["method"] for row in rows], baseline)
-    results = {
-        row["method"]: {
+    results: dict[str, dict[int, dict[str, float | None]]] = {}  # by method, seed and user
+    for row in rows:
+        results[row["method"]] = {
             seed: {user: values[i] for user, values in row["results"].items()} for i, seed in enumerate(row["seeds"])
         }
-        for row in rows
-    }
     comparison = compare_with_baseline(results, measure_of(rows[0]), chosen)
     return {**table, "against": None if comparison is None else comparison.as_dict()}
 
@@ -635,17 +660,15 @@ def _method_row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
         runs: Metrics of its runs, one for each seed.
     """
     measure, unit = measure_of(runs[0]), runs[0].get("unit", "tokens")
-    mean, std = _mean_and_deviation([run[f"mean_test_{measure}"] for run in runs])
     results = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in runs[0]["users"]}
-    users = {
-        user: dict(zip(("mean", "std"), _mean_and_deviation(values), strict=True)) for user, values in results.items()
-    }
+    users = {user: _cell_spread(values) for user, values in results.items()}
     row = {
         "method": name,
         "seeds": [run["seed"] for run in runs],
         "rounds": [run["rounds"] for run in runs],
+        # Only runs that stopped early record how many rounds were planned.
         **({"planned_rounds": planned} if (planned := max(run.get("planned_rounds", 0) for run in runs)) else {}),
-        f"mean_test_{measure}": {"mean": mean, "std": std},
+        f"mean_test_{measure}": _cell_spread([run[f"mean_test_{measure}"] for run in runs]),
         **_geometric_mean_entry(runs, measure),
         "users": users,
         "results": results,
@@ -672,8 +695,8 @@ def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _geometric_mean_entry(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[str, CellSpread]:
     """Return mean and deviation over seeds of the geometric mean over users, for perplexities only."""
-    means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
-    return {GEOMETRIC: dict(zip(("mean", "std"), _mean_and_deviation(means), strict=True))} if means else {}
+    means = [mean for run in runs for mean in geometric(run["users"], measure).values()]  # empty for other measures
+    return {GEOMETRIC: _cell_spread(means)} if means else {}
 
 
 def read_comparison(folder: Path) -> ComparisonTable:

@@ -179,7 +179,7 @@ def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
 
 
 def _privacy_lines(plan: PlanRecord) -> Iterator[str]:
-    """Yield the privacy budget that each method spends, and its noise."""
+    """Yield the privacy budget that each method's run would spend, and its noise, one line per private method."""
     yield f"Privacy: bound on what the run reveals about any {_privacy_unit(plan)}"
     for method in plan["methods"]:
         if not (spent := method.get("privacy")):
@@ -206,18 +206,19 @@ def _plan_heading(plan: PlanRecord) -> Text:
     if plan["unit"] == "token":
         size = f"{plan['base_parameters'] / 1e6:,.1f}M"
         work = f"{plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens"
-        read = "No weights were loaded and no model was trained."
+        not_done = "No weights were loaded and no model was trained."
     else:
         size = f"{plan['base_parameters']:,}"
         work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
-        read = "No model was trained."
-    rest = (
+        not_done = "No model was trained."
+    after_base = (
         f", {size} parameters, {plan['dtype']} on "
         f"{plan['device']}; {len(plan['users'])} users: {names}\n"
-        f"{plan['rounds']} rounds of {work} for each user. {read} MB = 10^6 bytes.\n"
-        + (f"{plan['note']}\n" if plan["note"] else "")
+        f"{plan['rounds']} rounds of {work} for each user. {not_done} MB = 10^6 bytes.\n"
     )
-    return Text.assemble(words(plan["base"], "bold"), printable(rest, keep="\n"))
+    if plan["note"]:
+        after_base += f"{plan['note']}\n"
+    return Text.assemble(words(plan["base"], "bold"), printable(after_base, keep="\n"))
 
 
 def _captioned_table(title: str, caption: str = "") -> Table:
@@ -233,12 +234,17 @@ def _add_columns(table: Table, *names: str, left: int = 2) -> Table:
 
 
 def _user_rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
-    """Yield each method's users, one row for each group with equal costs."""
+    """Yield the rows of a table of users: for each method, one for each group of users with equal costs.
+
+    Yields:
+        The method's name in its first row, empty in the others; the users' names, "each" for all users; and the costs
+        of one of them.
+    """
     for method in plan["methods"]:
-        for i, user in enumerate(method["users"]):
-            is_common = len(method["users"]) == 1 and len(user["names"]) > 1
-            label = "each" if is_common else ", ".join(user["names"])
-            yield (method["method"] if i == 0 else ""), label, user
+        for i, group in enumerate(method["users"]):
+            has_all_users = len(method["users"]) == 1 and len(group["names"]) > 1
+            label = "each" if has_all_users else ", ".join(group["names"])
+            yield (method["method"] if i == 0 else ""), label, group
 
 
 def _parameters_table(plan: PlanRecord) -> Table:
@@ -264,41 +270,48 @@ def _compute_table(plan: PlanRecord) -> Table:
     """Return the table of FLOPs of each user's forward pass and training, and the overhead over the base."""
     unit, base = plan["unit"], "frozen base" if plan["unit"] == "token" else "net"
     rows = list(_user_rows(plan))
-    naive = any(user["experts"] for _, _, user in rows)
+    has_experts = any(user["experts"] for _, _, user in rows)
+    all_have_experts = all(user["experts"] for _, _, user in rows)
     counted = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
-    more = "\nNaive: a whole MLP per expert, instead of one product with base weights for all experts." if naive else ""
-    mixed = not all(user["experts"] for _, _, user in rows)
-    once = " in one pass a step" if mixed else ""
-    base_flops = _mega_flops(plan[f"base_forward_flops_per_{unit}"])
-    table = _captioned_table(
-        f"Compute of one user (the {base} alone: {base_flops} a {unit} forward)",
+    exception = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
+    caption = (
         f"{counted}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
-        f"the same passes{'; of mixtures and nets,' + once if mixed else ''}.{more}",
+        f"the same passes{exception}."
     )
-    last = ("overhead", "naive") if naive else ("overhead",)
-    _add_columns(table, "method", "user", f"forward / {unit}", *last, f"training / {unit}", "training / round", *last)
+    if has_experts:
+        caption += "\nNaive: a whole MLP per expert, instead of one product with base weights for all experts."
+    base_flops = _mega_flops(plan[f"base_forward_flops_per_{unit}"])
+    table = _captioned_table(f"Compute of one user (the {base} alone: {base_flops} a {unit} forward)", caption)
+    overheads = ("overhead", "naive") if has_experts else ("overhead",)
+    names = (f"forward / {unit}", *overheads, f"training / {unit}", "training / round", *overheads)
+    _add_columns(table, "method", "user", *names)
     for name, label, user in rows:
         forward, training = user[f"forward_flops_per_{unit}"], user[f"training_flops_per_{unit}"]
         whole_round = user["training_flops_per_round"]
-        cells = [_mega_flops(forward["total"]), *_overheads(user, forward, naive), _mega_flops(training["total"])]
         table.add_row(
-            name, words(label), *cells, _tera_flops(whole_round["total"]), *_overheads(user, whole_round, naive)
+            name,
+            words(label),
+            _mega_flops(forward["total"]),
+            *_overheads(user, forward, has_experts),
+            _mega_flops(training["total"]),
+            _tera_flops(whole_round["total"]),
+            *_overheads(user, whole_round, has_experts),
         )
     return table
 
 
-def _overheads(user: UserCostRecord, spent: FlopsRecord, naive: bool) -> list[str]:
+def _overheads(user: UserCostRecord, flops: FlopsRecord, has_experts: bool) -> list[str]:
     """Return the cells of the overhead over the base and, if any user has experts, of the naive implementation's.
 
     Args:
         user: Costs of the user.
-        spent: FLOPs of a pass of the user.
-        naive: Whether any user of the table has experts.
+        flops: FLOPs of a pass or a round of the user.
+        has_experts: Whether any user of the table has experts, so that it has the second column.
     """
-    overhead = _signed_percent(spent["overhead"])
-    if not naive:
+    overhead = _signed_percent(flops["overhead"])
+    if not has_experts:
         return [overhead]
-    return [overhead, _signed_percent(spent["naive_overhead"]) if user["experts"] else "–"]
+    return [overhead, _signed_percent(flops["naive_overhead"]) if user["experts"] else "–"]
 
 
 _COMPILED = ", without compilation (runtime.compile: false); compiled code needs less"
@@ -306,31 +319,38 @@ _COMPILED = ", without compilation (runtime.compile: false); compiled code needs
 
 def _memory_table(plan: PlanRecord) -> Table:
     """Return the table of peak memory by purpose: on this machine, and on a device of one user."""
-    sampled = plan["unit"] == "sample"
-    kept = ("process", "data" if sampled else "weights", "adapters", "moments")
-    keys = (*kept, "gradients", "activations", "exchange", "allocator")
-    shown = {"exchange": "messages"} | ({"adapters": "nets"} if sampled else {})
-    names = [shown.get(key, key) for key in keys]
+    has_samples = plan["unit"] == "sample"
+    # Without _bytes, keys of the record; some have other names in the table.
+    keys = (
+        "process",
+        "data" if has_samples else "weights",
+        "adapters",
+        "moments",
+        "gradients",
+        "activations",
+        "exchange",
+        "allocator",
+    )
+    other_names = {"exchange": "messages"} | ({"adapters": "nets"} if has_samples else {})
+    names = [other_names.get(key, key) for key in keys]
     table = _captioned_table(
         "Peak memory in MB",
         "Process: Python and its libraries, measured on this machine; unknown for a GPU.\n"
-        f"Activations: memory of one pass without gradients{'' if sampled else _COMPILED}."
+        f"Activations: memory of one pass without gradients{'' if has_samples else _COMPILED}."
         "\nMessages: uploads of a round while they are made, which is not during a pass; the larger one counts."
         "\nAllocator: estimate of its fragmentation on a CPU, not a bound; unknown for a GPU.",
     )
-    _add_columns(
-        table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total"
-    )
+    pass_heading = f"users x {'samples' if has_samples else 'sequences'} in a pass"
+    _add_columns(table, "method", "where", pass_heading, *names, "total")
+
+    def cells(memory: Mapping[str, int]) -> list[str]:
+        """Return the cells of the columns of megabytes."""
+        return [_megabytes_number(memory[f"{key}_bytes"]) for key in (*keys, "total")]
+
     for method in plan["methods"]:
-        here = f"{method['users_per_step']} x {method['micro_batch']}"
-        alone = f"1 x {method['micro_batch']}"
-        for name, where, size, part_bytes in (
-            (method["method"], f"here, {len(plan['users'])} users", here, method["machine"]),
-            ("", "a device of one user", alone, method["own_device"]),
-        ):
-            table.add_row(
-                name, where, size, *(_megabytes_number(part_bytes[f"{key}_bytes"]) for key in (*keys, "total"))
-            )
+        here, pass_here = f"here, {len(plan['users'])} users", f"{method['users_per_step']} x {method['micro_batch']}"
+        table.add_row(method["method"], here, pass_here, *cells(method["machine"]))
+        table.add_row("", "a device of one user", f"1 x {method['micro_batch']}", *cells(method["own_device"]))
     return table
 
 
@@ -342,7 +362,10 @@ def _store_lines(plan: PlanRecord) -> Iterator[str]:
 
 
 def _paper_tables(plan: PlanRecord) -> Iterator[Table | str]:
-    """Yield the columns of the paper's Table 3 as rows of a table, and why they differ."""
+    """Yield a table that compares costs with Table 3 of the CoMiGS paper, and lines that say why they differ.
+
+    Its rows are the columns of Table 3: what CoMiGS-1G1S costs more than FedAvg.
+    """
     columns = plan["comigs_1g1s_minus_fedavg"]
     table = _captioned_table(
         "CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters"
@@ -424,11 +447,12 @@ def render_times(times: TimesRecord) -> Iterator[Table | str]:
 def _times_head(times: TimesRecord) -> str:
     """Return the line above the tables of times: machines, their price and the link between them."""
     machines, processes = times["machines"], times["processes"]
-    what = f"{processes} GPUs" if times["gpus"] else f"{processes} processes on {times['cores']} cores"
-    each = " each" if machines > 1 else ""
+    has_several = machines > 1
+    equipment = f"{processes} GPUs" if times["gpus"] else f"{processes} processes on {times['cores']} cores"
+    each = " each" if has_several else ""
     price = "" if times["price"] is None else f", {times['price']:g} an hour{each}"
-    link = f"; {times['link'] / 1e9:g} GB/s and {seconds(times['latency'])} between them" if machines > 1 else ""
-    return f"Time on {machines} machine{'s' if machines > 1 else ''} with {what}{each}{price}{link}\n"
+    link = f"; {times['link'] / 1e9:g} GB/s and {seconds(times['latency'])} between them" if has_several else ""
+    return f"Time on {machines} machine{'s' if has_several else ''} with {equipment}{each}{price}{link}\n"
 
 
 def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
@@ -458,13 +482,17 @@ def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
 
 def _measurements_line(parts: TimePartsRecord) -> str:
     """Return the measurements behind a method's times as one line."""
-    local = f"a user's local steps {seconds(parts['user_seconds'])} of a core"
-    more = f", its messages {seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}"
-    disk = f"; disk {parts['disk'] / 1e6:,.0f} MB/s"
-    if parts["bus"] is None:
-        return local + more + disk
-    network = f"; between processes {parts['bus'] / 1e6:,.0f} MB/s, {parts['hops']:,.0f} small messages a round of "
-    return local + more + disk + network + seconds(parts["hop_seconds"])
+    line = (
+        f"a user's local steps {seconds(parts['user_seconds'])} of a core, its messages "
+        f"{seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}; disk "
+        f"{parts['disk'] / 1e6:,.0f} MB/s"
+    )
+    if parts["bus"] is None:  # one process
+        return line
+    return (
+        f"{line}; between processes {parts['bus'] / 1e6:,.0f} MB/s, {parts['hops']:,.0f} small messages a round of "
+        f"{seconds(parts['hop_seconds'])}"
+    )
 
 
 def _times_notes(times: TimesRecord) -> Iterator[str]:
@@ -475,8 +503,8 @@ def _times_notes(times: TimesRecord) -> Iterator[str]:
 
 
 def seconds(value: float) -> str:
-    """Return a duration with the largest unit that fits."""
-    for size, unit in _UNITS:
-        if value >= size:
-            return f"{value / size:,.3g} {unit}"
+    """Return a duration as text, in the largest unit of which it has at least one: days to microseconds."""
+    for unit_seconds, unit in _UNITS:
+        if value >= unit_seconds:
+            return f"{value / unit_seconds:,.3g} {unit}"
     return f"{value * 1e6:,.3g} us" if value else "0"

@@ -66,16 +66,18 @@ def is_population(users: Sequence[str]) -> bool:
 
 
 def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None) -> dict[str, str]:
-    """Return up to ``most`` users with the titles of their panels or rows.
+    """Choose up to ``most`` users for a figure; of more users the best and the worst ones, half of each.
 
-    If there are more users, the best and the worst ones are chosen, half of each. They are sorted by their mean change
-    against the baseline over the other trained entries, or by their mean test result without a baseline. Users without
-    a finite number are among the worst.
+    Users are sorted by their mean change against the baseline over the other trained entries, or by their mean test
+    result without a baseline. Users without a finite number are among the worst.
 
     Args:
         entries: Entries with the same users.
         most: Largest number of users.
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
+
+    Returns:
+        The titles of panels or rows by user: the name, or "best 2: NAME" and "worst 1: NAME" if not all are chosen.
     """
     users = list(entries[0].first.users)
     if len(users) <= most:
@@ -98,18 +100,26 @@ def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, fl
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
     """
     baseline = baseline or next(iter(baselines(entries)), None)
-    rows = [] if baseline is None else compared(entries, baseline)
-    by_entry = [{gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in rows]
-    known = [user for user in entries[0].first.users if by_entry and all(user in changes for changes in by_entry)]
-    return {user: statistics.fmean(changes[user] for changes in by_entry) for user in known}
+    if baseline is None:
+        return {}
+    changes_of_entries = [
+        {gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in compared(entries, baseline)
+    ]
+    if not changes_of_entries:
+        return {}
+    known = [user for user in entries[0].first.users if all(user in changes for changes in changes_of_entries)]
+    return {user: statistics.fmean(changes[user] for changes in changes_of_entries) for user in known}
 
 
 def _by_result(entries: Sequence[Entry]) -> dict[str, float]:
     """Return each user's mean result over the trained entries, by name; users without one of them are left out."""
     entries = [entry for entry in entries if entry.trained] or entries
-    by_user = {user: [final(entry, user) for entry in entries] for user in entries[0].first.users}
-    known = {user: [value.mean for value in values if value] for user, values in by_user.items()}
-    return {user: statistics.fmean(values) for user, values in known.items() if len(values) == len(entries)}
+    means: dict[str, float] = {}
+    for user in entries[0].first.users:
+        results = [result.mean for entry in entries if (result := final(entry, user)) is not None]
+        if len(results) == len(entries):
+            means[user] = statistics.fmean(results)
+    return means
 
 
 MOST_TICKS = 5
@@ -123,35 +133,34 @@ def scores_figure(entry: Entry) -> Figure:
 def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     """Return one heat map per user and expert: layers (first at the bottom) x rounds; solid is 1, blank is 0.
 
-    Each user has a row, or half a row. For many users the best and the worst are shown.
+    A heat map has the expert's mean gate in each layer at each evaluation. The panels of a user are next to each other,
+    in a row with those of another user if there is space. For many users the best and the worst are shown.
 
     Args:
         entry: The entry whose scores are shown.
         entries: Entries by which users are ranked; empty for ``entry`` alone.
     """
-    width = max(len(expert_curves(entry, user)) for user in entry.first.users)
-    most = max(2, MAX_PANELS // width)
-    shown = extremes(entries or [entry], most)
-    users = {user: by_layer for user in shown if (by_layer := expert_curves(entry, user))}
-    if not users:  # in a federation users can keep their results private
-        shown = {user: user for user in list(entry.first.evaluations[-1].scores)[:most]}
-        users = {user: expert_curves(entry, user) for user in shown}
+    most_experts = max(len(expert_curves(entry, user)) for user in entry.first.users)
+    most_users = max(2, MAX_PANELS // most_experts)
+    titles_of_users = extremes(entries or [entry], most_users)
+    experts_of_users = {user: experts for user in titles_of_users if (experts := expert_curves(entry, user))}
+    if not experts_of_users:  # in a federation users can keep their results private
+        titles_of_users = {user: user for user in list(entry.first.evaluations[-1].scores)[:most_users]}
+        experts_of_users = {user: expert_curves(entry, user) for user in titles_of_users}
     rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
     paint: list[Callable[[Axes], None] | None] = []
-    for user, by_layer in users.items():
-        titles = [f"{short(shown[user], 27 - len(curves.name))}: {curves.name}" for curves in by_layer]
-        paint += [
-            partial(_paint_heatmap, expert=e, title=title, rounds=rounds)
-            for e, title in zip(by_layer, titles, strict=True)
-        ]
-        paint += [None] * (width - len(by_layer))
-    names = [expert.name for expert in max(users.values(), key=len)]
-    layers = max(len(expert.layers) for by_layer in users.values() for expert in by_layer)
+    for user, experts in experts_of_users.items():
+        for expert in experts:
+            title = f"{short(titles_of_users[user], 27 - len(expert.name))}: {expert.name}"
+            paint.append(partial(_paint_heatmap, expert=expert, title=title, rounds=rounds))
+        paint += [None] * (most_experts - len(experts))
+    names = [expert.name for expert in max(experts_of_users.values(), key=len)]
+    num_layers = max(len(expert.layers) for experts in experts_of_users.values() for expert in experts)
     return Panels(
         paint=paint,
-        columns=width * max(1, min(4, len(paint)) // width),
-        size=(2.9, min(2.6, 1.15 + 0.06 * layers)),
-        sheet=_heatmap_sheet(users, rounds),
+        columns=most_experts * max(1, min(4, len(paint)) // most_experts),
+        size=(2.9, min(2.6, 1.15 + 0.06 * num_layers)),
+        sheet=_heatmap_sheet(experts_of_users, rounds),
         keys=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
         below="round",
         left="layer",
@@ -172,23 +181,23 @@ def _paint_heatmap(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict
     shades = LinearSegmentedColormap.from_list(expert.name, [f"{colour}00", f"{colour}ff"])
     axis.imshow(values, vmin=0, vmax=1, cmap=shades, aspect="auto", interpolation="none", origin="lower")
     axis.set_title(title)
-    evaluated = [rounds[iterations] for iterations in expert.layers[0].iterations]
-    places = range(0, len(evaluated), -(-len(evaluated) // MOST_TICKS))
-    axis.set_xticks(places, [str(evaluated[place]) for place in places])
+    evaluated_rounds = [rounds[iterations] for iterations in expert.layers[0].iterations]
+    places = range(0, len(evaluated_rounds), -(-len(evaluated_rounds) // MOST_TICKS))  # at most MOST_TICKS
+    axis.set_xticks(places, [str(evaluated_rounds[place]) for place in places])
     axis.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True, min_n_ticks=1))
     axis.grid(visible=False)
 
 
-def _heatmap_sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
-    """Return a sheet with every score of the heat maps.
+def _heatmap_sheet(experts_of_users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
+    """Return a sheet (a header and rows of numbers) with every score of the heat maps.
 
     Args:
-        users: Each shown user's experts by name.
+        experts_of_users: The experts of each shown user.
         rounds: The round by number of local steps.
     """
     rows: list[list[object]] = [["user", "expert", "layer", "round", "mean_score", "std_over_seeds"]]
-    for user, by_layer in users.items():
-        for expert in by_layer:
+    for user, experts in experts_of_users.items():
+        for expert in experts:
             for layer, curve in enumerate(expert.layers):
                 for iterations, value in zip(curve.iterations, curve.values, strict=True):
                     rows.append([user, expert.name, layer, rounds[iterations], value.mean, value.std])
@@ -244,12 +253,17 @@ def max_users_with_bars(rows: Sequence[object]) -> int:
 
 def _styles_by_label(entries: Sequence[Entry]) -> dict[str, Style]:
     """Return the style of each entry by its label."""
-    every = styles([entry.method for entry in entries])
-    return {entry.label: style for entry, style in zip(entries, every, strict=True)}
+    styles_of_entries = styles([entry.method for entry in entries])
+    return {entry.label: style for entry, style in zip(entries, styles_of_entries, strict=True)}
 
 
 def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
-    """Return a sheet with every user's gain, entry by entry, best first."""
+    """Return a sheet (a header and rows) with every user's gain, entry by entry, best first.
+
+    Args:
+        rows: Entries with their users' gains against the baseline.
+        baseline: The baseline.
+    """
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
     sheet: list[list[object]] = [[*head]]
@@ -263,7 +277,7 @@ def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
 
 
 def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dict[str, Style], measure: str) -> None:
-    """Paint a group of bars for each user, with one bar for each entry.
+    """Paint horizontal bars of users' changes: a group for each user, with one bar for each entry.
 
     Args:
         axis: The axes.
@@ -300,20 +314,21 @@ def _paint_bars(
         offset: Place of the entry's bar relative to the centre of a user's bars.
         height: Height for a bar.
     """
-    indexed = [(i, by_user[user]) for i, user in enumerate(users) if user in by_user]
-    places = [i + offset for i, _ in indexed]
-    ends = [_to_axis(g, g.change.mean) for _, g in indexed]
-    for place, end, (_, gain) in zip(places, ends, indexed, strict=True):
+    places = [i + offset for i, user in enumerate(users) if user in by_user]
+    gains = [by_user[user] for user in users if user in by_user]
+    ends = [_to_axis(gain, gain.change.mean) for gain in gains]
+    for place, end, gain in zip(places, ends, gains, strict=True):
         start = _no_change(gain.measure)
         (bar,) = axis.barh(
             place, end - start, height * 0.92, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
         )
-        bar.set_alpha(LEVEL_OPACITY if gain.verdict == "level" else 1.0)
-        bar.set_hatch("////" if gain.verdict != "level" and is_worse(gain.change.mean, gain.measure) else "")
-    if any(g.change.std for _, g in indexed):
-        lows, highs = (
-            [_to_axis(g, g.change.mean + sign * (g.change.std or 0.0)) for _, g in indexed] for sign in (-1, 1)
-        )
+        is_level = gain.verdict == "level"
+        bar.set_alpha(LEVEL_OPACITY if is_level else 1.0)
+        bar.set_hatch("////" if not is_level and is_worse(gain.change.mean, gain.measure) else "")
+    if any(gain.change.std for gain in gains):
+        # On the axis of factors the two sides of a deviation have different lengths.
+        lows = [_to_axis(gain, gain.change.mean - (gain.change.std or 0.0)) for gain in gains]
+        highs = [_to_axis(gain, gain.change.mean + (gain.change.std or 0.0)) for gain in gains]
         below = [abs(end - low) for end, low in zip(ends, lows, strict=True)]
         above = [abs(end - high) for end, high in zip(ends, highs, strict=True)]
         axis.errorbar(ends, places, xerr=[below, above], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
@@ -330,7 +345,13 @@ def _to_axis(gain: Gain, change: float) -> float:
 
 
 def _format_factors(axis: Axis, low: float, high: float) -> None:
-    """Format the ticks of a logarithmic axis as factors."""
+    """Format the ticks of a logarithmic axis as factors, such as "×2"; minor ticks only if they have space.
+
+    Args:
+        axis: The axis.
+        low: Its lower limit.
+        high: Its upper limit.
+    """
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
     crowded = high > 30 * low
     axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_factor_tick))
@@ -346,28 +367,31 @@ def _factor_tick(value: float, _: object) -> str:
 
 
 def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | None:
-    """Return the distribution of all users' changes, and each entry's changes against the users' amounts of data."""
+    """Return figures of many users: the distribution of changes, and the changes against the users' amounts of data.
+
+    Args:
+        entries: Entries with the same users.
+        baseline: The entry that others are compared with.
+
+    Returns:
+        A panel for the distribution, and one for each compared entry if the runs record the amounts of data; None if
+        nothing can be compared.
+    """
     rows = compared(entries, baseline)
     if not rows:
         return None
-    measure, amounts = baseline.first.measure, baseline.first.amounts
-    by_label = _styles_by_label(entries)
-    with_amounts = [entry for entry in rows if amounts]
+    measure, by_label = baseline.first.measure, _styles_by_label(entries)
+    paint: list[Callable[[Axes], None]] = [
+        partial(_paint_distribution, rows=rows, by_label=by_label, measure=measure, baseline=baseline.label)
+    ]
+    if baseline.first.amounts:
+        paint += [
+            partial(_paint_against_data, entry=entry, gains=gains, style=by_label[entry.label], baseline=baseline)
+            for entry, gains in rows
+        ]
     return Panels(
-        paint=[
-            partial(_paint_distribution, rows=rows, by_label=by_label, measure=measure, baseline=baseline.label),
-            *(
-                partial(
-                    _paint_against_data,
-                    entry=entry,
-                    gains=gains_of_entry,
-                    style=by_label[entry.label],
-                    baseline=baseline,
-                )
-                for entry, gains_of_entry in with_amounts
-            ),
-        ],
-        columns=min(3, 1 + len(with_amounts)),
+        paint=paint,
+        columns=min(3, len(paint)),
         size=(3.9, 2.9),
         sheet=_gain_sheet(rows, baseline),
         keys=[(_legend_line(by_label[entry.label]), entry.label) for entry, _ in rows],
@@ -380,7 +404,15 @@ def _legend_line(style: Style) -> Line2D:
 
 
 def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], measure: str, baseline: str) -> None:
-    """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across)."""
+    """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across).
+
+    Args:
+        axis: The axes.
+        rows: Entries with their users' gains.
+        by_label: The style of each entry.
+        measure: The measure.
+        baseline: Label of the baseline.
+    """
     for entry, gains_of_entry in rows:
         ends = np.sort([_to_axis(gain, gain.change.mean) for gain in gains_of_entry])
         style = by_label[entry.label]
@@ -396,7 +428,15 @@ def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], m
 
 
 def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
-    """Draw a point for each user: amount of data (across) and change (up)."""
+    """Draw a point for each user: amount of training data (across) and change against the baseline (up).
+
+    Args:
+        axis: The axes.
+        entry: The entry.
+        gains: Gains of its users.
+        style: Its style.
+        baseline: The baseline, whose first run records the amounts.
+    """
     first = baseline.first
     with_data = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
     amounts = [first.amounts[gain.user] for gain in with_data]
@@ -507,16 +547,21 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
 
     The assignment of sets to clusters maximises the total weight (linear sum assignment). Sets without a cluster
     follow, the most used first.
+
+    Args:
+        mixture: Weights, of shape (user, adaptor set).
+        clusters: True cluster of each user; None if unknown.
     """
-    sets = range(mixture.shape[1])
     matched: list[int] = []
     if clusters is not None:
         true_clusters = np.array(clusters)
-        used = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
-        rows, columns = linear_sum_assignment(used, maximize=True)
+        # Total weight of each set in each cluster, of shape (cluster, adaptor set).
+        weights = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
+        rows, columns = linear_sum_assignment(weights, maximize=True)
         matched = [int(columns[place]) for place in np.argsort(rows)]
     total = mixture.sum(0)
-    return (*matched, *sorted((c for c in sets if c not in matched), key=lambda c: (-total[c], c)))
+    unmatched = [number for number in range(mixture.shape[1]) if number not in matched]
+    return (*matched, *sorted(unmatched, key=lambda number: (-total[number], number)))
 
 
 def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: Sequence[Hashable]) -> float:
@@ -526,10 +571,10 @@ def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: S
     mean number of pairs together in either partition (Hubert and Arabie, 1985). 0 / 0 counts as 1.
     """
     in_both = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
-    first, second = _num_pairs(Counter(first_partition)), _num_pairs(Counter(second_partition))
-    chance = first * second / comb(len(first_partition), 2) if len(first_partition) > 1 else 0.0
-    mean = (first + second) / 2
-    return 1.0 if mean == chance else (in_both - chance) / (mean - chance)
+    in_first, in_second = _num_pairs(Counter(first_partition)), _num_pairs(Counter(second_partition))
+    expected = in_first * in_second / comb(len(first_partition), 2) if len(first_partition) > 1 else 0.0
+    mean = (in_first + in_second) / 2
+    return 1.0 if mean == expected else (in_both - expected) / (mean - expected)
 
 
 def _num_pairs(sizes: Counter[object]) -> int:
@@ -581,9 +626,15 @@ def _snapshot_title(mixtures: Mixtures, at: int) -> str:
 
 
 def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
-    """Draw lines between the true clusters and label them at their centres."""
+    """Draw lines between the true clusters and label them at their centres; without clusters label each user.
+
+    Args:
+        axis: The axes of a heat map, with a row for each user.
+        mixtures: The mixtures, whose users are sorted by cluster.
+        labels: Whether to label the rows.
+    """
     names = mixtures.users if mixtures.clusters is None else [f"cluster {cluster}" for cluster in mixtures.clusters]
-    starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
+    starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]  # first rows of the clusters
     if mixtures.clusters is not None:
         for start in starts[1:]:
             axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
@@ -624,21 +675,23 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     """
     measure = measure or entries[0].first.measure
     users = extremes(entries, MAX_PANELS)
-    count = len(entries[0].first.users)
-    over = f"over {count} users" if count > len(users) else "over users"
-    which = [(None, False, f"mean {over}")]  # user, whether the mean is geometric, title
-    which += [(None, True, f"geometric mean {over}")] if measure == "perplexity" else []
-    which += [(user, False, short(title)) for user, title in users.items()]
-    curves = [[_curve_of(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in which]
+    num_users = len(entries[0].first.users)
+    over = f"over {num_users} users" if num_users > len(users) else "over users"
+    # For each panel the user (None for a mean over users), whether the mean is geometric, and the title.
+    panels: list[tuple[str | None, bool, str]] = [(None, False, f"mean {over}")]
+    if measure == "perplexity":
+        panels.append((None, True, f"geometric mean {over}"))
+    panels += [(user, False, short(title)) for user, title in users.items()]
+    curves = [[_curve_of(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in panels]
     values = [value for by_entry in curves for curve in by_entry for value in curve.values]
     return Panels(
         paint=[
-            partial(_paint_curves_panel, entries=entries, curves=curve, title=title, start=start, measure=measure)
-            for (_, _, title), curve in zip(which, curves, strict=True)
+            partial(_paint_curves_panel, entries=entries, curves=by_entry, title=title, start=start, measure=measure)
+            for (_, _, title), by_entry in zip(panels, curves, strict=True)
         ],
-        columns=min(4, len(which)),
+        columns=min(4, len(panels)),
         size=(2.9, 2.45),
-        sheet=_curves_sheet(entries, [user or title for user, _, title in which], curves),
+        sheet=_curves_sheet(entries, [user or title for user, _, title in panels], curves),
         keys=method_keys(entries),
         below="local iterations",
         left=axis_label(measure),
@@ -692,18 +745,20 @@ def _paint_curves_panel(
     """
     axis.set_title(title)
     line_styles = styles([entry.method for entry in entries])
-    trained = [entry.trained for entry in entries]
-    means = [value.mean for curve, trains in zip(curves, trained, strict=True) if trains for value in curve.values]
-    log_axis = _needs_log_axis(means, measure, start)
-    for curve, style, trains in zip(curves, line_styles, trained, strict=True):
-        if trains:
+    values = [
+        value.mean for curve, entry in zip(curves, entries, strict=True) if entry.trained for value in curve.values
+    ]
+    log_axis = _needs_log_axis(values, measure, start)  # judged by trained entries only
+    for curve, style, entry in zip(curves, line_styles, entries, strict=True):
+        if entry.trained:
             _paint_curve(axis, curve, style, log_axis)
         elif curve.values:
-            means.append(curve.values[0].mean)
-            axis.axhline(means[-1], color=style.colour.light, linestyle=style.line)
+            constant = curve.values[0].mean
+            values.append(constant)
+            axis.axhline(constant, color=style.colour.light, linestyle=style.line)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     if log_axis:
-        logarithmic(axis, means, measure)
+        logarithmic(axis, values, measure)
 
 
 def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
@@ -739,17 +794,20 @@ def _without_start(curve: Curve) -> Curve:
 
 
 def _paint_curve(axis: Axes, curve: Curve, style: Style, log_axis: bool) -> None:
-    """Draw a curve with a band of one standard deviation.
+    """Draw a curve with a band of one standard deviation over seeds.
 
     On a logarithmic axis the band reaches as many decades down as up, as it could reach 0 otherwise.
     """
     means = [value.mean for value in curve.values]
     colour = style.colour.light
-    marker = style.marker if len(means) <= 12 else ""
+    marker = style.marker if len(means) <= 12 else ""  # more markers would hide the line
     axis.plot(curve.iterations, means, color=colour, linestyle=style.line, marker=marker)
     if any(value.std for value in curve.values):
         high = [value.mean + (value.std or 0) for value in curve.values]
-        low = [m * m / h if log_axis else 2 * m - h for m, h in zip(means, high, strict=True)]
+        if log_axis:
+            low = [mean * mean / top for mean, top in zip(means, high, strict=True)]
+        else:
+            low = [2 * mean - top for mean, top in zip(means, high, strict=True)]
         axis.fill_between(curve.iterations, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
@@ -762,20 +820,25 @@ def bytes_figure(entries: Sequence[Entry]) -> Figure:
 
 
 def bytes_panels(entries: Sequence[Entry]) -> Panels:
-    """Return a panel for the mean over users, and for perplexities another one for the geometric mean."""
+    """Return panels of final test results against uploaded bytes, with a point for each trained entry.
+
+    There is a panel for the mean over users, and for perplexities another one for the geometric mean.
+    """
     measure = entries[0].first.measure
     means = ["mean", "geometric mean"] if measure == "perplexity" else ["mean"]
     sheet: list[list[object]] = [["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]]
     for mean in means:
-        ends = [(entry, final(entry, geometric=mean != "mean")) for entry in entries if entry.trained]
-        sheet += [[mean, e.label, cost(e).upload_bytes, end.mean, end.std] for e, end in ends if end is not None]
-    _, name = byte_unit(max((cost(entry).upload_bytes for entry in entries), default=0))
+        for entry in entries:
+            result = final(entry, geometric=mean != "mean") if entry.trained else None
+            if result is not None:
+                sheet.append([mean, entry.label, cost(entry).upload_bytes, result.mean, result.std])
+    _, unit_name = byte_unit(max((cost(entry).upload_bytes for entry in entries), default=0))
     return Panels(
         paint=[partial(_paint_bytes_panel, entries=entries, mean=mean) for mean in means],
         columns=len(means),
         size=(4.2, 3.0),
         sheet=sheet,
-        below=f"uploaded by all users over the run, {name}",
+        below=f"uploaded by all users over the run, {unit_name}",
         left=axis_label(measure),
         note=f"whiskers: {DEVIATION}" if any(row[-1] for row in sheet[1:]) else "",
     )

@@ -124,15 +124,18 @@ def change(value: float, baseline: float, measure: str) -> float | None:
 
 
 def additive_difference(value: float | None, baseline: float | None, measure: str) -> float | None:
-    """Return a difference to a baseline on a scale that can be averaged; None if it is not finite.
+    """Return a difference to a baseline on a scale on which means over users and seeds make sense.
 
-    This is the log ratio of perplexities and losses, and the difference of accuracies and ROUGE-1. :func:`as_change`
-    converts a mean of such differences to the unit of :func:`change`.
+    This is the log ratio of perplexities and losses, whose mean is that of geometric means, and the difference of
+    accuracies and ROUGE-1. :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
 
     Args:
         value: The result.
         baseline: The baseline's result.
         measure: The measure of both.
+
+    Returns:
+        The difference; None if a result is missing or not finite, or the logarithm is undefined.
     """
     if value is None or baseline is None or not math.isfinite(value - baseline):
         return None
@@ -194,7 +197,12 @@ def change_text(difference: float, measure: str) -> str:
 
 
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
-    """Return an interval of changes as text, with one more digit if it is narrow."""
+    """Return an interval of changes as text, with one more digit if it is narrow.
+
+    Args:
+        bounds: Both ends in the unit of :func:`change`.
+        measure: The measure.
+    """
     if measure == "loss":
         return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
     digits = 1 if bounds[1] - bounds[0] >= 1 else 2
@@ -209,13 +217,14 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
         baseline: Name of the baseline.
         short: Leave out which direction is better.
     """
-    sides = ("better", "worse") if MEASURES[measure] == "lower" else ("worse", "better")
-    ends = f"(left: {sides[0]}, right: {sides[1]})"
+    unit = "multiple" if measure == "loss" else _POINTS.get(measure, "%")
     if short:
-        return f"change against {baseline}, {'multiple' if measure == 'loss' else _POINTS.get(measure, '%')}"
+        return f"change against {baseline}, {unit}"
+    left, right = ("better", "worse") if MEASURES[measure] == "lower" else ("worse", "better")
+    directions = f"(left: {left}, right: {right})"
     if measure == "loss":
-        return f"test loss as a multiple of that of {baseline} {ends}"
-    return f"change of test {measure} against {baseline}, {_POINTS.get(measure, '%')} {ends}"
+        return f"test loss as a multiple of that of {baseline} {directions}"
+    return f"change of test {measure} against {baseline}, {unit} {directions}"
 
 
 # Characters that end a cell, start HTML, or change the font; underscores within words do not.
@@ -238,9 +247,9 @@ class Table(table.Table):
     caption: TextType | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
-        """Yield title, table and caption."""
+        """Yield title, table and caption, instead of wrapping title and caption at the width of the columns."""
         title, caption = self.title, self.caption
-        self.title = self.caption = None
+        self.title = self.caption = None  # so that rich renders the body only
         try:
             body = list(super().__rich_console__(console, options))
         finally:
@@ -265,14 +274,14 @@ def html_of(parts: Iterable[table.Table | Text]) -> str:
 def _html_table(source: table.Table) -> str:
     """Return a table of rich as HTML with its title and caption."""
     head = "".join(_html_cell("th", column, column.header) for column in source.columns)
-    rows = zip(*(column.cells for column in source.columns), strict=False)
-    cells_of_rows = (
-        "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
-        for row in rows
-    )
-    body = "".join(f"<tr>{cells}</tr>" for cells in cells_of_rows)
-    foot = "".join(_html_cell("td", column, column.footer) for column in source.columns)
-    foot = f"<tfoot><tr>{foot}</tr></tfoot>" if source.show_footer else ""
+    body = ""
+    for row in zip(*(column.cells for column in source.columns), strict=False):
+        cells = "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
+        body += f"<tr>{cells}</tr>"
+    foot = ""
+    if source.show_footer:
+        cells = "".join(_html_cell("td", column, column.footer) for column in source.columns)
+        foot = f"<tfoot><tr>{cells}</tr></tfoot>"
     return (
         f"{_html_note(source.title)}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table>"
         f"{_html_note(source.caption)}"
