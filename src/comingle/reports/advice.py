@@ -234,7 +234,7 @@ def _users_by_verdict(advice: Advice, wanted: Callable[[set[str]], bool]) -> lis
 
 
 def partners(advice: Advice, user: str) -> dict[str, list[str]]:
-    """Return the users with whom a user trained in groups of two, by the verdict on this user's gain.
+    """Return a user's partners in groups of two, by the verdict on this user's gain in the pair.
 
     Args:
         advice: The advice.

@@ -118,7 +118,7 @@ def pack_gates(gates: np.ndarray) -> str:
 
 
 def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
-    """Return the views as JSON for the page's script."""
+    """Return token views as JSON for the page's script; ``classes`` are the CSS classes of the experts' colours."""
     return [
         {
             "label": view.label,
@@ -128,8 +128,8 @@ def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
                 {"name": user, "experts": list(experts), "classes": [expert_class(name) for name in experts]}
                 for user, experts in zip(view.users, view.experts, strict=True)
             ],
-            "texts": [{"name": t.name, "owner": t.owner, "tokens": list(t.tokens)} for t in view.texts],
-            "gates": [[pack_gates(gates) for gates in row] for row in view.gates],
+            "texts": [{"name": text.name, "owner": text.owner, "tokens": list(text.tokens)} for text in view.texts],
+            "gates": [[pack_gates(gates) for gates in of_text] for of_text in view.gates],
         }
         for view in views
     ]
@@ -149,7 +149,12 @@ class _TokenCell:
 
 
 def tokens_figure(view: TokenView, layer: int) -> Figure:
-    """Return a figure of texts (rows) x users' models (columns) with each token on the colour of its top expert."""
+    """Return a figure of texts (rows) x users' models (columns) with each token on the colour of its top expert.
+
+    Args:
+        view: The token view.
+        layer: The layer whose gates count.
+    """
     rows = [
         [
             _token_cell(view, row, column, layer, f"text: {text.name}, model: {user}{_remark(view, text, user)}")
@@ -161,10 +166,19 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
 
 
 def own_texts_figure(view: TokenView, layers: Sequence[int]) -> Figure:
-    """Return a figure of layers (rows) x users (columns): each user's text under its own model (CoMiGS, Figure 3)."""
+    """Return a figure of layers (rows) x users (columns): each user's text under its own model (CoMiGS, Figure 3).
+
+    Args:
+        view: The token view; users without a text of their own are left out.
+        layers: The layers whose gates count, from top to bottom.
+    """
     owners = [text.owner for text in view.texts]
-    cells = [(owners.index(user), column, user) for column, user in enumerate(view.users) if user in owners]
-    rows = [[_token_cell(view, row, column, at, f"{user}, layer {at}") for row, column, user in cells] for at in layers]
+    # Index of the text, index of the user, and the user.
+    own = [(owners.index(user), column, user) for column, user in enumerate(view.users) if user in owners]
+    rows = [
+        [_token_cell(view, row, column, layer, f"{user}, layer {layer}") for row, column, user in own]
+        for layer in layers
+    ]
     return _tokens_grid(view, rows, view.label)
 
 
@@ -188,16 +202,23 @@ def _token_cell(view: TokenView, row: int, column: int, layer: int, title: str) 
 
 
 def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: str) -> Figure:
-    """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts."""
+    """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts.
+
+    Args:
+        view: The token view.
+        rows: The cells, row by row.
+        title: Title of the figure.
+    """
     cells = [cell for row in rows for cell in row]
-    lines = max(_token_positions(cell.tokens)[-1][1] + 1 if cell.tokens else 1 for cell in cells)
+    last_lines = [_token_positions(cell.tokens)[-1][1] if cell.tokens else 0 for cell in cells]
+    lines = max(last_lines) + 1
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         """Paint all cells and the legend."""
         for axis, cell in zip(axes, cells, strict=True):
             _paint_tokens(axis, cell, lines)
             axis.set_title(cell.title, fontsize=7)
-        names = max(view.experts, key=len)
+        names = max(view.experts, key=len)  # of a user with the most experts
         patches = [Patch(color=expert_colour(name).light) for name in names]
         legend_above(figure, patches, names, title=title)
         _fit_letters(figure, axes)
@@ -225,13 +246,12 @@ def _paint_tokens(axis: Axes, cell: _TokenCell, lines: int) -> None:
     axis.set_axis_off()
     axis.set_xlim(0, COLUMNS)
     axis.set_ylim(lines, 0)
-    for token, (column, line), top in zip(
-        cell.tokens, _token_positions(cell.tokens), cell.gates.argmax(-1), strict=True
-    ):
+    positions, top_experts = _token_positions(cell.tokens), cell.gates.argmax(-1)
+    for token, (column, line), top_expert in zip(cell.tokens, positions, top_experts, strict=True):
         visible_text = visible(token)
         if not visible_text:
             continue
-        colour = expert_colour(cell.experts[int(top)]).light
+        colour = expert_colour(cell.experts[int(top_expert)]).light
         axis.barh(line + 0.5, len(visible_text), 0.95, left=column, color=colour, alpha=0.75, linewidth=0)
         axis.text(column, line + 0.78, visible_text, family="monospace", clip_on=True)
 
@@ -243,14 +263,14 @@ def visible(token: str) -> str:
 
 def _token_positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
     """Return column and line of every token, in lines of :data:`COLUMNS` letters; a token is not split."""
-    places, column, line = [], 0, 0
+    positions, column, line = [], 0, 0
     for token in tokens:
         width = len(visible(token))
-        if column and column + width > COLUMNS:
+        if column and column + width > COLUMNS:  # start a new line
             column, line = 0, line + 1
-        places.append((column, line))
+        positions.append((column, line))
         column += width
-    return places
+    return positions
 
 
 def _affects_test_data(key: str) -> bool:
@@ -259,38 +279,49 @@ def _affects_test_data(key: str) -> bool:
 
 
 def notices(entries: Sequence[Entry]) -> list[str]:
-    """Return what limits a comparison of these entries: other bases, other test data, unfinished runs."""
+    """Return sentences on what limits a comparison of these entries.
+
+    These are reasons not to compare them (:func:`comparability_warnings`), runs that have not finished, and runs that
+    evaluated only a sample of the users.
+    """
     lines = comparability_warnings(entries)
-    for run in (run for entry in entries for run in entry.runs):
-        if run.metrics is None:
-            last = run.evaluations[-1].round
-            lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
-        elif sample := describe_sample(run.metrics):
-            lines.append(f"{run.folder.name}: {sample}.")
+    for entry in entries:
+        for run in entry.runs:
+            name = run.folder.name
+            if run.metrics is None:
+                last = run.evaluations[-1].round
+                lines.append(f"{name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
+            elif sample := describe_sample(run.metrics):
+                lines.append(f"{name}: {sample}.")
     return lines
 
 
 def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
-    """Return why numbers of these entries should not be compared: other bases, other test data, changed files."""
+    """Return sentences on why numbers of these entries should not be compared.
+
+    Reasons are different base models, recipes with different test data, and files that changed between runs.
+    """
     runs = [run for entry in entries for run in entry.runs]
     lines = []
     bases = sorted({run.base for run in runs})
     if len(bases) > 1:
         lines.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
-    test_data_keys = {repr([pair for pair in run.key if _affects_test_data(pair[0])]) for run in runs}
-    if len(test_data_keys) > 1:
+    # The recipe's settings of the test data, as text because values may be lists.
+    test_data_settings = {repr([(key, value) for key, value in run.key if _affects_test_data(key)]) for run in runs}
+    if len(test_data_settings) > 1:
         if runs[0].unit == "tokens":
-            what = "read their text in different ways: their perplexities"
+            reason = "read their text in different ways: their perplexities"
         else:
-            what = "have different tasks: their numbers"
-        lines.append(f"These runs {what} may not be comparable.")
+            reason = "have different tasks: their numbers"
+        lines.append(f"These runs {reason} may not be comparable.")
     return lines + _changed_inputs(runs)
 
 
 def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the runs whose recipes are equal but whose input files differ, by their digests.
+    """Return sentences on runs that read different data or another base although their recipes name the same.
 
-    Runs without digests are left out.
+    Each run is compared, by the digests that it recorded, with the first run that has the same seed, base, tokenizer
+    and settings of the data. Runs without digests are left out.
     """
     lines: list[str] = []
     first_runs: dict[str, tuple[RunRecord, Inputs]] = {}  # the first run of each recipe for data, and its inputs
@@ -299,16 +330,18 @@ def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
             inputs = read_inputs(run.folder)
         except RunError:
             continue
-        data_keys = [pair for pair in run.key if pair[0].startswith("data.") or pair[0] == "training.context"]
-        recipe_key = repr((run.seed, run.base, inputs.tokenizer, data_keys))
+        data_settings = [(key, value) for key, value in run.key if key.startswith("data.") or key == "training.context"]
+        recipe_key = repr((run.seed, run.base, inputs.tokenizer, data_settings))
         first_run, first_inputs = first_runs.setdefault(recipe_key, (run, inputs))
         changed = ["the base"] if inputs.base != first_inputs.base else []
         changed += [
             f"the data of {name}" for name, user in inputs.users.items() if user != first_inputs.users.get(name)
         ]
         if changed:
-            what = f"have the same recipe, but {changed[0]} changed in between: do not compare their numbers."
-            lines.append(f"{run.folder} and {first_run.folder} {what}")
+            lines.append(
+                f"{run.folder} and {first_run.folder} have the same recipe, but {changed[0]} changed in between: do "
+                "not compare their numbers."
+            )
     return lines
 
 
@@ -336,18 +369,13 @@ def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
     Raises:
         RunError: None of the runs has finished.
     """
-    finished = [run for run in runs if (run / "metrics.json").exists()] or list(runs[:1])  # read_metrics raises
-    return [
-        {
-            "run": run.name,
-            **{key: metrics[key] for key in ("method", "seed", "base", "rounds")},
-            "user": user,
-            **metrics_of_user,
-        }
-        for run in finished
-        for metrics in [read_metrics(run)]
-        for user, metrics_of_user in metrics["users"].items()
-    ]
+    finished = [run for run in runs if (run / "metrics.json").exists()]
+    records: list[dict[str, object]] = []
+    for run in finished or runs[:1]:  # of an unfinished run, read_metrics raises the error
+        metrics = read_metrics(run)
+        about_run = {"run": run.name, **{key: metrics[key] for key in ("method", "seed", "base", "rounds")}}
+        records += [{**about_run, "user": user, **of_user} for user, of_user in metrics["users"].items()]
+    return records
 
 
 def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
@@ -357,24 +385,24 @@ def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
 
 
 def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
-    """Return each user's weight of each component at each evaluation."""
+    """Return a sheet (a header and rows) with each user's weight of each component at each evaluation."""
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
-    for round_number, values in zip(mixtures.rounds, mixtures.values, strict=True):
-        for user, cluster, weights in zip(mixtures.users, clusters, values, strict=True):
-            pairs = zip(mixtures.order, weights, strict=True)
-            rows += [[mixtures.seed, round_number, user, cluster, name, float(weight)] for name, weight in pairs]
+    for round_number, weights_of_users in zip(mixtures.rounds, mixtures.values, strict=True):
+        for user, cluster, weights in zip(mixtures.users, clusters, weights_of_users, strict=True):
+            for component, weight in zip(mixtures.order, weights, strict=True):
+                rows.append([mixtures.seed, round_number, user, cluster, component, float(weight)])
     return rows
 
 
 def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
-    """Return each token of each text under each user's model, with the gate of each expert in ``layer``."""
+    """Return a sheet of a token view at one layer: a row for each text, user's model, token and expert, with its gate."""
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
-    for text, row in zip(view.texts, view.gates, strict=True):
-        for user, experts, gates in zip(view.users, view.experts, row, strict=True):
-            for place, (token, probabilities) in enumerate(zip(text.tokens, gates[layer], strict=True)):
-                pairs = zip(experts, probabilities, strict=True)
-                rows += [[text.name, user, layer, place, token, name, float(gate)] for name, gate in pairs]
+    for text, gates_of_users in zip(view.texts, view.gates, strict=True):
+        for user, experts, gates in zip(view.users, view.experts, gates_of_users, strict=True):
+            for number, (token, gates_of_token) in enumerate(zip(text.tokens, gates[layer], strict=True)):
+                for expert, gate in zip(experts, gates_of_token, strict=True):
+                    rows.append([text.name, user, layer, number, token, expert, float(gate)])
     return rows
 
 
@@ -424,12 +452,13 @@ class FigureMarkup:
         Args:
             panels: The panels.
             label: Text for screen readers, to which each panel's title is added.
-            screen: ``desk`` or ``phone`` for screens of one width only, or empty.
+            screen: CSS class that shows the panels only on wide (``desk``) or narrow (``phone``) screens; empty for
+                all screens.
         """
         titled = [(figure, figure.axes[0].get_title("left")) for figure in panels.parts()]
         pictures = [self._svg(figure, f"{label}: {title}" if title else label) for figure, title in titled]
         frames = Markup("\n").join(Markup('<div class="frame">{}</div>').format(picture) for picture in pictures)
-        room = round(72 * panels.size[0] * _MIN_SCALE)
+        room = round(72 * panels.size[0] * _MIN_SCALE)  # CSS pixels that a panel needs; 72 points per inch
         return Markup('<div class="panels {}" style="--room:{}px">{}</div>').format(screen, room, frames)
 
     def _keys(self, keys: Sequence[Key]) -> Markup:
@@ -446,7 +475,13 @@ class FigureMarkup:
 
 
 def _figure_markup(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
-    """Return pictures with a link to the CSV file of their sheet; ``name`` is that of the file."""
+    """Return an HTML figure with a link to a CSV file of its numbers.
+
+    Args:
+        inner: Pictures and legends as markup.
+        name: Name of the file without suffix.
+        sheet: Content of the file.
+    """
     link = Markup('<a class="csv" download="{}.csv" href="{}">CSV of this figure</a>').format(name, data_uri(sheet))
     return Markup("<figure>{}{}</figure>").format(Markup("\n").join(inner), link)
 
@@ -551,21 +586,31 @@ def _spread_text(value: Spread | None, measure: str) -> str:
 
 
 def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
-    """Return a table of entries x users and means; for many users the worst and the best, and a second table of all."""
+    """Return the table of final results for the template: entries x users, with means over users.
+
+    For many users it has columns of the worst and the best user instead, and ``users`` has the columns of all users for
+    a second table.
+    """
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
-    user_columns = [(user, [_spread_text(v, measure) for v in spreads]) for user, spreads in by_user.items()]
     means = {"mean": [final(entry) for entry in entries]}
     if measure == "perplexity":
         means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
+
+    def columns_of(results: Mapping[str, list[Spread | None]]) -> list[tuple[str, list[str]]]:
+        """Return the heading and the cells, one for each entry, of each column."""
+        return [(name, [_spread_text(result, measure) for result in column]) for name, column in results.items()]
+
+    user_columns = columns_of(by_user)
     if len(users) <= WIDE:
         columns = user_columns
     else:
         columns = [_extreme_column(by_user, measure, worst=worst) for worst in (True, False)]
-    columns = [*columns, *((name, [_spread_text(v, measure) for v in spreads]) for name, spreads in means.items())]
+    columns = [*columns, *columns_of(means)]
     if any(entry.first.spent for entry in entries):
         columns.append(("epsilon", [epsilon_text(entry) for entry in entries]))
-    rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
+    cells_of_entries = zip(*(cells for _, cells in columns), strict=True)
+    rows = zip(entries, cells_of_entries, strict=True)
     return {
         "head": [name for name, _ in columns],
         "rows": [{"label": entry.label, "cells": cells} for entry, cells in rows],
@@ -575,7 +620,9 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
 
 
 def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[str]]:
-    """Return a column with each entry's user that has the worst or the best mean over seeds.
+    """Return a column that names each entry's worst or best user by the mean over seeds, with this user's result.
+
+    The cell of an entry is "not finite" if a user has no finite result.
 
     Args:
         by_user: Each user's results, one for each entry.
@@ -584,10 +631,13 @@ def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, wo
     """
     pick = worst_of(measure) if worst else best_of(measure)
     cells = []
-    for values in zip(*by_user.values(), strict=True):
-        known = {user: value for user, value in zip(by_user, values, strict=True) if value is not None}
-        name = pick(known, key=lambda user: known[user].mean) if len(known) == len(values) else ""
-        cells.append(f"{_spread_text(known.get(name), measure)}{' · ' if name else ''}{name}")
+    for results in zip(*by_user.values(), strict=True):  # of one entry
+        finite = {user: result for user, result in zip(by_user, results, strict=True) if result is not None}
+        if len(finite) < len(results):
+            cells.append(_spread_text(None, measure))
+        else:
+            name = pick(finite, key=lambda user: finite[user].mean)
+            cells.append(f"{_spread_text(finite[name], measure)} · {name}")
     return ("worst user" if worst else "best user"), cells
 
 
@@ -600,14 +650,14 @@ def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] 
 
 
 def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tuple[str, Markup]]:
-    """Yield titles and figures of learning curves, for accuracies also of losses."""
-    names = common_measures(entries)
-    for name in names:
-        prefix = f"{name} " if len(names) > 1 else ""
-        for start, suffix in ((True, "from the start"), (False, "without the start, so that late differences show")):
-            panels = curves_panels(entries, start=start, measure=name)
-            label, file = f"test {name} during training, {suffix}", f"curves-{name}{'' if start else '-late'}"
-            yield prefix + suffix, drawn.panels(panels, label, file)
+    """Yield titles and figures of learning curves: with and without the first evaluation, for each common measure."""
+    measures = common_measures(entries)
+    for measure in measures:
+        prefix = f"{measure} " if len(measures) > 1 else ""
+        for start, span in ((True, "from the start"), (False, "without the start, so that late differences show")):
+            panels = curves_panels(entries, start=start, measure=measure)
+            label, file = f"test {measure} during training, {span}", f"curves-{measure}{'' if start else '-late'}"
+            yield prefix + span, drawn.panels(panels, label, file)
 
 
 def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarkup) -> dict[str, object] | None:
@@ -625,14 +675,14 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
     bars = users_panels(entries, baseline)
     if bars is None:
         return None
-    kinds = [kind for kind in verdicts(measure) if _has_column(kind, pairs)]
+    columns = [verdict for verdict in verdicts(measure) if _has_column(verdict, pairs)]
+    bad_verdicts = verdicts(measure)[3:]  # in their columns the worst users are listed first
     rows = []
     for entry, gains_of_entry in pairs:
-        by_kind = {
-            kind: [f"{gain.user} ({gain.text})" for gain in gains_of_entry if gain.verdict == kind] for kind in kinds
-        }
-        bad = verdicts(measure)[3:]  # the last two, from which the worst users are listed first
-        cells = [(_CLASSES.get(kind, ""), _names_markup(names, last=kind in bad)) for kind, names in by_kind.items()]
+        cells = []
+        for verdict in columns:
+            names = [f"{gain.user} ({gain.text})" for gain in gains_of_entry if gain.verdict == verdict]
+            cells.append((_CLASSES.get(verdict, ""), _names_markup(names, last=verdict in bad_verdicts)))
         rows.append({"label": entry.label, "cells": cells})
     label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"
     population = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
@@ -640,31 +690,41 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
         "baseline": baseline.label,
         "figure": drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2)),
         "population": population and drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}"),
-        "kinds": kinds,
-        "single": any("one seed" in kind for kind in kinds),
+        "kinds": columns,
+        "single": any("one seed" in verdict for verdict in columns),
         "rows": rows,
         "room": max_users_with_bars(pairs),
     }
 
 
-def _has_column(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
-    """Return whether a verdict has a column: "level" always, others with several seeds or with a single one."""
-    single = {gain.interval is None for _, gains_of_entry in pairs for gain in gains_of_entry}
-    return kind == "level" or ("one seed" in kind) in single
+def _has_column(verdict: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
+    """Return whether a verdict on users has a column.
+
+    "level" always has one. Verdicts with intervals have one if a gain is over several seeds, and those of single seeds
+    if a gain is of one seed.
+
+    Args:
+        verdict: One of :func:`comingle.reports.runs.verdicts`.
+        pairs: Entries with their users' gains.
+    """
+    if verdict == "level":
+        return True
+    is_of_one_seed = "one seed" in verdict
+    return any((gain.interval is None) == is_of_one_seed for _, gains_of_entry in pairs for gain in gains_of_entry)
 
 
 def _names_markup(names: list[str], *, last: bool) -> Markup:
-    """Return users' names; of many the count and :data:`MAX_NAMES` names.
+    """Return users' names as markup that does not wrap within a name; of many the count and :data:`MAX_NAMES` names.
 
     Args:
         names: The names, best first.
-        last: Whether to list the last names, from the end, instead of the first.
+        last: Of many names, whether to list the last ones, from the end, instead of the first.
     """
-    extreme = names[: -MAX_NAMES - 1 : -1] if last else names[:MAX_NAMES]
-    listed = names if len(names) <= MAX_NAMES else extreme
-    spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in listed[:-1]]
-    spans += [Markup('<span class="name">{}</span>').format(name) for name in listed[-1:]]
-    joined = Markup(" ").join(spans)
+    listed = names
+    if len(names) > MAX_NAMES:
+        listed = names[: -MAX_NAMES - 1 : -1] if last else names[:MAX_NAMES]
+    with_commas = [*(f"{name}," for name in listed[:-1]), *listed[-1:]]
+    joined = Markup(" ").join(Markup('<span class="name">{}</span>').format(name) for name in with_commas)
     if len(names) <= MAX_NAMES:
         return joined or Markup("none")
     return Markup("{} users: {} and {} more").format(len(names), joined, len(names) - MAX_NAMES)
@@ -689,6 +749,11 @@ def _mixtures_section(label: str, by_run: Sequence[Mixtures], drawn: FigureMarku
     """
     first = by_run[0]
     clusters = first.clusters or [None] * len(first.users)
+
+    def first_to_last(values: Sequence[float] | None) -> str:
+        """Return the values at the first and the last evaluation as text; a dash if they are unknown."""
+        return "–" if values is None else f"{values[0]:.2f} to {values[-1]:.2f}"
+
     return {
         "label": label,
         "component": first.component,
@@ -704,8 +769,8 @@ def _mixtures_section(label: str, by_run: Sequence[Mixtures], drawn: FigureMarku
             [
                 str(mixtures.seed),
                 "–" if mixtures.recovery is None else f"{mixtures.recovery[-1]:.2f}",
-                "–" if mixtures.entropy is None else f"{mixtures.entropy[0]:.2f} to {mixtures.entropy[-1]:.2f}",
-                "–" if mixtures.mismatch is None else f"{mixtures.mismatch[0]:.2f} to {mixtures.mismatch[-1]:.2f}",
+                first_to_last(mixtures.entropy),
+                first_to_last(mixtures.mismatch),
             ]
             for mixtures in by_run
         ],

@@ -195,14 +195,19 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _runs_of_comparison(path: Path) -> list[Path]:
-    """Return the runs in a folder, in the order of its ``table.json`` if it has one."""
+    """Return the run folders in a comparison's folder, in the order of the methods in its ``table.json``.
+
+    Without a readable table, and for methods that it lacks, the order is alphabetical.
+    """
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
     try:
-        order = [row["method"] for row in yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))["methods"]]
+        table = yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))
+        methods = [row["method"] for row in table["methods"]]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return folders
-    place = {folder_name(method): number for number, method in enumerate(order)}
-    return sorted(folders, key=lambda folder: place.get(folder.name.rpartition("-seed")[0], len(place)))
+    rank = {folder_name(method): number for number, method in enumerate(methods)}
+    # Run folders are named METHOD-seedN.
+    return sorted(folders, key=lambda folder: rank.get(folder.name.rpartition("-seed")[0], len(rank)))
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -291,6 +296,8 @@ def _without_prefix(user: dict[str, float | None]) -> dict[str, float | None]:
 def read_entries(paths: Sequence[Path]) -> list[Entry]:
     """Read all runs in and below ``paths`` and group those that differ only in their seeds.
 
+    Of runs with the same recipe and seed the first counts; the others are left out with a warning.
+
     Raises:
         RunError: There are no runs, or they have different users or measures.
     """
@@ -302,9 +309,10 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
                 f"{runs[0].measure}; give runs with one measure"
             )
     require_same_users([(str(run.folder), run.users) for run in runs])
-    groups: dict[Any, dict[int, RunRecord]] = {}
+    groups: dict[str, dict[int, RunRecord]] = {}  # runs by recipe and seed
     for run in runs:
-        if (first := groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)) is not run:
+        first = groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)
+        if first is not run:
             logger.warning("%s: left out, since its recipe and seed are those of %s", run.folder, first.folder)
     runs_of_entries = [tuple(by_seed[seed] for seed in sorted(by_seed)) for by_seed in groups.values()]
     labels = _labels([group[0] for group in runs_of_entries])
@@ -312,23 +320,27 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Return each method's name; if several entries have the same method, with the settings in which they differ."""
+    """Return a label for each run: its method's name, or ``METHOD (KEY VALUE, ...)`` if several runs have the method.
+
+    The keys are those in which runs of the method differ.
+    """
     labels = []
     for run in runs:
         same_method = [other for other in runs if other.method == run.method]
         all_private = all(other.recipe.get("privacy") for other in same_method)
         settings = _settings_of(run, full_privacy=all_private)
-        others = [_settings_of(other, full_privacy=all_private) for other in same_method]
-        keys = sorted(
-            {key for other in others for key in settings.keys() | other.keys() if settings.get(key) != other.get(key)}
-        )
-        differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in keys]
+        differing_keys: set[str] = set()
+        for other in same_method:
+            other_settings = _settings_of(other, full_privacy=all_private)
+            keys = settings.keys() | other_settings.keys()
+            differing_keys |= {key for key in keys if settings.get(key) != other_settings.get(key)}
+        differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in sorted(differing_keys)]
         labels.append(f"{run.method} ({', '.join(differing)})" if differing else run.method)
     return labels
 
 
 def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
-    """Return everything that distinguishes a run from others, by recipe key.
+    """Return the settings that may distinguish a run from others, by dotted recipe key, for its label.
 
     Args:
         run: The run.
@@ -342,11 +354,17 @@ def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
 
 
 def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one, whose keys are dotted paths that begin with ``prefix``."""
+    """Return nested mappings as one, whose keys are dotted paths that begin with ``prefix``.
+
+    An empty mapping stays as a value.
+    """
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        name = f"{prefix}{key}"
-        flat |= _flattened(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            flat |= _flattened(value, f"{path}.")
+        else:
+            flat[path] = value
     return flat
 
 
@@ -472,22 +490,25 @@ def _curve_of(entry: Entry, value: Callable[[Evaluation], float | None]) -> Curv
         entry: The entry.
         value: Returns the quantity of an evaluation; None where it is unknown, which is left out.
     """
-    by_step: dict[int, list[float]] = {}
+    results: dict[int, list[float]] = {}  # one per seed, by the number of local steps
     for run in entry.runs:
         for evaluation in run.evaluations:
             if (result := value(evaluation)) is not None:
-                by_step.setdefault(evaluation.iterations, []).append(result)
-    return Curve(iterations=tuple(sorted(by_step)), values=tuple(spread(by_step[x]) for x in sorted(by_step)))
+                results.setdefault(evaluation.iterations, []).append(result)
+    iterations = tuple(sorted(results))
+    return Curve(iterations=iterations, values=tuple(spread(results[at]) for at in iterations))
 
 
 def common_measures(entries: Sequence[Entry]) -> list[str]:
-    """Return the measures of the final evaluations.
+    """Return the measures that can be shown for all runs.
 
-    The first is the one that models are compared by; others are those that all runs have.
+    The first is the one that models are compared by; others are those that each user of each run has in its final
+    evaluation.
     """
-    ends = [run.chosen for entry in entries for run in entry.runs]
-    others = [name for name in MEASURES if all(name in user for end in ends for user in end.users.values())]
-    return list(dict.fromkeys([ends[0].measure, *others]))
+    evaluations = [run.chosen for entry in entries for run in entry.runs]
+    users = [user for evaluation in evaluations for user in evaluation.users.values()]
+    others = [measure for measure in MEASURES if all(measure in user for user in users)]
+    return list(dict.fromkeys([evaluations[0].measure, *others]))
 
 
 # -------------------------------------------------------------------- at the end
@@ -509,22 +530,22 @@ def final(entry: Entry, user: str | None = None, *, geometric: bool = False) -> 
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:
     """Return each user's change against a baseline, paired by seed, best first.
 
-    Users without a finite result are left out.
+    Users without a finite result for some seed are left out.
     """
     pairs = [(run, reference) for run in entry.runs for reference in baseline.runs if run.seed == reference.seed]
     measure = entry.first.measure
-    by_user = []
+    gains_of_users = []
     for user in entry.first.users:
-        both = [(run.chosen.value(user), reference.chosen.value(user)) for run, reference in pairs]
+        results = [(run.chosen.value(user), reference.chosen.value(user)) for run, reference in pairs]
         changes = [
             change(result, reference, measure)
-            for result, reference in both
+            for result, reference in results
             if result is not None and reference is not None
         ]
-        known = [value for value in changes if value is not None]
-        if known and len(known) == len(pairs):
-            by_user.append(Gain(user=user, measure=measure, change=spread(known), interval=interval(known)))
-    return sorted(by_user, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
+        finite = [value for value in changes if value is not None]
+        if finite and len(finite) == len(pairs):
+            gains_of_users.append(Gain(user=user, measure=measure, change=spread(finite), interval=interval(finite)))
+    return sorted(gains_of_users, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
 
 
 def baselines(entries: Iterable[Entry]) -> list[Entry]:
@@ -554,14 +575,15 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
         RecipeError: No entry has this label or method.
     """
     labels = [entry.label for entry in entries]
-    by_method = {entry.method: entry.label for entry in reversed(entries)}
-    chosen = [one if one in labels else by_method.get(one, one) for one in baseline_methods(wanted or BASELINE)]
-    name = ",".join(chosen) if wanted or chosen[0] in labels else None
+    label_of_method = {entry.method: entry.label for entry in reversed(entries)}  # of the first entry of a method
+    names = baseline_methods(wanted or BASELINE)
+    chosen = [name if name in labels else label_of_method.get(name, name) for name in names]
+    baseline = ",".join(chosen) if wanted or chosen[0] in labels else None
     results = {
         entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}
         for entry in entries
     }
-    return compare_with_baseline(results, entries[0].first.measure, baseline_of(labels, name))
+    return compare_with_baseline(results, entries[0].first.measure, baseline_of(labels, baseline))
 
 
 # -------------------------------------------------------------------- costs
@@ -589,7 +611,7 @@ class Cost:
 
 
 def cost(entry: Entry) -> Cost:
-    """Return the costs of an entry."""
+    """Return the measured costs of an entry, from its events and from the metrics of finished runs."""
     finished = [run.metrics for run in entry.runs if run.metrics is not None]
 
     def mean(key: str) -> Spread | None:
@@ -597,7 +619,7 @@ def cost(entry: Entry) -> Cost:
         return spread([metrics[key] for metrics in finished]) if finished else None
 
     def total(key: str) -> float:
-        """Return the sum over rounds, as a mean over seeds."""
+        """Return the sum of a key of round events over the rounds, as a mean over seeds."""
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
     metrics = finished[0] if finished else None
@@ -617,8 +639,8 @@ def cost(entry: Entry) -> Cost:
 
 
 def epsilon_text(entry: Entry) -> str:
-    """Return the epsilon of an entry as text: the largest of all users and runs."""
+    """Return the epsilon of an entry as text: the largest of all users and runs, or why there is none."""
     if all(run.spent for run in entry.runs):
         return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
-    is_sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
-    return "no bound" if is_sent else "nothing is sent"
+    has_uploads = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
+    return "no bound" if has_uploads else "nothing is sent"

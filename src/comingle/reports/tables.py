@@ -71,7 +71,12 @@ def seconds_text(value: float) -> str:
 
 
 def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
-    """Return a table of a run's users and their mean; of many users, unless ``all_users``, the best and the worst."""
+    """Return the table of a finished run for the terminal: users, means over users, and circumstances as caption.
+
+    Args:
+        metrics: Content of the run's ``metrics.json``.
+        all_users: Whether each user has a row; else, of many users, only the best and the worst.
+    """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
@@ -98,9 +103,11 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
         caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
     if untold := metrics.get("untold"):
         caption.append(f"\nnot reported to the server: results of {list_names(untold)}")
-    if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
-        note = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
-        caption.append(note)
+    selected_round = metrics.get("selected_round", metrics["rounds"])
+    if selected_round != metrics["rounds"]:
+        caption.append(
+            f"\nmodels of round {selected_round} of {metrics['rounds']}, whose validation loss is the lowest"
+        )
     return table
 
 
@@ -135,7 +142,7 @@ def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> N
 
 
 def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
-    """Add the best users, quantiles of all results, and the worst users."""
+    """Add rows for the best users, quantiles of all results, and the worst users, in place of a row for each user."""
     scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
     ordered = best_first(scores, measure)
     table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows all users)", "dim"))
@@ -148,20 +155,25 @@ def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
 
 
 def render_curve(events: list[dict[str, Any]]) -> Table:
-    """Return a table of the mean and of each user's result at each evaluation."""
-    evaluations = [e for e in events if e["event"] == "evaluation"]
+    """Return a table of the mean over users and of each user's result at each evaluation, for the terminal.
+
+    Args:
+        events: A run's events, of which only evaluations are read.
+    """
+    evaluations = [event for event in events if event["event"] == "evaluation"]
     measure = measure_of(evaluations[0]) if evaluations else "perplexity"
     mean_columns = ["mean", *(_named_geometric_mean(evaluations[0]["users"], measure) if evaluations else {})]
     table = Table("round", *mean_columns, title=f"test {measure} by round", title_justify="left", box=None)
-    names = users_with_column(dict.fromkeys(name for e in evaluations for name in e["users"]))
+    names = users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"]))
     for name in names:
         table.add_column(words(name), justify="right")
-    for e in evaluations:
-        scores = [
-            number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not reported" for n in names
+    for event in evaluations:
+        users = event["users"]  # in a federation users can keep their results private
+        results = [
+            number(users[name][f"test_{measure}"], measure) if name in users else "not reported" for name in names
         ]
-        means = [e[f"mean_test_{measure}"], *_named_geometric_mean(e["users"], measure).values()]
-        table.add_row(str(e["round"]), *(_mean_text(mean, e, measure) for mean in means), *scores)
+        means = [event[f"mean_test_{measure}"], *_named_geometric_mean(users, measure).values()]
+        table.add_row(str(event["round"]), *(_mean_text(mean, event, measure) for mean in means), *results)
     return table
 
 
@@ -203,10 +215,10 @@ def curve_svg(events: Sequence[dict[str, Any]]) -> str:
     mean: Curve = [(event["round"], event[f"mean_test_{measure}"]) for event in evaluations]
     if all(value is None for _, value in mean):
         return ""
-    by_user: dict[str, Curve] = {
-        name: [(e["round"], e["users"].get(name, {}).get(f"test_{measure}")) for e in evaluations]
-        for name in users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"]))
-    }
+    by_user: dict[str, Curve] = {}
+    for name in users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"])):
+        results = [event["users"].get(name, {}).get(f"test_{measure}") for event in evaluations]
+        by_user[name] = [(event["round"], result) for event, result in zip(evaluations, results, strict=True)]
     return _draw_curves(mean, by_user, measure)
 
 
@@ -218,13 +230,13 @@ def _draw_curves(mean: Curve, by_user: Mapping[str, Curve], measure: str) -> str
         by_user: Each user's curve by name; empty for many users.
         measure: The measure; perplexities have a logarithmic axis.
     """
-    known = [value for curve in (mean, *by_user.values()) for _, value in curve if value is not None]
-    low, high, last = min(known), max(known), mean[-1][0]
+    finite = [value for curve in (mean, *by_user.values()) for _, value in curve if value is not None]
+    low, high, last = min(finite), max(finite), mean[-1][0]
     scale = math.log if measure == "perplexity" else float
 
     def place(round_number: int, value: float) -> tuple[float, float]:
         """Return the position of a point in pixels; y grows downwards."""
-        across = round_number / last if last else 0.5
+        across = round_number / last if last else 0.5  # fractions of the width and the height
         up = (scale(value) - scale(low)) / (scale(high) - scale(low)) if scale(high) > scale(low) else 0.5
         return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
 
@@ -299,31 +311,37 @@ class UploadWeights:
 
 
 def upload_weights(entry: Entry) -> list[UploadWeights]:
-    """Return every user with uploads weighted by an aggregation rule, smallest mean weights first."""
-    shares: dict[str, list[float]] = {}
+    """Return the users whose uploads an aggregation rule has weighted, smallest mean weights first.
+
+    A robust rule gives small weights to uploads that differ from the others.
+    """
+    weights: dict[str, list[float]] = {}
     for run in entry.runs:
         for event in run.judged:
-            for user, share in event.get("counted", {}).items():
-                shares.setdefault(user, []).append(share)
-    by_user = [
+            for user, weight in event.get("counted", {}).items():
+                weights.setdefault(user, []).append(weight)
+    users = [
         UploadWeights(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))
-        for user, of_user in shares.items()
+        for user, of_user in weights.items()
     ]
-    return sorted(by_user, key=lambda item: (item.mean, -item.left_out))
+    return sorted(users, key=lambda user: (user.mean, -user.left_out))
 
 
 def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
-    """Return for the page, for each entry with an aggregation rule, the users with the smallest weights."""
-    tables = []
+    """Return the tables of users with the smallest weights, one for each entry with an aggregation rule, for the page.
+
+    Returns:
+        Mappings of ``label`` (of the entry), ``rule``, ``rows`` (user, uploads left out, mean weight), and ``more``, the
+        number of users without a row.
+    """
+    tables: list[dict[str, object]] = []
     for entry in entries:
-        if users := upload_weights(entry):
-            aggregation_rule = entry.first.judged[0]["rule"]
-            cells = [
-                (item.user, f"{item.left_out} of {item.uploads}", f"{item.mean:.2f}") for item in users[:MOST_WEIGHTS]
-            ]
-            tables.append(
-                {"label": entry.label, "rule": aggregation_rule, "rows": cells, "more": len(users) - len(cells)}
-            )
+        users = upload_weights(entry)
+        if not users:
+            continue
+        rows = [(user.user, f"{user.left_out} of {user.uploads}", f"{user.mean:.2f}") for user in users[:MOST_WEIGHTS]]
+        aggregation_rule = entry.first.judged[0]["rule"]
+        tables.append({"label": entry.label, "rule": aggregation_rule, "rows": rows, "more": len(users) - len(rows)})
     return tables
 
 
@@ -359,28 +377,33 @@ _STATE_STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
 
 def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.Table:
-    """Return a table of the clients of a federation; if not all are listed, failing ones first.
+    """Return the table of the clients of a running federation, for the terminal.
 
     It has the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
     the recipe it also has epsilon, and the weight of each user's last upload. It is empty while its file is missing or
     cannot be read.
+
+    Args:
+        folder: Run folder of the federation's server.
+        all_users: Whether to list all clients; else, of many, only the first ones, those that are away first.
     """
     content = _read_participants(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
     measure = content.get("measure") or "test"
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
-    more = [
-        *(["epsilon"] if "privacy" in content else []),
-        *(["counted"] if any(user.get("counted") is not None for user in users.values()) else []),
-    ]
-    for name in ("round", "last seen", "sent", "received", "loss", measure, *more):
+    optional_columns = ["epsilon"] if "privacy" in content else []
+    if any(user.get("counted") is not None for user in users.values()):
+        optional_columns.append("counted")
+    for name in ("round", "last seen", "sent", "received", "loss", measure, *optional_columns):
         table.add_column(name, justify="right")
     table.add_column("")
-    order = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
-    listed = order if all_users or len(order) <= MOST_ROWS else order[:MOST_ROWS]
-    for name in listed if len(listed) < len(users) else users:  # if all are listed, in the file's order
+    listed = list(users)
+    if len(users) > MOST_ROWS and not all_users:
+        by_state = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
+        listed = by_state[:MOST_ROWS]
+    for name in listed:
         *cells, why = _participant_row(name, users[name], measure)
-        table.add_row(*cells, *(_number_or_dash(users[name].get(column)) for column in more), why)
+        table.add_row(*cells, *(_number_or_dash(users[name].get(column)) for column in optional_columns), why)
     if len(listed) < len(users):
         table.caption, table.caption_justify = words(f"and {len(users) - len(listed):,} more", "table.caption"), "left"
     return table
@@ -452,10 +475,10 @@ def _ago_text(seconds: float) -> str:
 
 
 def ledger(costs: Sequence[Cost]) -> list[list[str]]:
-    """Return a row of costs for each entry; all byte counts of a column have one unit."""
+    """Return the rows of the page's table of costs, one for each entry; all byte counts of a column have one unit."""
 
     def bytes_of(key: str) -> list[str]:
-        """Return a column of byte counts as text."""
+        """Return a column of byte counts as text, from an attribute of the costs."""
         return sizes([getattr(item, key) for item in costs])
 
     columns = [
@@ -504,15 +527,24 @@ def write_comparison(
 
 
 def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, float | None]]]]:
-    """Return the heading of each column of results, and each method's ``mean`` and ``std`` over seeds."""
+    """Return the columns of results: one for each user, or of many users the best, median and worst; then the means.
+
+    Returns:
+        The heading of each column, and each method's ``mean`` and ``std`` over seeds.
+    """
     rows, measure = table["methods"], measure_of(table["methods"][0])
     if names := users_with_column(rows[0]["users"]):
         columns = [(printable(name), [row["users"][name] for row in rows]) for name in names]
     else:
-        spread = [[row["users"][name] for name in _spread_users(row["users"], measure)] for row in rows]
-        columns = [(name, [of_row[i] for of_row in spread]) for i, name in enumerate(_SPREAD_SHARES)]
-    means = zip(_MEAN_HEADINGS, (f"mean_test_{measure}", GEOMETRIC), strict=True)
-    return columns + [(name, [row[key] for row in rows]) for name, key in means if all(key in row for row in rows)]
+        chosen_users = [_spread_users(row["users"], measure) for row in rows]  # each method has its own
+        columns = [
+            (heading, [row["users"][names[i]] for row, names in zip(rows, chosen_users, strict=True)])
+            for i, heading in enumerate(_SPREAD_SHARES)
+        ]
+    for heading, key in zip(_MEAN_HEADINGS, (f"mean_test_{measure}", GEOMETRIC), strict=True):
+        if all(key in row for row in rows):  # only perplexities have a geometric mean
+            columns.append((heading, [row[key] for row in rows]))
+    return columns
 
 
 def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
@@ -521,10 +553,9 @@ def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
     counts = [row["trainable_parameters"] for row in rows]
     typical = typical_budget(counts)
     trainable = [f"{count:,}" + (" †" if is_unequal(count, typical) else "") for count in counts]
-    sent = sizes([row["upload_bytes_per_user_round"] for row in rows])
-    return list(
-        zip(_COST_HEADINGS, (trainable, sent, [seconds_text(row["wall_seconds"]) for row in rows]), strict=True)
-    )
+    uploads = sizes([row["upload_bytes_per_user_round"] for row in rows])
+    durations = [seconds_text(row["wall_seconds"]) for row in rows]
+    return list(zip(_COST_HEADINGS, (trainable, uploads, durations), strict=True))
 
 
 def _text_cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
@@ -538,7 +569,8 @@ def _text_cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
 
     scores = [(name, [cell(value) for value in values]) for name, values in score_columns(table)]
     columns = [("method", [row["method"] for row in table["methods"]]), *scores, *cost_columns(table)]
-    return [name for name, _ in columns], [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
+    rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
+    return [name for name, _ in columns], rows
 
 
 _SPREAD_SHARES = {"best": 0.0, "median": 0.5, "worst": 1.0}
@@ -552,16 +584,15 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
 
 def note_of(table: ComparisonTable) -> str:
     """Return notes on samples, missing seeds, budgets, privacy and warnings in one line; empty without any."""
-    seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
-    fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
-    missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
-    budget = budget_note([row["trainable_parameters"] for row in table["methods"]])
-    private = [
-        f"{row['method']}: privacy {describe_privacy(row['privacy'])}" for row in table["methods"] if "privacy" in row
-    ]
-    warned = [f"{row['method']}, {warning}" for row in table["methods"] for warning in row.get("warnings", ())]
     rows = table["methods"]
-    return "; ".join(filter(None, [_sample_note(rows), *missing, budget, *_early_ends(rows), *private, *warned]))
+    seeds = sorted({seed for row in rows for seed in row["seeds"]})
+    fewer_seeds = [row for row in rows if len(row["seeds"]) < len(seeds)]
+    seed_notes = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer_seeds]
+    budget = budget_note([row["trainable_parameters"] for row in rows])
+    privacy_notes = [f"{row['method']}: privacy {describe_privacy(row['privacy'])}" for row in rows if "privacy" in row]
+    warnings = [f"{row['method']}, {warning}" for row in rows for warning in row.get("warnings", ())]
+    notes = [_sample_note(rows), *seed_notes, budget, *_early_ends(rows), *privacy_notes, *warnings]
+    return "; ".join(filter(None, notes))
 
 
 def _early_ends(rows: Sequence[MethodRow]) -> Iterator[str]:
@@ -573,16 +604,26 @@ def _early_ends(rows: Sequence[MethodRow]) -> Iterator[str]:
 
 
 def _sample_note(rows: Sequence[MethodRow]) -> str:
-    """Return a note on means over a sample of the users, with each method's interval; empty without samples."""
+    """Return a note on means over a sample of the users, with each method's interval; empty without samples.
+
+    The size of the sample, which all methods share, comes first.
+    """
+    # The texts of describe_sample are "SIZE" or "SIZE, INTERVAL".
     samples = [(row["method"], describe_sample(row).split(", ", 1)) for row in rows if "sample" in row]
     if not samples:
         return ""
-    intervals = [f"{method}: {', '.join(rest)}" for method, (_, *rest) in samples if rest]
-    return "; ".join([samples[0][1][0], *intervals])
+    _, (size, *_) = samples[0]
+    intervals = [f"{method}: {', '.join(interval)}" for method, (_, *interval) in samples if interval]
+    return "; ".join([size, *intervals])
 
 
 def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
-    """Return the title of a comparison: measure, direction and seeds; ``spread`` names cells of several seeds."""
+    """Return the title of a comparison: measure, better direction and seeds.
+
+    Args:
+        table: The comparison.
+        spread: Description of the cells if there are several seeds.
+    """
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     over = f"{spread} over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     first = table["methods"][0]
@@ -700,22 +741,29 @@ def latex(table: ComparisonTable, *, all_users: bool = False, verdicts: bool = F
     seeds = [len(row["seeds"]) for row in rows]
     scores = [(escape_latex(name), _latex_cells(values, seeds, measure)) for name, values in score_columns(table)]
     costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
-    columns = [("method", methods), *scores]
+    method_column = ("method", methods)
     # Deviations over several seeds leave no room for costs beside the results.
-    tabulars = [columns, [columns[0], *costs]] if max(seeds) > 1 else [[*columns, *costs]]
+    if max(seeds) > 1:
+        columns_of_tabulars = [[method_column, *scores], [method_column, *costs]]
+    else:
+        columns_of_tabulars = [[method_column, *scores, *costs]]
+    tabulars = [
+        _tabular([name for name, _ in columns], zip(*(cells for _, cells in columns), strict=True))
+        for columns in columns_of_tabulars
+    ]
     best = "; best in bold" if len(rows) > 1 else ""
     title = title_of(table, spread="mean ± std")
-    bodies = [_tabular([name for name, _ in part], zip(*(c for _, c in part), strict=True)) for part in tabulars]
-    parts = [_table_environment(f"{title}{best}", bodies, note_of(table))]
+    environments = [_table_environment(f"{title}{best}", tabulars, note_of(table))]
     users = rows[0]["users"]
     if all_users and not users_with_column(users):
-        body = [
+        rows_of_users = [
             [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
         ]
-        parts.append(_table_environment(f"every user: {title}{best}", [_tabular(["user", *methods], body)], ""))
+        tabular = _tabular(["user", *methods], rows_of_users)
+        environments.append(_table_environment(f"every user: {title}{best}", [tabular], ""))
     if verdicts:
-        parts.append(_latex_verdicts(table))
-    return "% needs \\usepackage{booktabs}\n" + "\n".join(parts)
+        environments.append(_latex_verdicts(table))
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(environments)
 
 
 def _latex_verdicts(table: ComparisonTable) -> str:
