@@ -396,13 +396,16 @@ def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
 
 
 def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
-    """Return a sheet of a token view at one layer: a row for each text, user's model, token and expert, with its gate."""
+    """Return a sheet of a token view at one layer.
+
+    It has a row with the gate for each text, user's model, token and expert.
+    """
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, gates_of_users in zip(view.texts, view.gates, strict=True):
         for user, experts, gates in zip(view.users, view.experts, gates_of_users, strict=True):
-            for number, (token, gates_of_token) in enumerate(zip(text.tokens, gates[layer], strict=True)):
+            for position, (token, gates_of_token) in enumerate(zip(text.tokens, gates[layer], strict=True)):
                 for expert, gate in zip(experts, gates_of_token, strict=True):
-                    rows.append([text.name, user, layer, number, token, expert, float(gate)])
+                    rows.append([text.name, user, layer, position, token, expert, float(gate)])
     return rows
 
 

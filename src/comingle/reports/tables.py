@@ -331,8 +331,8 @@ def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
     """Return the tables of users with the smallest weights, one for each entry with an aggregation rule, for the page.
 
     Returns:
-        Mappings of ``label`` (of the entry), ``rule``, ``rows`` (user, uploads left out, mean weight), and ``more``, the
-        number of users without a row.
+        Mappings of ``label`` (of the entry), ``rule``, ``rows`` (user, uploads left out, mean weight), and ``more``,
+        the number of users without a row.
     """
     tables: list[dict[str, object]] = []
     for entry in entries:
