@@ -32,16 +32,19 @@ def own_errors(method: Method) -> Iterator[None]:
     This covers client hooks, server, mixture and gating whose classes are defined outside comingle. Exceptions from
     other code, ``ComingleError``, ``OSError`` and out-of-memory errors propagate unchanged.
 
+    Args:
+        method: Method whose code may run inside the ``with`` block.
+
     Raises:
         PluginError: User-defined code of the method raised an exception or returned an invalid value.
     """
     try:
         yield
     except Exception as error:
-        owners = _external_classes(method)
-        if isinstance(error, ComingleError | OSError) or lacks_memory(error) or not owners:
+        user_classes = _external_classes(method)
+        if isinstance(error, ComingleError | OSError) or lacks_memory(error) or not user_classes:
             raise
-        if (place := _place_of_error(error, owners)) is None:
+        if (place := _place_of_error(error, user_classes)) is None:
             raise
         raise _plugin_error(method.name, error, place) from error
 
@@ -96,17 +99,28 @@ def _is_external(defined: object) -> bool:
     return (getattr(defined, "__module__", None) or "").partition(".")[0] != "comingle"
 
 
-def _place_of_error(error: Exception, owners: list[type]) -> str | None:
-    """Return where an exception comes from if user-defined code raised it, or returned what made comingle raise it."""
+def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
+    """Return where an exception comes from if user-defined code is to blame.
+
+    That code may have raised the exception, or may have returned a value that made comingle raise it later.
+
+    Args:
+        error: The exception, with its traceback.
+        user_classes: Classes of the method that are defined outside comingle.
+
+    Returns:
+        Text for a message with file and line, or None if the exception comes from other code.
+    """
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
-    if called := next((owner for owner in classes if owner in owners), None):
+    if called := next((each for each in classes if each in user_classes), None):
         return _deepest_place(error, called) or defined_at(called)
+    # No method of these classes is on the stack. If comingle itself failed, it got an invalid value from one of them.
     core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
     if not core or any(_is_user_code(frame) for frame, _ in frames[core[0] :]):
         return None  # other code of the user's, such as an observer
     frame, line = frames[core[-1]]
-    hooks = " or ".join(dict.fromkeys(map(defined_at, owners)))
+    hooks = " or ".join(dict.fromkeys(map(defined_at, user_classes)))
     return f"{hooks} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
 
 
@@ -135,7 +149,15 @@ def _deepest_place(error: Exception, defined: object) -> str | None:
 
 
 def user_place(error: BaseException, module: str) -> str | None:
-    """Return the last place of a traceback in the user's code, or in the package of a module."""
+    """Return the innermost place of a traceback that the user can mend, as "file:line, in function".
+
+    Args:
+        error: Exception with the traceback.
+        module: Name of a module; places in its package count even if that is an installed library.
+
+    Returns:
+        The place, or None if the traceback has no such code.
+    """
     package = module.partition(".")[0]
     found = None
     for frame, line in _frames(error):
@@ -218,7 +240,9 @@ def register(name: str, method: Method | Make) -> None:
 
 @contextmanager
 def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
-    """Register a method for the duration of a ``with`` block and yield its name; registered methods only yield theirs.
+    """Register a method for the duration of a ``with`` block and yield its name.
+
+    A name, or a method that is registered already, is left as it is.
 
     Raises:
         PluginError: Another method has the name.
@@ -236,7 +260,12 @@ def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
 
 
 def _is_registered(made: Method, method: Method | Make) -> bool:
-    """Return whether a method is what is registered under its name."""
+    """Return whether a method is registered already: the same constructor, or an equal ``Method``.
+
+    Args:
+        made: The method, made with its default settings.
+        method: The method as a caller gave it.
+    """
     if made.name not in REGISTRY:
         return False
     return method is REGISTRY[made.name] or (isinstance(method, Method) and make(made.name) == method)
@@ -261,15 +290,19 @@ def settings_in_comparison(
 ) -> dict[str, Any]:
     """Return the settings of a method that is compared with the method of a recipe.
 
+    The recipe's own method keeps its settings; other methods have their defaults. Both take from ``for_all`` what they
+    know, which has precedence.
+
     Args:
         name: The method.
         chosen: Method of the recipe.
-        settings: Settings of ``chosen``; used if that is ``name``, otherwise defaults apply.
+        settings: Settings of ``chosen`` in the recipe.
         for_all: Settings for every method that has them.
     """
     known = settings_of(name)
+    from_recipe = {key: value for key, value in settings.items() if key not in for_all} if name == chosen else {}
     common = {key: value for key, value in for_all.items() if key in known}
-    return {**{key: value for key, value in settings.items() if name == chosen and key not in for_all}, **common}
+    return {**from_recipe, **common}
 
 
 def make(method: str | Method | Make, /, **settings: object) -> Method:

@@ -48,9 +48,9 @@ class ChooseModel(ClientHook):
     sweeps = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Draw a random choice for each user."""
-        draws = [generator(seed, name, "ifca") for name in names]
-        return {CHOICE: torch.cat([torch.randint(self.models, (1,), generator=draw) for draw in draws])}
+        """Return a random number of a model for each user: models start equally good, and a user then keeps its own."""
+        generators = [generator(seed, name, "ifca") for name in names]
+        return {CHOICE: torch.cat([torch.randint(self.models, (1,), generator=each) for each in generators])}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """Return the model that each user picks.
@@ -96,20 +96,21 @@ class CandidateModels(Mean):
         return start_soup(setup.models)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set each model that was picked to the weighted mean of its uploads."""
-        soup, choice = soup_of(kept), received.reports[CHOICE]
-        taken = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)
-        total = taken.sum(0)
-        alive = total > 0
-        for name, mean in mix(received.tensors, (taken[:, alive] / total[alive]).T).items():
-            soup[name][alive] = mean
+        """Set each model that a participant picked to the weighted mean of its uploads."""
+        models, choice = soup_of(kept), received.reports[CHOICE]
+        weights = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)
+        totals = weights.sum(0)  # of the participants who picked each model
+        picked = totals > 0
+        shares = weights[:, picked] / totals[picked]
+        for name, means in mix(received.tensors, shares.T).items():
+            models[name][picked] = means
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return all models for each user, expanded without copying."""
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup_of(kept).items()}
 
     def starts(self, kept: Tree, received: Received) -> Tree:
-        """Return the model that each user reports to have picked."""
+        """Return the model from which each participant trained, as it stood before the round: the one it reports."""
         return {name: t[received.reports[CHOICE].to(t.device)] for name, t in soup_of(kept).items()}
 
 
@@ -118,10 +119,16 @@ CHOICE = "choice"
 
 
 def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
-    """Return the index of each user's lowest loss; among ties the current model, if it is one of them."""
-    least = losses == losses.min(1, keepdim=True).values
-    had = torch.nn.functional.one_hot(before, losses.shape[1])
-    return (least * (1 + had)).argmax(1)
+    """Return the number of each user's model with the lowest loss; among ties the current one, if it is among them.
+
+    Args:
+        losses: Loss of each user under each model.
+        before: Number of each user's current model.
+    """
+    is_best = losses == losses.min(1, keepdim=True).values
+    is_current = torch.nn.functional.one_hot(before, losses.shape[1])
+    preference = is_best * (1 + is_current)  # 2 for the current model if it is among the best, 1 for the others of them
+    return preference.argmax(1)
 
 
 def fedem(*, models: Models = 3) -> Method:

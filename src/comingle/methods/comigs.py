@@ -52,7 +52,14 @@ def comigs(
 def _comigs_method(
     name: str, phases: tuple[Phase, ...], generalists: int = 1, specialists: ExpertsOfUsers = 1
 ) -> Method:
-    """Return a CoMiGS method; without generalists nothing is shared and the server does nothing."""
+    """Return a variant of CoMiGS; without generalists nothing is shared, not even attention.
+
+    Args:
+        name: Name of the method.
+        phases: Phases of a round, on experts and on routers.
+        generalists: Shared experts per MLP.
+        specialists: Local experts per MLP: one number, or one for each user.
+    """
     return Method(
         name=name,
         placement=Placement(

@@ -32,14 +32,18 @@ def ditto(*, nearness: NotNegative = 0.1) -> Method:
 
 @dataclass(frozen=True)
 class NearGlobal(ClientHook):
-    """Adds ``weight / 2 |v - w_t|^2`` to the objective of every copy but the first."""
+    """Adds ``weight / 2 |v - w_t|^2`` to the objective of a user's personal copy v of its tensors.
+
+    A user's first copy is the global model; w_t is its value at the start of the round.
+    """
 
     weight: float
     looks_across = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Add the gradient of the term, ``weight (v - w_t)``."""
-        weights = self.weight * (cohort.copy > 0).to(next(iter(gradients.values())))
+        """Add the gradient of the term, ``weight (v - w_t)``, to the rows of personal copies."""
+        is_personal = cohort.copy > 0  # copy 0 is the global model, which the term leaves alone
+        weights = self.weight * is_personal.to(next(iter(gradients.values())))
         for name, gradient in gradients.items():
-            apart = cohort.tensors[name] - cohort.exchanged[name]
-            gradients[name] = gradient + weights.view(-1, *[1] * (apart.dim() - 1)) * apart
+            difference = cohort.tensors[name] - cohort.exchanged[name]
+            gradients[name] = gradient + weights.view(-1, *[1] * (difference.dim() - 1)) * difference

@@ -29,8 +29,13 @@ MIN_EXPERTS = 2
 
 
 def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
-    """Return the A factors of the domain experts that share a router's input."""
-    return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]
+    """Return the A factors of an MLP's domain experts, with which the input is projected to score each expert.
+
+    Args:
+        tensors: Tensors of all users.
+        router: Name of the MLP's router.
+    """
+    return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]  # the first expert is the generalist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,91 +57,116 @@ class AssignmentServer(Server):
     first_download = True
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: experts with different initial values, assigned at random.
+        """Return the initial state: experts with different initial values, assigned to users at random.
 
-        The assignment follows from random values in place of the means that users have not reported yet.
+        Later assignments follow from the mean projections of data that users report (``tokens`` of each user,
+        ``embeddings`` of each expert). Nothing is reported yet, so these start at random values.
 
         Raises:
-            RecipeError: The number of experts per user is above ``most`` or below 1.
+            RecipeError: The mean number of experts per user is above ``most`` or below 1.
         """
-        users, layers = len(setup.users), layers_of(setup.models)
-        experts = self.experts or EXPERTS_PER_USER * users
-        chosen = experts * min(self.choices, users)
-        if users > 1 and not users <= chosen <= users * self.most:
+        num_users, num_mlps = len(setup.users), len(layers_of(setup.models))
+        num_experts = self.experts or EXPERTS_PER_USER * num_users
+        users_per_expert = min(self.choices, num_users)
+        choices = num_experts * users_per_expert
+        if num_users > 1 and not num_users <= choices <= num_users * self.most:
             raise RecipeError(
-                f"method fedamole: got {experts} experts that choose {min(self.choices, users)} of {users} users each, "
-                f"{chosen} choices in all; allowed: {users} to {users * self.most} (method.experts, choices, most)"
+                f"method fedamole: got {num_experts} experts that choose {users_per_expert} of {num_users} users each, "
+                f"{choices} choices in all; allowed: {num_users} to {num_users * self.most} (method.experts, choices, "
+                "most)"
             )
         kept: Tree = {}
         for name, t in setup.models.items():
-            kept[MODEL_PREFIX + name] = t[0, :1].clone() if t.dim() == 4 else t[0].clone()
-            if t.dim() == 4:
-                drawn = init_a((experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
-                kept[EXPERTS + name] = drawn.to(t) if name.endswith(".a") else torch.zeros_like(drawn).to(t)
-        own = next(t for name, t in kept.items() if name.startswith(EXPERTS))
-        size = (len(layers), own.shape[-2])
+            if t.dim() != 4:
+                kept[MODEL_PREFIX + name] = t[0].clone()
+                continue
+            # LoRA of an MLP, (models, experts, rank, width). The first expert is the generalist.
+            kept[MODEL_PREFIX + name] = t[0, :1].clone()
+            drawn = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
+            kept[EXPERTS + name] = drawn.to(t) if name.endswith(".a") else torch.zeros_like(drawn).to(t)
+        factor = next(t for name, t in kept.items() if name.startswith(EXPERTS))
+        size = (num_mlps, factor.shape[-2])  # a projection to the LoRA rank in each MLP
         drawn = [torch.randn(size, generator=generator(setup.seed, name, "tokens")) for name in setup.users]
-        kept[TOKENS] = torch.stack(drawn).to(own)
-        drawn = [torch.randn(size, generator=generator(setup.seed, e, "embeddings")) for e in range(experts)]
-        kept[EMBEDDINGS] = torch.stack(drawn, 1).to(own)
-        all_users = range(users)
-        kept[PLACES] = torch.stack([self.assign(fit_scores(kept, layer, all_users)) for layer in range(len(layers))], 1)
+        kept[TOKENS] = torch.stack(drawn).to(factor)
+        drawn = [torch.randn(size, generator=generator(setup.seed, e, "embeddings")) for e in range(num_experts)]
+        kept[EMBEDDINGS] = torch.stack(drawn, 1).to(factor)
+        assigned = [self.assign(fit_scores(kept, mlp, range(num_users))) for mlp in range(num_mlps)]
+        kept[PLACES] = torch.stack(assigned, 1)
         return kept
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the shared tensors and each user's domain experts; the rows for reports are zero."""
+        """Return the shared tensors, each user with the domain experts that are assigned to it.
+
+        The first ``rank`` rows of a router are the projection T. The rows below only carry users' reports to the
+        server, so they are sent as zeros.
+        """
         sent, places = {}, kept[PLACES][list(users)]
         rank = kept[TOKENS].shape[-1]
         for name, t in model_of(kept).items():
-            own = t.expand(len(users), *t.shape)
+            by_user = t.expand(len(users), *t.shape)
             if name.endswith(ROUTER):
-                own = torch.cat([own[:, :rank], torch.zeros_like(own[:, rank:])], 1)
+                by_user = torch.cat([by_user[:, :rank], torch.zeros_like(by_user[:, rank:])], 1)
             elif EXPERTS + name in kept:
                 pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])  # the last one fills empty places
-                layer = layers_of(model_of(kept)).index(layer_of(name))
-                own = torch.cat([own, pool[places[:, layer]]], 1)
-            sent[name] = own.unsqueeze(1)
+                mlp = layers_of(model_of(kept)).index(layer_of(name))
+                by_user = torch.cat([by_user, pool[places[:, mlp]]], 1)
+            sent[name] = by_user.unsqueeze(1)
         return sent
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Average the uploads, then assign experts anew; once experts are fixed, only reassign the participants."""
-        users, layers = list(received.users), layers_of(model_of(kept))
-        common = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
-        sums = {} if self.fixed else weighted_sums(common, dict.fromkeys(common, received.weights))
-        for name, t in sums.items():
-            kept[MODEL_PREFIX + name].copy_(t)
-        for number, layer in enumerate(layers):
+        """Average the uploads, then assign experts to all users anew.
+
+        Shared tensors are averaged over all participants, a domain expert over those who had it. If experts are
+        ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
+        """
+        users, weights = list(received.users), received.weights
+        if not self.fixed:
+            # Of the experts of an MLP only the first, the generalist, is common to all users.
+            common = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
+            for name, mean in weighted_sums(common, dict.fromkeys(common, weights)).items():
+                kept[MODEL_PREFIX + name].copy_(mean)
+        reassigned = users if self.fixed else list(range(len(kept[PLACES])))
+        for number, mlp in enumerate(layers_of(model_of(kept))):
             assigned = kept[PLACES][users, number]
-            means = unpack_means(received.tensors[f"{layer}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
-            kept[TOKENS][users, number] = means[:, 0].to(kept[TOKENS])
+            reported = unpack_means(received.tensors[f"{mlp}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
+            kept[TOKENS][users, number] = reported[:, 0].to(kept[TOKENS])
             if not self.fixed:
-                move_means(kept[EMBEDDINGS][number], means[:, 1:], assigned, received.weights)
-                for name in (n for n in received.tensors if layer_of(n) == layer and EXPERTS + n in kept):
-                    move_means(kept[EXPERTS + name], received.tensors[name][:, 1:], assigned, received.weights)
-            reassigned = users if self.fixed else list(range(len(kept[PLACES])))
+                set_expert_means(kept[EMBEDDINGS][number], reported[:, 1:], assigned, weights)
+                for name in (n for n in received.tensors if layer_of(n) == mlp and EXPERTS + n in kept):
+                    set_expert_means(kept[EXPERTS + name], received.tensors[name][:, 1:], assigned, weights)
             kept[PLACES][reassigned, number] = self.assign(fit_scores(kept, number, reassigned))
 
     def assign(self, scores: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
-        """Return the indices of each user's experts, from how well they fit; a single user gets those that fit best.
+        """Assign experts to users by how well they fit.
+
+        Each expert chooses ``choices`` users, so that the sum of the scores' softmax over users is maximal. A single
+        user would be chosen by all experts, so it gets the ``most`` experts that fit best.
+
+        Args:
+            scores: Fit of each expert to each user; larger is better.
+
+        Returns:
+            Indices of each user's experts in ascending order, filled up to ``most`` with the number of experts.
 
         Raises:
             DivergenceError: A score is not finite.
         """
-        experts, users = scores.shape
-        if lost := int((~scores.isfinite()).sum()):
+        num_experts, num_users = scores.shape
+        if num_nonfinite := int((~scores.isfinite()).sum()):
             advice = "try a smaller training.experts.learning_rate and training.router.learning_rate"
             raise DivergenceError(
-                f"method fedamole: {lost} of {scores.numel()} scores of experts for users are not finite; {advice}"
+                f"method fedamole: {num_nonfinite} of {scores.numel()} scores of experts for users are not finite; "
+                f"{advice}"
             )
-        if users == 1:
+        if num_users == 1:
             chosen = torch.zeros_like(scores, dtype=torch.bool)
             chosen[scores[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
         else:
-            chosen = solve_assignment(scores.double().softmax(1), min(self.choices, users), self.most)
-        # Sorting moves the index ``experts``, which stands for an empty place, behind the chosen ones.
-        numbers = torch.arange(experts, device=scores.device).unsqueeze(1)
-        listed = torch.where(chosen, numbers, experts).T.sort(1).values
-        return torch.nn.functional.pad(listed, (0, self.most), value=experts)[:, : self.most]
+            chosen = solve_assignment(scores.double().softmax(1), min(self.choices, num_users), self.most)
+        # Sorting moves the index ``num_experts``, which stands for an empty place, behind the chosen ones.
+        indices = torch.arange(num_experts, device=scores.device).unsqueeze(1)
+        by_user = torch.where(chosen, indices, num_experts).T.sort(1).values
+        return F.pad(by_user, (0, self.most), value=num_experts)[:, : self.most]
 
     def settled(self) -> AssignmentServer:
         """Return a server with fixed experts.
@@ -169,7 +199,7 @@ def layers_of(tensors: Tree) -> list[str]:
 
 
 def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users means rank"]:
-    """Return the means of T x and of each A_e x from the rows below T in uploaded routers.
+    """Return the mean projections of a user's data that are packed into the rows below T of an uploaded router.
 
     Args:
         router: Uploaded routers.
@@ -177,47 +207,48 @@ def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int
         most: Number of places for domain experts.
 
     Returns:
-        Means ``(users, 1 + most, rank)``, that of T x first.
+        Means ``(users, 1 + most, rank)``, first that of T x, then those of A_e x for each place e.
     """
     return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
 
 
-def move_means(
-    kept: Float[Tensor, "experts ..."],
-    sent: Float[Tensor, "users most ..."],
+def set_expert_means(
+    experts: Float[Tensor, "experts ..."],
+    uploads: Float[Tensor, "users most ..."],
     assigned: Int[Tensor, "users most"],
     weights: Float[Tensor, " users"],
 ) -> None:
     """Set each expert to the weighted mean of its users' uploads, in place; an expert without users is unchanged.
 
     Args:
-        kept: The experts.
-        sent: Uploaded experts of each user.
-        assigned: Their indices; the number of experts stands for an empty place.
+        experts: A tensor of all experts.
+        uploads: The same tensor of the experts that each user has, as the user uploaded it.
+        assigned: Indices of these experts; the number of experts stands for an empty place.
         weights: Aggregation weights of the users.
     """
     flat = assigned.flatten()
-    counts = flat.bincount(minlength=len(kept) + 1)[: len(kept)]
-    places = torch.arange(int(counts.max()), device=kept.device)
-    # Row e of ``rows`` numbers the uploads of expert e, padded to the largest number; padding has a share of 0.
+    counts = flat.bincount(minlength=len(experts) + 1)[: len(experts)]  # uploads of each expert
+    columns = torch.arange(int(counts.max()), device=experts.device)
+    # Row e of ``positions`` has the positions in ``flat`` of expert e's uploads, padded with others to the largest
+    # count; padding has a share of 0. All means are then one product.
     first = (counts.cumsum(0) - counts).unsqueeze(1)
-    rows = flat.argsort(stable=True)[(first + places).clamp(max=len(flat) - 1)]
-    weight_by_upload = weights.to(kept).repeat_interleave(assigned.shape[1])
-    shares = weight_by_upload[rows] * (places < counts.unsqueeze(1))
-    shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
-    mean = torch.einsum("eh,eh...->e...", shares, sent.flatten(0, 1)[rows].to(kept))
-    kept.copy_(torch.where((counts > 0).view(-1, *[1] * (kept.dim() - 1)), mean, kept))
+    positions = flat.argsort(stable=True)[(first + columns).clamp(max=len(flat) - 1)]
+    weight_by_upload = weights.to(experts).repeat_interleave(assigned.shape[1])
+    shares = weight_by_upload[positions] * (columns < counts.unsqueeze(1))
+    shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(experts.dtype).tiny)
+    means = torch.einsum("eh,eh...->e...", shares, uploads.flatten(0, 1)[positions].to(experts))
+    experts.copy_(torch.where((counts > 0).view(-1, *[1] * (experts.dim() - 1)), means, experts))
 
 
 def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
     """Return which expert chooses which user, so that the sum of the chosen scores is maximal.
 
-    This is RSEA, an integer program.
+    This is the paper's RSEA, an integer program with one binary variable for each pair of expert and user.
 
     Args:
         scores: Score of each expert and user.
         choices: Users that each expert chooses.
-        most: Largest number of experts per user.
+        most: Largest number of experts per user; the smallest is :data:`MIN_EXPERTS` if there are enough choices.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -227,13 +258,15 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
     least = min(MIN_EXPERTS, experts * choices // users)
     # Scores are centred and scaled for the solver; the optimum is the same.
     gain = (scores - scores.mean()).flatten().cpu().numpy()
+    users_of_expert = kron(eye_array(experts), np.ones((1, users)))
+    experts_of_user = kron(np.ones((1, experts)), eye_array(users))
     result = milp(
         -gain / max(float(np.abs(gain).max()), 1e-300),
         integrality=np.ones(gain.size),
         bounds=Bounds(0, 1),
         constraints=[
-            LinearConstraint(kron(eye_array(experts), np.ones((1, users))), choices, choices),
-            LinearConstraint(kron(np.ones((1, experts)), eye_array(users)), least, most),
+            LinearConstraint(users_of_expert, choices, choices),
+            LinearConstraint(experts_of_user, least, most),
         ],
     )
     assert result.success, result.message
@@ -298,38 +331,54 @@ class PairGating:
         return "weighted by pairs of projections"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
-        """Return the number of router rows and their initialiser.
+        """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
 
-        The first rows are T; the rows below hold the reported means of T x and of each A_e x.
+        The first ``rank`` rows are the projection T. The rows below hold the means that a user reports, ``rank``
+        numbers for T x and for A_e x of each domain expert, as the router is sent to the server anyway.
 
         Args:
-            experts: Number of places for experts.
+            experts: Number of experts with the generalist, hence of reported means.
             rank: LoRA rank.
             width: Width of the router's input.
         """
-        return rank + -(-experts * rank // width), init_router
+        report_rows = math.ceil(experts * rank / width)
+        return rank + report_rows, init_router
 
     def multiplies(self, experts: int, entries: int, width: int) -> int:
-        """Return the multiply-adds per token beyond those of the router's rows: with A, and of pairs.
+        """Return the multiply-adds per token of the gating, besides those of the router tensor's rows.
+
+        These are the products A_e x of the domain experts, and their products with T x.
 
         Args:
-            experts: Number of experts.
-            entries: Numbers in the A factors of all experts.
+            experts: Number of experts, with the generalist, which has no products.
+            entries: Numbers in the A factors of all experts, ``experts * rank * width``.
             width: Width of the router's input.
         """
-        return (entries + entries // width) * (experts - 1) // experts
+        ranks = entries // width
+        return (entries + ranks) * (experts - 1) // experts
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Return the weights: one half for the first expert, the other half by softmax; zero places have no expert."""
-        keys = router.keys[:, 1:]
-        held, rank = keys.flatten(2).any(-1), keys.shape[2]
-        seen = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, keys.shape[1:3])
-        logits = (seen.to(products.dtype) @ products[..., :rank, None]).squeeze(-1) / math.sqrt(rank)
-        gates, picks = gate(logits, held, router.top_k)
+        """Return the experts' weights for n tokens of each user: one half for the generalist, the rest by softmax.
+
+        Domain expert e has the logit ``(A_e x)^T (T x) / sqrt(rank)``. A place whose A is zero is empty and gets no
+        weight. If the router has a load-balancing penalty, it is computed here too.
+
+        Args:
+            router: The router, with the A factors of all experts as ``keys``.
+            products: Products of the router's rows with x, of which the first ``rank`` are T x.
+            x: Inputs of the MLP.
+        """
+        keys = router.keys[:, 1:]  # of the domain experts
+        rank = keys.shape[2]
+        occupied = keys.flatten(2).any(-1)
+        expert_projections = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, keys.shape[1:3])
+        token_projection = products[..., :rank, None]
+        logits = (expert_projections.to(products.dtype) @ token_projection).squeeze(-1) / math.sqrt(rank)
+        gates, picks = gate(logits, occupied, router.top_k)
         if router.balance != "none" and router.top_k < keys.shape[1]:
-            router.penalty = balance_penalty(logits, picks, held, "uniform")
+            router.penalty = balance_penalty(logits, picks, occupied, "uniform")
         return torch.cat([torch.full_like(gates[..., :1], 0.5), gates / 2], -1)
 
 
@@ -345,13 +394,15 @@ class ReportEmbeddings(ClientHook):
         cohort.reset_moments(SHARED)
 
     def end(self, cohort: Cohort) -> None:
-        """Write the means into the router's rows below T.
+        """Write the mean projections T x and A_e x of each user's data into the router's rows below T.
 
-        Inputs are scaled to a mean square of 1, as after a norm layer.
+        From there they reach the server with the upload. The input x is a mean of unit vectors, scaled to a mean
+        square of 1, as after a norm layer.
         """
         for name, direction in cohort.router_directions(self.instances, whole=True).items():
             router, keys = cohort.tensors[name], expert_keys(cohort.tensors, name)
             rank, x = keys.shape[2], direction.unsqueeze(-1) * math.sqrt(direction.shape[-1])
             means = torch.cat([router[:, :rank] @ x, (keys.flatten(1, 2) @ x)], 1).squeeze(-1)
-            below = router[:, rank:]
-            below.copy_(F.pad(means, (0, below[0].numel() - means.shape[1])).view(below.shape))
+            report_rows = router[:, rank:]
+            padding = report_rows[0].numel() - means.shape[1]
+            report_rows.copy_(F.pad(means, (0, padding)).view(report_rows.shape))
