@@ -99,18 +99,18 @@ class OuterSteps(Mean):
         return model | {f"{name}.velocity": torch.zeros_like(t) for name, t in model.items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Take one outer step.
+        """Take one Nesterov step, with the model minus the mean upload as its gradient.
 
         Args:
             kept: State of the server, updated in place.
             sums: Mean upload.
-            received: The uploads.
+            received: The uploads, not used.
         """
         for name, average in sums.items():
             theta, velocity = kept[MODEL_PREFIX + name], kept[f"{MODEL_PREFIX}{name}.velocity"]
-            change = theta - average
-            velocity.mul_(self.momentum).add_(change)
-            theta.sub_(change + self.momentum * velocity, alpha=self.rate)
+            gradient = theta - average
+            velocity.mul_(self.momentum).add_(gradient)
+            theta.sub_(gradient + self.momentum * velocity, alpha=self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return the global model, without the velocity."""
@@ -126,25 +126,29 @@ class Fuse(ClientHook):
     validates = True
 
     def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
-        """Return the fused models."""
-        copies = cohort.copies()
+        """Return each user's weighted sum of its global and its personal model with the lowest validation loss."""
+        copies = cohort.copies()  # of each user: the global model and the personal one
 
-        def best(user: int) -> Float[Tensor, " columns"]:
+        def best_fusion(user: int) -> Float[Tensor, " columns"]:
             """Return the fused model of a user with the lowest validation loss."""
 
-            def fused(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
+            def fuse(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
                 """Return the weighted sum of the user's copies, flattened."""
                 return torch.tensordot(weights.to(copies), copies[:, user], dims=1)
 
-            return fused(minimise_loss(lambda weights: cohort.validate(fused(weights), user), self.steps))
+            return fuse(minimise_loss(lambda weights: cohort.validate(fuse(weights), user), self.steps))
 
-        return torch.stack([best(user) for user in range(copies.shape[1])])
+        return torch.stack([best_fusion(user) for user in range(copies.shape[1])])
 
 
 def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
     """Minimise a loss of two weights with Nelder-Mead, starting at (1, 0), (0, 1) and (0.7, 0.7).
 
-    The result is never worse than either copy alone. It takes ``steps`` evaluations of ``loss``, at least 3.
+    Both copies alone, (1, 0) and (0, 1), are evaluated, so the result is never worse than either.
+
+    Args:
+        loss: Returns the loss of a pair of weights.
+        steps: Largest number of evaluations of ``loss``; at least the 3 starting points are evaluated.
     """
     from scipy.optimize import minimize
 
@@ -209,9 +213,10 @@ class SimilarityGating:
         return "weighted by similarity"
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
-        """Return the number of router rows, one for each expert but the first, and their initialiser.
+        """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
 
-        The first expert has the weight that the others leave: all of it while the directions are zero.
+        Each expert but the first has one row, its direction. The first expert has the weight that the others leave: all
+        of it while the directions are zero.
 
         Args:
             experts: Number of experts.
@@ -226,7 +231,12 @@ class SimilarityGating:
         """Return expert weights ``p_j = (phi x)_j / |x|``, clamped to [0, 1]; the first expert has the rest.
 
         With ``phi_j`` the mean of unit vectors, ``p_j`` is the mean cosine of x with them. If these weights sum to more
-        than 1 they are scaled to sum to 1.
+        than 1 they are scaled to sum to 1. Experts that a user does not have get no weight.
+
+        Args:
+            router: The router.
+            products: Products ``phi_j x`` of its rows with x, for n tokens of each user.
+            x: Inputs of the MLP.
         """
         length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
         others = (products / length).clamp(0, 1) * router.present[:, None, 1:]
@@ -241,17 +251,20 @@ class FromGlobal(ClientHook):
 
     def begin(self, cohort: Cohort) -> None:
         """Copy the global LoRA to the local one."""
-        for _, *factors in lora_pairs(cohort.tensors):
-            for t in factors:
-                if t.dim() == 4:  # an MLP's, which has both
-                    t[:, 1] = t[:, 0]
+        for _, a, b in lora_pairs(cohort.tensors):
+            for factor in (a, b):
+                if factor.dim() == 4:  # of an MLP, (users, experts, rank, width); attention has a global LoRA only
+                    factor[:, 1] = factor[:, 0]
 
-    settle = begin
+    settle = begin  # a user without a local round has the global LoRA twice
 
 
 @dataclass(frozen=True)
 class Similarity(ClientHook):
-    """Sets the routers so that the local LoRA's weight is ``scaling / S sum_s cos(x, x_s)`` over S instances."""
+    """Sets the routers so that the local LoRA's weight is ``scaling`` times the mean cosine to S instances x_s.
+
+    At a token with the input x that is ``scaling / S sum_s cos(x, x_s)``.
+    """
 
     scaling: float
     instances: int

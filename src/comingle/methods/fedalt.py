@@ -48,14 +48,14 @@ class RestOfWorld(Server):
     by_user = frozenset({OWN, SENT})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: no uploads, and the initial model as the rest of the world."""
-        silent = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
-        own = flatten([t[:1] for t in setup.models.values()]).expand(len(setup.users), -1)
-        counts = {SENT: torch.zeros(len(own)), COUNT: torch.zeros(())}
-        return silent | counts | {OWN: torch.zeros_like(own), TOTAL: torch.zeros_like(own[0])}
+        """Return the initial state: no uploads, and the initial model, sent while there are no uploads of others."""
+        initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
+        uploads = flatten([t[:1] for t in setup.models.values()]).expand(len(setup.users), -1)
+        counts = {SENT: torch.zeros(len(uploads)), COUNT: torch.zeros(())}
+        return initial | counts | {OWN: torch.zeros_like(uploads), TOTAL: torch.zeros_like(uploads[0])}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Replace the participants' last uploads."""
+        """Store the participants' uploads in place of their last ones; update the sum and the number of uploads."""
         users = list(received.users)
         kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
         kept[SENT][users] = 1
@@ -63,10 +63,13 @@ class RestOfWorld(Server):
         kept[COUNT].copy_(kept[SENT].sum())
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return ``1 / (K - 1) sum_(j != k) L_j`` over the K users who have uploaded something."""
-        silent, at = model_of(kept), list(users)
-        others = (kept[COUNT] - kept[SENT][at]).unsqueeze(1)
-        rest = (kept[TOTAL] - kept[OWN][at]) / others.clamp(min=1)
-        rest = torch.where(others > 0, rest, flatten([t.unsqueeze(0) for t in silent.values()]))
-        parts = rest.split([t.numel() for t in silent.values()], 1)
-        return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, silent.items(), strict=True)}
+        """Return for each user k the mean of all other users' last uploads, ``1 / (K - 1) sum_(j != k) L_j``.
+
+        K is the number of users who have uploaded something. If there are no others, it is the initial model.
+        """
+        initial, indices = model_of(kept), list(users)
+        num_others = (kept[COUNT] - kept[SENT][indices]).unsqueeze(1)
+        mean = (kept[TOTAL] - kept[OWN][indices]) / num_others.clamp(min=1)
+        mean = torch.where(num_others > 0, mean, flatten([t.unsqueeze(0) for t in initial.values()]))
+        parts = mean.split([t.numel() for t in initial.values()], 1)
+        return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, initial.items(), strict=True)}

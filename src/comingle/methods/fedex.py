@@ -50,39 +50,47 @@ class ExactMean(Mean):
     one_rank = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``, and A and B to their means."""
+        """Set R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``, and A and B to their means.
+
+        R is the residual of a weight, s the LoRA scale, p_i a user's aggregation weight.
+        """
         super().aggregate(kept, received)
+        weights = (received.weights * received.scales).tolist()
+        scale = float(received.scales[0])  # all users have the same rank, hence the same scale
         for name, a, b in lora_pairs(received.tensors):
             mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
-            weights = received.weights * received.scales
-            parts = [(t, b[i] * float(weights[i])) for i, t in enumerate(a)]
-            add_to_residual(kept, name, [*parts, (mean_a, -float(received.scales[0]) * mean_b)])
+            products = [(user_a, user_b * weight) for user_a, user_b, weight in zip(a, b, weights, strict=True)]
+            add_to_residual(kept, name, [*products, (mean_a, -scale * mean_b)])
 
 
-def add_to_residual(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add the products ``A^T B`` to the residual of a weight.
+def add_to_residual(kept: Tree, name: str, products: list[tuple[Tensor, Tensor]]) -> None:
+    """Add the sum of the products ``A^T B`` to the residual of a weight, which is kept as two factors.
 
     Args:
-        kept: State of the server.
+        kept: State of the server, changed in place.
         name: Name of the weight.
-        parts: Pairs (A, B).
+        products: Pairs (A, B) with the rank on the second last dimension.
     """
-    ends = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
-    change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
-    for end, t in zip(ends, factorise(change, ends[0].shape[-2]), strict=True):
-        end.copy_(t)
+    factors = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
+    residual = sum((a.mT @ b for a, b in products), factors[0].mT @ factors[1])
+    for factor, new in zip(factors, factorise(residual, factors[0].shape[-2]), strict=True):
+        factor.copy_(new)
 
 
 def factorise(
     change: Float[Tensor, "*experts d_in d_out"], rank: int
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Return factors I, O of ``change = I^T O``: exact at full rank, else the best approximation of that rank."""
+    """Return factors I, O of ``change = I^T O``: exact at full rank, else the best approximation of that rank.
+
+    At full rank one factor is the identity, which needs no SVD; rows beyond the full rank are zero.
+    """
     d_in, d_out = change.shape[-2:]
-    one = torch.eye(min(d_in, d_out), dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
-    if rank >= min(d_in, d_out):
-        first, second = (one, change) if d_in <= d_out else (change.mT, one)
-        missing = (0, 0, 0, rank - min(d_in, d_out))
-        return torch.nn.functional.pad(first, missing), torch.nn.functional.pad(second, missing)
+    full_rank = min(d_in, d_out)
+    if rank >= full_rank:
+        identity = torch.eye(full_rank, dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
+        first, second = (identity, change) if d_in <= d_out else (change.mT, identity)
+        padding = (0, 0, 0, rank - full_rank)
+        return torch.nn.functional.pad(first, padding), torch.nn.functional.pad(second, padding)
     left, values, right = torch.linalg.svd(change, full_matrices=False)
     return left[..., :rank].mT, (values.unsqueeze(-1) * right)[..., :rank, :]
 
@@ -117,22 +125,22 @@ class Reinitialise(ClientHook):
     """Reinitialises LoRA each round: A is drawn at random, B is zero, and optimisers are new."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return zero counts."""
+        """Return the run's seed and a count of 0 for each user; both seed the random A of each round."""
         return {RESTARTS: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:
-        """Set B to zero, as the trained LoRA is in the weights now."""
+        """Set B to zero, as the download has the trained LoRA in the weights' residuals."""
         for _, _, b in lora_pairs(cohort.tensors):
             b.zero_()
 
     def begin(self, cohort: Cohort) -> None:
-        """Draw a new A for each user, within its rank."""
+        """Draw a new A for each user, with zeros beyond the user's rank, and reset the optimisers."""
         cohort.reset_moments(LORA)
         for name, a, _ in lora_pairs(cohort.tensors):
-            for own, user, (seed, times) in zip(a, cohort.names, cohort.kept[RESTARTS].tolist(), strict=True):
-                own.copy_(init_a(tuple(own.shape), generator(seed, user, "anew", f"{name}.a", times)))
-            places = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
-            a.mul_(places.view(len(a), *[1] * (a.dim() - 3), -1, 1))
+            for user_a, user, (seed, restarts) in zip(a, cohort.names, cohort.kept[RESTARTS].tolist(), strict=True):
+                user_a.copy_(init_a(tuple(user_a.shape), generator(seed, user, "anew", f"{name}.a", restarts)))
+            within_rank = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
+            a.mul_(within_rank.view(len(a), *[1] * (a.dim() - 3), -1, 1))
         cohort.kept[RESTARTS][:, 1] += 1
 
 
@@ -145,7 +153,11 @@ class Stack(Mean):
     knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Add the stack of a round."""
+        """Add ``sum_i p_i s_i B_i A_i`` over the participants to each weight's residual; A and B are not averaged.
+
+        p_i is a user's aggregation weight, s_i its LoRA scale.
+        """
         weights = (received.weights * received.scales).tolist()
         for name, a, b in lora_pairs(received.tensors):
-            add_to_residual(kept, name, [(t, b[i] * weights[i]) for i, t in enumerate(a)])
+            products = [(user_a, user_b * weight) for user_a, user_b, weight in zip(a, b, weights, strict=True)]
+            add_to_residual(kept, name, products)
