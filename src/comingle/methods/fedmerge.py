@@ -121,9 +121,9 @@ def fixed_step(
 ) -> Float[Tensor, "users models"]:
     """Return the step to subtract from the weights, its largest entry just above ``size``.
 
-    This is the paper's "fixed magnitude" (section 4.1). The public code adds up small steps ``size p_i G_ij``, where
-    ``p_i G_ij`` is the gradient and the magnitudes of G sum to 1, until an entry has moved by more than ``size``. This
-    is the closed form of that sum.
+    This is the paper's "fixed magnitude" (section 4.1). The public code scales the gradient ``p_i G_ij`` so that the
+    magnitudes of G sum to 1, and adds up small steps ``size p_i G_ij`` until an entry has moved by more than ``size``.
+    This is the closed form of that sum.
 
     Args:
         gradient: Gradient of the merging weights or logits.
@@ -131,21 +131,22 @@ def fixed_step(
         size: Size of the step.
     """
     shares = weights.to(gradient).unsqueeze(1)
-    total = torch.where(shares > 0, gradient / shares, 0.0).abs().sum()
-    step = size * gradient / total
-    largest = float(step.abs().max())
+    total = torch.where(shares > 0, gradient / shares, 0.0).abs().sum()  # of the magnitudes of G
+    small_step = size * gradient / total
+    largest = float(small_step.abs().max())
     if not largest > 0:  # the gradient is zero, so the division above gave nan
         return torch.zeros_like(gradient)
-    return step * min(int(size / largest) + 1, MOST_STEPS)
+    num_steps = min(int(size / largest) + 1, MOST_STEPS)
+    return small_step * num_steps
 
 
 def head(tree: Tree) -> list[str]:
     """Return the names of the tensors of a net's last layer, or of all tensors of LoRA, which has no last layer."""
-    if any(name.endswith(".a") for name in tree):
+    if any(name.endswith(".a") for name in tree):  # factors A of LoRA
         return list(tree)
-    trained = [name for name, t in tree.items() if not name.rpartition(".")[2].startswith("running")]
-    last = trained[-1].rpartition(".")[0]
-    return [name for name in trained if name.rpartition(".")[0] == last]
+    trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
+    last_layer = trained[-1].rpartition(".")[0]
+    return [name for name in trained if name.rpartition(".")[0] == last_layer]
 
 
 def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
@@ -186,28 +187,38 @@ Keys = Literal["head", "all", "trained", "body", "first"]
 
 
 def keys(tree: Tree, which: Keys) -> list[str]:
-    """Return the names of the tensors that ``which`` selects; for LoRA, head, body and all are the same."""
+    """Return the names of the tensors from whose inner products merging weights move.
+
+    Args:
+        tree: Tensors of a model, in the model's order.
+        which: "head" is a net's last layer, "first" its first layer, "trained" all but running statistics, "body" the
+            trained ones without the last layer, "all" everything. For LoRA, head, body and all are the same.
+    """
     trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
+    if which == "head":
+        return head(tree)
     if which == "first":
-        return [name for name in trained if name.rpartition(".")[0] == trained[0].rpartition(".")[0]]
+        first_layer = trained[0].rpartition(".")[0]
+        return [name for name in trained if name.rpartition(".")[0] == first_layer]
     if which == "body":
         return [name for name in trained if name not in head(tree)] or trained
-    return head(tree) if which == "head" else trained if which == "trained" else list(tree)
+    return trained if which == "trained" else list(tree)
 
 
 def largest(updates: Tree, names: Collection[str], share: float) -> Tree:
-    """Keep the largest numbers of each user's update, by magnitude, and set the others to zero.
+    """Return updates with only the largest numbers of each user, by magnitude, and zeros elsewhere.
 
     Args:
         updates: Updates ``(users, *shape)``.
-        names: Tensors to return.
-        share: Share of numbers to keep, over all of ``names``.
+        names: Tensors to return; with a share of 1 all are returned as they are.
+        share: Share of a user's numbers to keep, over all of ``names`` together.
     """
     if share == 1:
         return updates
-    sizes = torch.cat([updates[name].flatten(1) for name in names], 1).abs()
-    cut = sizes.topk(math.ceil(share * sizes.shape[1]), 1).values[:, -1]
-    return {n: t * (t.abs() >= cut.view(-1, *[1] * (t.dim() - 1))) for n, t in updates.items() if n in names}
+    magnitudes = torch.cat([updates[name].flatten(1) for name in names], 1).abs()
+    num_kept = math.ceil(share * magnitudes.shape[1])
+    threshold = magnitudes.topk(num_kept, 1).values[:, -1]
+    return {n: t * (t.abs() >= threshold.view(-1, *[1] * (t.dim() - 1))) for n, t in updates.items() if n in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,25 +251,28 @@ class Merge(Server):
         return self.models
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the models and the initial merging weights: equal, or random choices."""
-        value = 0.0 if self.softmax else 1 / self.models
-        weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), value)
-        for user, row in zip(setup.users, weights, strict=True) if self.chosen else ():
-            draw = generator(setup.seed, user, "fedmerge-fixed")
-            order = torch.randperm(self.models, generator=draw)
-            row[order[self.chosen :]] = ZERO_SHARE_LOGIT
-            if self.random:  # the logarithms of exponential draws: their softmax is uniform on the simplex
-                some = order[: self.chosen]
-                row[some] = torch.empty(len(some)).exponential_(generator=draw).log().to(row)
+        """Return the models and the initial merging weights: equal, or random choices of ``chosen`` models a user."""
+        equal = 0.0 if self.softmax else 1 / self.models  # of logits, or of the weights themselves
+        weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), equal)
+        if self.chosen:
+            for user, logits in zip(setup.users, weights, strict=True):
+                draw = generator(setup.seed, user, "fedmerge-fixed")
+                order = torch.randperm(self.models, generator=draw)
+                chosen, others = order[: self.chosen], order[self.chosen :]
+                logits[others] = ZERO_SHARE_LOGIT
+                if self.random:  # the logarithms of exponential draws: their softmax is uniform on the simplex
+                    logits[chosen] = torch.empty(len(chosen)).exponential_(generator=draw).log().to(logits)
         return start_soup(setup.models) | {MERGING: weights}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Update the models and the participants' merging weights, in the order that ``models_first`` sets."""
+        """Update the models and the participants' merging weights, in the order that ``models_first`` sets.
+
+        A user's update is the merged model that it downloaded minus the one that it uploaded, so it has the sign of a
+        gradient.
+        """
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
-        sent = mix(
-            soup, self._merging_shares(logits)
-        )  # as large as the users' models, so updates are computed in place
-        updates = {name: t.sub_(received.tensors[name]) for name, t in sent.items()}
+        downloaded = mix(soup, self._merging_shares(logits))
+        updates = {name: t.sub_(received.tensors[name]) for name, t in downloaded.items()}  # in place, to save memory
         steps = (self._move_models, self._move_weights) if self.weight_step else (self._move_models,)
         for _ in range(self.global_iterations):
             for move in steps if self.models_first else reversed(steps):
@@ -297,7 +311,7 @@ class Merge(Server):
             soup[name].sub_(gradient, alpha=self.global_rate)
 
     def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        """Take a step of fixed size of the participants' merging weights or logits, in place (eq. 6).
+        """Take a step of the participants' merging weights or logits, in place (eq. 6); its largest entry is fixed.
 
         Args:
             soup: Models ``(models, *shape)``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +53,10 @@ class NormWeightedMean(Mean):
     knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set A and B of each linear to their weighted means."""
+        """Set A and B of each linear to means in which users with a larger weight change count more.
+
+        The weights are p_u times the Frobenius norm of user u's change B_u A_u; just p_u while all changes are zero.
+        """
         for name, a, b in lora_pairs(received.tensors):
             weights = received.weights.to(a) * change_norm(a, b)
             weights = weights if weights.any() else received.weights.to(a)
@@ -67,32 +69,36 @@ def change_norm(
 ) -> Float[Tensor, " users"]:
     """Return the Frobenius norm of each user's ``B A``.
 
-    It is computed from ``A A^T`` and ``B B^T``, without forming the product.
+    It is computed from the small matrices ``A A^T`` and ``B B^T``, as ``|B A|^2 = sum_ij (A A^T)_ij (B B^T)_ij``.
     """
     squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
     return squares.clamp(min=0).sqrt()
 
 
 def tail(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
-    """Return a mask of each user's last ranks, from ``floor(gamma * rank)`` on; the first rank is never among them.
+    """Return a 0-1 mask of each user's last ranks, from ``floor(gamma * rank)`` on, which pruning may drop.
+
+    The first rank is never among them.
 
     Args:
         ranks: Rank of each user.
         gamma: Fraction of the rank from which ranks count as last.
-        rank: Number of columns of the mask.
+        rank: Number of columns of the mask, the largest rank of all users.
     """
-    at = torch.arange(rank, device=ranks.device)
+    index = torch.arange(rank, device=ranks.device)
     start = smaller_ranks(ranks, gamma).unsqueeze(1)
-    return ((at >= start) & (at < ranks.unsqueeze(1))).double()
+    return ((index >= start) & (index < ranks.unsqueeze(1))).double()
 
 
 def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
-    """Return each user's rank without its last ranks."""
+    """Return the rank that each user has after pruning, ``floor(gamma * rank)`` but at least 1."""
     return (ranks * gamma).floor().long().clamp(min=1)
 
 
 def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
-    """Return ``sum over linears of |B[:, tail]| |A[tail]|`` for each user.
+    """Return a measure of how much each user uses its last ranks: ``sum over linears of |B[:, tail]| |A[tail]|``.
+
+    It is differentiable; :class:`TailPenalty` adds it to the loss, :class:`Prune` compares it over a round.
 
     Args:
         tensors: LoRA tensors, ``(users, *shape)``.
@@ -102,8 +108,8 @@ def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Flo
     total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
     for _, a, b in lora_pairs(tensors):
         mask = tail(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
-        norms = [torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b)]
-        total = total + math.prod(norms, start=torch.ones_like(total))
+        norm_a, norm_b = (torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b))
+        total = total + norm_a * norm_b
     return total
 
 
@@ -129,10 +135,10 @@ class Prune(ClientHook):
     looks_back = True
 
     def end(self, cohort: Cohort) -> None:
-        """Reduce the ranks."""
+        """Reduce the rank of each user whose last ranks have shrunk since the round began."""
         ranks = cohort.ranks
-        smaller = tail_norms(cohort.tensors, ranks, self.gamma) < tail_norms(cohort.began, ranks, self.gamma)
-        ranks.copy_(torch.where(smaller, smaller_ranks(ranks, self.gamma), ranks))
+        shrunk = tail_norms(cohort.tensors, ranks, self.gamma) < tail_norms(cohort.began, ranks, self.gamma)
+        ranks.copy_(torch.where(shrunk, smaller_ranks(ranks, self.gamma), ranks))
 
 
 def flexlora() -> Method:
@@ -173,13 +179,13 @@ class Redistribute(Server):
                 kept[f"{name}.{factor}"].copy_(t)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return A, and ``B / s_u`` for user u."""
+        """Return A, and ``B / s_u`` for user u, whose forward pass multiplies ``B A`` by its LoRA scale s_u."""
         models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
-        return {name: t / self._scales_like(kept, users, t) if name.endswith(".b") else t for name, t in models.items()}
-
-    def _scales_like(self, kept: Tree, users: Sequence[int], like: Tensor) -> Tensor:
-        """Return the LoRA scales of users, with the dtype of ``like`` and shaped to divide it, ``(users, 1, ...)``."""
-        return kept[SCALES][list(users)].to(like).view(-1, *[1] * (like.dim() - 1))
+        for name, t in models.items():
+            if name.endswith(".b"):
+                scales = kept[SCALES][list(users)].to(t)
+                models[name] = t / scales.view(-1, *[1] * (t.dim() - 1))
+        return models
 
 
 SCALES = "scales"
@@ -192,10 +198,12 @@ def mean_factors(
     weights: Float[Tensor, " users"],
     scales: Float[Tensor, " users"],
 ) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Return factors of the mean ``sum_u weights_u scales_u A_u^T B_u``, largest singular values first.
+    """Return factors of the users' mean change ``sum_u weights_u scales_u A_u^T B_u``, by a truncated SVD.
 
-    With ``A^T = Q R`` and ``B^T = P T`` of all users side by side, the mean is ``Q (R D T^T) P^T``. Only the core, as
-    wide as the sum of the users' ranks, is decomposed.
+    The largest singular values come first, so that the leading rows are the best approximation for a user with a
+    smaller rank. The change itself is not formed: with ``A^T = Q R`` and ``B^T = P T`` of all users side by side, B
+    times its weight, it is ``Q (R T^T) P^T``, and only the core ``R T^T``, as wide as the sum of all ranks, is
+    decomposed.
 
     Args:
         a: Factors A of the users.
@@ -204,12 +212,12 @@ def mean_factors(
         scales: LoRA scales.
     """
     rank = a.shape[-2]
-    each = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
+    factors = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
     q, r = torch.linalg.qr(_join_ranks(a).mT)
-    p, t = torch.linalg.qr(_join_ranks(b * each).mT)
-    left, singular, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
+    p, t = torch.linalg.qr(_join_ranks(b * factors).mT)
+    left, singular_values, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
     new_a = _resize_rank((q @ left).mT, rank)
-    new_b = _resize_rank(singular.unsqueeze(-1) * (right @ p.mT), rank)
+    new_b = _resize_rank(singular_values.unsqueeze(-1) * (right @ p.mT), rank)
     signs = _signs(new_a)
     return new_a * signs, new_b * signs
 
