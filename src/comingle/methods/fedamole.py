@@ -116,7 +116,7 @@ class AssignmentServer(Server):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Average the uploads, then assign experts to all users anew.
 
-        Shared tensors are averaged over all participants, a domain expert over those who had it. If experts are
+        Shared tensors are averaged over all participants, a domain expert over the ones that had it. If experts are
         ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
         """
         users, weights = list(received.users), received.weights

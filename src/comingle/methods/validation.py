@@ -47,7 +47,8 @@ def check_method(name: str, made: Method) -> None:
             have, or nothing trains the router that it has.
     """
     specialists = made.placement.specialists
-    if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
+    fewest_specialists = specialists if isinstance(specialists, int) else min(specialists)
+    if made.placement.generalists + fewest_specialists < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
     run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(made)))
     _require_router(name, made)
