@@ -63,10 +63,10 @@ def build_prompt(instruction: str, text: str) -> str:
 
 
 def _xnli_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """Yield id, prompt and answer of the question in a row of XNLI; the answer is the label, a word or a number.
+    """Yield id, prompt and answer of the question in a row of XNLI; the answer is the label as a word.
 
     Args:
-        row: A row with id, premise, hypothesis and label.
+        row: A row with id, premise, hypothesis and label, which is a word or its number.
         instruction: The prompt's instruction.
 
     Raises:

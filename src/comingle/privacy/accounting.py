@@ -68,7 +68,7 @@ def expected_participants(privacy: PrivacySection, participation: Participation,
 
     Args:
         privacy: Settings.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: Number of users of the run.
         number: Number of the round, from 0.
     """
@@ -247,7 +247,7 @@ class Account(ABC):
 
     Args:
         privacy: Settings with the budget.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: All users of a run; not used on a client.
         counts: Releases of each user.
         warned: Users whose spent budget the log has warned about.
@@ -274,7 +274,7 @@ class Account(ABC):
 
         Args:
             privacy: Settings.
-            participation: As in ``Training``.
+            participation: Share of the users that take part in a round, or the users of each round.
             users: Number of users of the run.
         """
 
@@ -349,7 +349,7 @@ class UploadAccount(Account):
 
         Args:
             privacy: Settings.
-            participation: As in ``Training``.
+            participation: Share of the users that take part in a round, or the users of each round.
             users: Number of users of the run.
         """
         multiplier = privacy.multiplier
@@ -397,7 +397,13 @@ class UploadAccount(Account):
         }
 
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return the epsilon after a whole run of ``planned`` releases."""
+        """Return the epsilon after a whole run, equal for all users, with the settings behind it.
+
+        The run ends earlier if ``planned`` releases would exceed the budget.
+
+        Args:
+            planned: Number of releases of a run without a budget.
+        """
         count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))
         return {
             "mechanism": self.privacy.mechanism,

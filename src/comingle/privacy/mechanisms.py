@@ -73,7 +73,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     Args:
         privacy: Settings, with the noise multiplier once it is known.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: All users of the run; not used on a client.
         bound: Clip norm of the next round.
     """
@@ -133,7 +133,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     def unsupported(self, method: Method) -> str:
         """Return the reason why the mechanism does not cover a method that shares something; empty if it does."""
-        if method.server.clipped_mean:
+        if method.server.clipped_mean:  # its result is a mean, so that clipping bounds each user's influence
             return ""
         return (
             f"its server ({type(method.server).__name__}) does not publish a mean with weights that are independent of "
@@ -525,7 +525,7 @@ def make_mechanisms(
         privacy: Section of the recipe.
         aggregation: Section of the recipe; without effect if its rule is the mean.
         sums: Secure sums of the run, once users and rounds are known.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: All users, on the server.
         key: Key of the noise.
     """
@@ -557,7 +557,7 @@ def release_of(privacy: PrivacySection, participation: Participation, users: int
 
     Args:
         privacy: Section of the recipe.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: Number of users of the run.
     """
     return MECHANISMS[privacy.mechanism].load().account_type.release_of(privacy, participation, users)
@@ -570,7 +570,7 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
 
     Args:
         privacy: Settings with epsilon, delta and the accountant.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: Number of users of the run.
         count: Releases of the whole run.
 

@@ -209,7 +209,7 @@ class Sums:
 
     Args:
         privacy: Settings with ``secure_aggregation``.
-        participation: As in ``Training``.
+        participation: Share of the users that take part in a round, or the users of each round.
         users: All users of the run.
         weighted: Whether users have weights; their sum is then the last entry, masked like the others.
     """
@@ -442,7 +442,7 @@ class SecureSum(PrivacyMechanism):
     sums: Sums | None = None
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that the server only needs a sum."""
+        """Check that the method's server needs only the sum of uploads, and that other settings fit a secure sum."""
         where, privacy, secure = "privacy.secure_aggregation", self.privacy, self.privacy.secure_aggregation
         assert secure is not None
         if method.shared and method.server.kind != "sum":

@@ -52,11 +52,11 @@ MAX_BYTES = 8 << 30
 
 
 def pack(message: Download | Upload) -> bytes:
-    """Return one user's message as bytes."""
+    """Return one user's message as bytes: lengths and checksum, JSON header, and tensors in the safetensors format."""
     header = json.dumps(_header(message), separators=(",", ":")).encode()
     tensors = save({name: t.detach().contiguous().cpu() for name, t in _tensors_to_send(message).items()})
-    check = zlib.crc32(tensors, zlib.crc32(header))
-    return _PREFIX.pack(_MAGIC, FORMAT, len(header), len(tensors), check) + header + tensors
+    checksum = zlib.crc32(tensors, zlib.crc32(header))
+    return _PREFIX.pack(_MAGIC, FORMAT, len(header), len(tensors), checksum) + header + tensors
 
 
 def unpack(data: bytes) -> Download | Upload:

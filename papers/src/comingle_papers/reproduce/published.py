@@ -477,8 +477,8 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
     Text comes from the folder if there is one, else from the hub; or all users get the study's demo texts.
 
     Args:
-        study: The study that the column belongs to.
-        data: The column's data set.
+        study: The settings that all experiments of the paper share, with the demo texts.
+        data: The data set.
         folder: The folder with local text and images, if there is one.
         demo: Whether users get the study's demo texts.
 

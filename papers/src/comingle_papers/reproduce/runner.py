@@ -569,6 +569,7 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
     # By order, not by name: users of the hub's text have other names than the study's prompts.
     texts = tuple(replace(text, owner=user) for text, user in zip(view.texts, users, strict=True))
+    # The texts are of the kind on which their owners' models were trained.
     return replace(view, texts=texts, in_distribution=True)
 
 

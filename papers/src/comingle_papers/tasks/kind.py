@@ -515,7 +515,8 @@ class TaskKind(NetKind):
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
         """Return the data of a finished run's task from what the run folder stores: its users and its settings."""
-        task = Task(users=as_users(users), **{**settings, "input_shape": tuple(settings["input_shape"])})
+        input_shape = tuple(settings["input_shape"])  # a list in JSON
+        task = Task(users=as_users(users), **{**settings, "input_shape": input_shape})
         return RunData(kind=self, base=base, users=task.users, common=task, unread=True)
 
 

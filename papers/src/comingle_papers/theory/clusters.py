@@ -462,7 +462,7 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
         schedule: Step sizes and local steps.
     """
     noise = 4 * run.variance * _squared_norms(cluster.weights) + 4 * run.moment * run.mismatch**2
-    return _rate_bound_of(run, cluster, schedule, noise, 8)
+    return _rate_bound_of(run, cluster, schedule, noise, drifts=8)
 
 
 def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
@@ -478,7 +478,7 @@ def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, cluste
         clusters: Number of clusters, C.
     """
     noise = 4 * run.variance * _squared_norms(cluster.weights) + _router_noise(run, cluster, clusters)
-    return _rate_bound_of(run, cluster, schedule, np.full(len(run.rates), noise), 9)
+    return _rate_bound_of(run, cluster, schedule, np.full(len(run.rates), noise), drifts=9)
 
 
 def _rate_bound_of(
@@ -793,6 +793,7 @@ def cluster_curve(
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
     guessed = weights + mismatch * (amounts - weights)  # uniform routers give the weights ``amounts``
     mu, smoothness = cluster.moduli
+    # The smallest shift for which the corrected Theorem A.10 holds, see :func:`rate_bound`.
     shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, guessed))
     schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)
     start = 3 * rng.standard_normal(settings.size)

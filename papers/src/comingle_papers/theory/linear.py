@@ -130,10 +130,10 @@ def gates(problem: LinearProblem, router: Weights) -> Shares:
 
 
 def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return eq. 21: the mean loss of the routed experts plus weight decay, the objective without decoupling.
+    """Return the mean loss of the routed experts plus weight decay (eq. 21), the objective before shares are decoupled.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -142,12 +142,14 @@ def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights)
 
 
 def decoupled_objective(problem: LinearProblem, point: Point) -> float:
-    """Return ``F_mu`` of eq. 25: eq. 21 with free shares, plus mu times the mean KL divergence from shares to gates.
+    """Return the objective F (eq. 25), in which each sample's shares of the experts are variables of their own.
 
-    The weight is mu / n as in eq. 25 and 26; eq. 23 prints mu / (2 n). At ``shares = gates`` it equals eq. 21.
+    It is the mean loss with these shares, plus weight decay, plus mu times the mean KL divergence from the shares to
+    the router's gates. The weight is mu / n as in eq. 25 and 26; eq. 23 prints mu / (2 n). With the gates as shares it
+    equals :func:`coupled_objective`.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     logits = problem.inputs @ point.router
@@ -162,14 +164,14 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
 
 
 def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Shares:
-    """Return the shares of every sample that minimise eq. 25 for given experts and router (first line of eq. 28).
+    """Return the shares of every sample that minimise the objective F (eq. 25), the first line of eq. 28.
 
     Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with ``a = Theta^T x``, ``b = Phi^T x`` and
     the output ``t = <lambda, a>``. So each sample's t solves one scalar equation, ``t - <softmax(b - l'(t) a / mu), a>
     = 0``. The left side increases in t, since l' does, and has its only root between the smallest and the largest a_j.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -194,10 +196,10 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
 
 
 def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: Shares, outputs: Vector) -> Shares:
-    """Return ``softmax(b - l'(t) a / mu)`` for each sample, which solves eq. 28 if t is the output of these shares.
+    """Return ``softmax(b - l'(t) a / mu)`` for each sample: the best shares if t is the output with these shares.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         expert_outputs: The experts' outputs a, shape (samples, experts).
         logits: The router's logits b, shape (samples, experts).
         outputs: t, shape (samples).
@@ -207,12 +209,12 @@ def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: S
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Return the router that minimises eq. 25 for given shares (second line of eq. 28).
+    """Return the router that minimises the objective F (eq. 25) for given shares (second line of eq. 28).
 
     This is multinomial logistic regression with the shares as targets and weight decay, which is strongly convex.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         start: Initial value of the search.
 
@@ -228,13 +230,13 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
 
 
 def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Return the experts that minimise eq. 25 for given shares (third line of eq. 28).
+    """Return the experts that minimise the objective F (eq. 25) for given shares (third line of eq. 28).
 
     The output is linear in Theta, ``<lambda, Theta^T x> = <x lambda^T, Theta>``. For the squared loss this is ridge
     regression in closed form; for the logistic loss it is a convex problem that is solved numerically.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         start: Initial value of the search.
 
@@ -256,10 +258,10 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
 
 
 def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
-    """Return the gradient of eq. 25 in the router's weights Phi, shape (features, experts).
+    """Return the gradient of the objective F (eq. 25) in the router's weights Phi, shape (features, experts).
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -268,12 +270,13 @@ def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) ->
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of eq. 25 in Phi, ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``.
+    """Return the Hessian of the objective F (eq. 25) in the router's weights Phi, row-major.
 
-    ``(x)`` is the Kronecker product and pi_i are the gates of sample i.
+    It is ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I`` with the Kronecker product ``(x)`` and the
+    gates pi_i of sample i.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         router: Weights Phi of the router, (features, experts).
     """
     probabilities = gates(problem, router)  # pi
@@ -292,13 +295,15 @@ class Descent:
 
 
 def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
-    """Minimise eq. 25 by turns (eq. 28): by the shares, then by router and experts, which do not depend on each other.
+    """Minimise the objective F (eq. 25) by turns, as in eq. 28: by the shares, then by the router and by the experts.
+
+    The last two do not depend on each other.
 
     The objective is recorded after each optimisation of the shares. Its values then start at a point with optimal
     shares, which the exponent 2k of Theorem F.2 requires. The run ends before ``steps`` if shares no longer change.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: The initial experts.
         router: The initial router.
         steps: Largest number of steps.
@@ -318,14 +323,14 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 
 
 def minimum(problem: LinearProblem, near: Point) -> Point:
-    """Return the minimum of eq. 25 to machine precision, from a point near it.
+    """Return the minimum of the objective F (eq. 25) to machine precision, from a point near it.
 
     First up to 500 more steps of eq. 28, then root finding on the gradient of ``min_Lambda F`` in (Theta, Phi). That is
     the gradient of F at the best shares. If F is strongly convex the point is its only minimiser; otherwise it is a
     stationary point to which the steps converge.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         near: A point close to the minimum, such as the last of a descent.
 
     Raises:
@@ -354,10 +359,10 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
 
 
 def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
-    """Return the point of these experts and this router with the shares that minimise eq. 25.
+    """Return the point of these experts and this router with the shares that minimise the objective F (eq. 25).
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -365,7 +370,7 @@ def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weig
 
 
 def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
-    """Return the gradient of eq. 25 in (Theta, Phi) for fixed shares, as one vector, both row-major."""
+    """Return the gradient of the objective F (eq. 25) in (Theta, Phi) for fixed shares, as one row-major vector."""
     slopes = problem.loss.slope(_outputs(problem, point), problem.targets)
     loss_gradient = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
     experts_gradient = loss_gradient + problem.decay * point.experts
@@ -424,10 +429,10 @@ def _softmax(scores: Shares) -> Shares:
 
 
 def _decay_penalty(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the weight decay of eq. 25, ``alpha / 2 (|Theta|^2 + |Phi|^2)``.
+    """Return the weight decay in the objective F (eq. 25), ``alpha / 2 (|Theta|^2 + |Phi|^2)``.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -601,7 +606,7 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
     """Return the constants that hold on every descent from these experts and this router.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: The initial experts.
         router: The initial router.
     """
@@ -629,7 +634,7 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
     So alpha is the root of a scalar equation, solved for ``log(alpha)``.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         experts: The initial experts.
         router: The initial router.
     """
@@ -647,7 +652,7 @@ Matrix = Float[np.ndarray, "rows columns"]
 
 
 def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of eq. 25 in (Theta, Phi, Lambda), row-major, with the shares as free coordinates.
+    """Return the Hessian of the objective F (eq. 25) in (Theta, Phi, Lambda), row-major, with free shares.
 
     With one sample this is the Hessian of eq. 26. In a direction (H, G, h) the loss contributes
     ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>``. The paper's proof of Proposition 1 has 1 in place of
@@ -664,7 +669,7 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
     Its size is ``2 features experts + samples (experts - 1)``.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     samples, experts = point.shares.shape
@@ -674,13 +679,13 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """Return the factor by which one step of eq. 28 shrinks ``F - F*`` close to a solution.
+    """Return the factor by which one step of the alternation (eq. 28) shrinks ``F - F*`` close to a solution.
 
     By Example 2 distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the solution's Hessian
     (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by ``r^2``.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         solution: The fixed point of eq. 28.
     """
     whole = tangent_hessian(problem, solution)
@@ -699,17 +704,17 @@ def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " sample
 
 
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of eq. 25 in Theta, row-major."""
+    """Return the Hessian of the objective F (eq. 25) in Theta, row-major."""
     features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
     curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
     return (features.T * curvature) @ features / len(features) + problem.decay * np.eye(features.shape[1])
 
 
 def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the mixed derivatives of eq. 25: rows (Theta, Phi), columns Lambda, both row-major.
+    """Return the mixed second derivatives of the objective F (eq. 25): rows (Theta, Phi), columns Lambda, row-major.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     x, (samples, experts) = problem.inputs, point.shares.shape
@@ -726,10 +731,10 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
 
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of eq. 25 in Lambda, row-major: a block for each sample.
+    """Return the Hessian of the objective F (eq. 25) in Lambda, row-major: a block for each sample.
 
     Args:
-        problem: The samples, loss and weights alpha and mu of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     expert_outputs = problem.inputs @ point.experts
