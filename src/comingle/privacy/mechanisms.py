@@ -503,7 +503,7 @@ class Example(DifferentialPrivacy):
         """
         assert self.account is not None
         admitted = self.account.affordable(selected)
-        self.account.charge(admitted)
+        self.account.charge(admitted)  # now, as a user's steps use its budget even if their result never arrives
         return admitted or None
 
 

@@ -185,7 +185,7 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Handle ``POST /v1/chat/completions``: answer messages."""
-        self._accessible_users(request)
+        self._accessible_users(request)  # refuses an invalid key before the body is read
         parsed = await self._read_body(request, ChatRequest)
         self._admit(request, parsed.model)
         messages = [message.plain() for message in parsed.messages]
@@ -195,7 +195,7 @@ class Service:
 
     async def complete(self, request: Request) -> Response:
         """Handle ``POST /v1/completions``: continue texts."""
-        self._accessible_users(request)
+        self._accessible_users(request)  # refuses an invalid key before the body is read
         parsed = await self._read_body(request, CompletionRequest)
         self._admit(request, parsed.model)
         prompt = "" if parsed.prompt is None else parsed.prompt  # null begins a new document
@@ -204,7 +204,7 @@ class Service:
 
     async def route(self, request: Request) -> Response:
         """Handle ``POST /v1/route``: return the expert that each token of an answer is routed to, in every layer."""
-        self._accessible_users(request)
+        self._accessible_users(request)  # refuses an invalid key before the body is read
         parsed = await self._read_body(request, RouteRequest)
         self._admit(request, parsed.model)
         if parsed.messages is not None and parsed.prompt is not None:

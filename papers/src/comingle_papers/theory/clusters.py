@@ -124,13 +124,16 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
     mean_of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, gradients)
     mean_of_all = np.einsum("d,kcdi->kci", problem.amounts, gradients)
     guessed_joint = problem.amounts[:, None] * guessed
+    # Bias: of the routers, and of the base, whose gradient is drawn from all clients instead of the cluster's.
     exact = np.einsum("kc,kci->i", problem.joint, mean_of_cluster)
     expected = np.concatenate([mean_of_all[..., base], mean_of_cluster[..., adaptor]], -1)
     bias = exact - np.einsum("kc,kci->i", guessed_joint, expected)
+    # Variance of the drawn gradients, for each client and cluster.
     base_variance = ((gradients - mean_of_all[:, :, None])[..., base] ** 2).sum(-1) @ problem.amounts
     squared_deviations = ((gradients - mean_of_cluster[:, :, None])[..., adaptor] ** 2).sum(-1)
     adaptor_variance = np.einsum("dc,kcd->kc", problem.of_cluster, squared_deviations)
     noise = (guessed_joint**2 * (base_variance + adaptor_variance)).sum()
+    # Constants of the bound.
     base_difference = ((mean_of_cluster - mean_of_all)[..., base] ** 2).sum(-1)
     base_moment = ((gradients[..., base] ** 2).sum(-1) @ problem.amounts).max()
     adaptor_moments = np.einsum("dc,kcd->kc", problem.of_cluster, (gradients[..., adaptor] ** 2).sum(-1))
