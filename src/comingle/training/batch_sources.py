@@ -72,7 +72,7 @@ class BatchShapes:
         return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
 
     def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return fake inputs of a model that is scored.
+        """Return fake inputs for scoring a model, with a shape but no data, to count costs.
 
         Args:
             users: Number of users.
@@ -93,7 +93,10 @@ class Batches(ABC):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Return a batch for each trainer; it depends only on (seed, user, round, purpose, step, repeat).
+        """Return a batch for each trainer, before any data is read: windows of tokens, or numbers of samples.
+
+        It depends only on (seed, user, round, purpose of the phase, step, repeat), so a repeated round of a resumed run
+        draws the same batches.
 
         Args:
             trainers: Numbers of the trainers.

@@ -77,10 +77,10 @@ class Store:
     moments: torch.dtype | None = None
 
     def begin(self, clients: Users) -> State:
-        """Return the state of some users before the first round."""
+        """Return the state of some users before the first round, after checking that it fits into memory."""
         what = f"method {clients.method.name}: the trained tensors of {len(clients.trainers)} users"
         advice = "; runtime.store: disk keeps users who are not training on disk"
-        require_bytes(what, 4 * clients.rows * clients.model.layout.columns, advice)
+        require_bytes(what, 4 * clients.rows * clients.model.layout.columns, advice)  # float32
         return clients.begin(range(clients.rows))
 
     def read(self, kind: Kind, request: DataRequest) -> RunData:
@@ -143,9 +143,11 @@ class Roster:
         self.numbers = UserNumbers(self.names)
         self.population_names = self.names  # of all users of the run, in other processes too
         self.rows = placement.copies * len(trainers)
-        last = self.rows - len(trainers)
-        self.row_of: Sequence[int] = [last] * len(users) if placement.pooled else range(last, last + len(users))
+        first_of_last_copies = self.rows - len(trainers)  # users are evaluated with their last copy
+        self.row_of: Sequence[int] = range(first_of_last_copies, first_of_last_copies + len(users))
         """Row that holds the model of each user."""
+        if placement.pooled:
+            self.row_of = [first_of_last_copies] * len(users)
         self.batch_size = batch_size(plan, len(users))
 
     @property
@@ -241,12 +243,13 @@ class Users(Roster):
         self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(plan) if self.shares else ()
         self.steps.private = private_steps(self.mechanisms, model, plan)
         self.state = STORES[plan.runtime.store].begin(self)
+        # Some methods reset tensors to these values.
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.update_masks()
         if plan.evaluation.select == "best":
             if reads:
                 self.require_validation(any(len(user.valid) for user in self.users))
-            self.state.remember(0)
+            self.state.remember(0)  # the start may turn out to be the best round
 
     @property
     def batch_source(self) -> BatchSource:
@@ -427,7 +430,7 @@ class Clients(Users):
         assign(cohort.tensors, layout, self.method.received, new_model)
         if cohort.mask is not None:  # a server may send one model to users of different ranks
             cohort.part.rows.mul_(cohort.mask)
-        if change_updates(self.mechanisms):
+        if change_updates(self.mechanisms):  # the next upload is clipped relative to this download
             keep_references(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
         for hook in self.method.client.parts:
             hook.received(cohort)
@@ -697,13 +700,13 @@ def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> 
     Raises:
         DivergenceError: The method does not drop such users.
     """
-    for user, reason in broken.items():
+    for place, reason in broken.items():
         if cohort.before is None or not clients.method.client.drops_nonfinite:
-            suspects = clients.steps.suspects(cohort.rows[user], cohort.part.rows[user])
-            raise diverged(cohort.names[user], reason, suspects)
-        cohort.part.rows[user] = cohort.before[user]
+            suspects = clients.steps.suspects(cohort.rows[place], cohort.part.rows[place])
+            raise diverged(cohort.names[place], reason, suspects)
+        cohort.part.rows[place] = cohort.before[place]
         for t in (cohort.part.first, cohort.part.second, cohort.part.iterations, cohort.part.router_steps):
-            t[user] = 0
+            t[place] = 0
 
 
 @contextmanager

@@ -296,10 +296,10 @@ class MLflow:
     def __init__(self, run: TrackedRun):
         self._client = importlib.import_module("mlflow").MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         tags = {"comparison": run.group}
-        self._run = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+        self._run = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
         self._client.log_text(self._run, run.text, "recipe.yaml")
         self._ended = False
 

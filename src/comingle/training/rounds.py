@@ -256,9 +256,10 @@ def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -
         result: Result of the round.
         done: Number of rounds that are done.
         observe: Called with the event.
-        clock: Clock of the run.
+        clock: Clock of the run; ``told_...`` are its bytes at the previous round event.
     """
-    sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
+    upload_bytes = clock.upload_bytes - clock.told_upload_bytes
+    download_bytes = clock.download_bytes - clock.told_download_bytes
     clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
     clock.train_seconds += result.seconds
     clock.tokens += result.tokens
@@ -268,8 +269,8 @@ def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -
             "event": "round",
             "round": done,
             "train_loss_nats": result.losses,
-            "upload_bytes": sent,
-            "download_bytes": received,
+            "upload_bytes": upload_bytes,
+            "download_bytes": download_bytes,
             "tokens": result.tokens,
             "seconds": result.seconds,
         }

@@ -254,15 +254,18 @@ def counts_exchanged(plan: RunPlan) -> bool:
 
 
 def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
-    """Return whether users upload after a round; not after the last one if local models are evaluated.
+    """Return whether users upload after a round and the server aggregates.
+
+    They do not if users share nothing, after the last round if local models are evaluated, and in rounds that the
+    method trains without an exchange.
 
     Args:
         plan: Plan of the run.
         shares: Whether users share any tensors.
         done: Number of rounds that are done.
     """
-    wanted = done < plan.training.rounds or counts_exchanged(plan)
-    return wanted and shares and plan.method.server.exchanges(done)
+    has_use = done < plan.training.rounds or counts_exchanged(plan)
+    return has_use and shares and plan.method.server.exchanges(done)
 
 
 T = TypeVar("T")

@@ -63,13 +63,14 @@ def within_memory(pass_size: PassSize, users: int, device: torch.device) -> Iter
         if not lacks_memory(error):
             raise
         at_once, sequences = min(pass_size.users, users), pass_size.sequences
-        lower = (
-            f"runtime.users_per_step={at_once // 2}, or auto" if at_once > 1
-            else f"runtime.micro_batch={sequences // 2}" if sequences > 1
-            else "a smaller base, training.context or adapters.rank"
-        )  # fmt: skip
+        if at_once > 1:
+            advice = f"runtime.users_per_step={at_once // 2}, or auto"
+        elif sequences > 1:
+            advice = f"runtime.micro_batch={sequences // 2}"
+        else:
+            advice = "a smaller base, training.context or adapters.rank"
         what = f"{at_once} {'user' if at_once == 1 else 'users'} with {sequences} sequences or samples each"
-        raise RecipeError(f"runtime: not enough memory on {device} for a pass of {what}; try {lower}") from None
+        raise RecipeError(f"runtime: not enough memory on {device} for a pass of {what}; try {advice}") from None
 
 
 def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> DivergenceError:
@@ -80,13 +81,11 @@ def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> Di
         what: Description of the value that is not finite.
         suspects: Optimizers that may have caused it; empty before any training.
     """
-    keys = ("learning_rate", "clip_norm")
-    rates, norms = (" and ".join(f"training.{name}.{key}" for name in suspects) for key in keys)
-    advice = (
-        f"try a smaller {rates}, or {norms}: 1.0"
-        if suspects
-        else "nothing has been trained, so the base model is the cause"
-    )
+    advice = "nothing has been trained, so the base model is the cause"
+    if suspects:
+        rates = " and ".join(f"training.{name}.learning_rate" for name in suspects)
+        norms = " and ".join(f"training.{name}.clip_norm" for name in suspects)
+        advice = f"try a smaller {rates}, or {norms}: 1.0"
     return DivergenceError(f"user {user!r}: {what}; {advice}")
 
 
@@ -409,12 +408,14 @@ class PrivateSteps:
     def merge(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
         """Return plain gradients in which noised ones replace the shared entries of some users.
 
+        A tensor may have shared and local entries on its leading dimension after users, such as experts.
+
         Args:
             layout: Layout of the columns.
             phase: Phase of the step.
-            plain: Gradients ``(users, *shape)`` without noise.
-            noised: Gradients of the users ``at``, cut to shared entries.
-            at: Places of the users with noised gradients.
+            plain: Gradients ``(users, *shape)`` without noise; without tensors of which all entries are shared.
+            noised: Gradients of the users ``at``, which have only the shared entries of each tensor.
+            at: Places in the cohort of the users with noised gradients.
             users: Number of users in the cohort.
         """
         merged = Tree()
@@ -443,7 +444,8 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
         plan: Plan of the run.
 
     Raises:
-        RecipeError: The shared tensors alone are no model, or batch norm mixes the examples of a batch.
+        RecipeError: The model cannot run without the tensors that are trained without noise, or batch norm mixes the
+            examples of a batch.
     """
     mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
     if mechanism is None:
@@ -774,7 +776,12 @@ class Steps:
         return total.cpu(), gradients
 
     def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return the gradients as the mixture preconditions them; unchanged for methods that do not."""
+        """Return the gradients of a mixture multiplied by its preconditioner; unchanged for methods without one.
+
+        Args:
+            tensors: Tensors of the users, from which the preconditioner is computed.
+            gradients: Their gradients, by tensor name.
+        """
         mixture = self.plan.method.placement.mixture
         if mixture is None or not mixture.precondition:
             return gradients

@@ -124,8 +124,15 @@ def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Ten
 
 
 def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
-    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor, converted in chunks of users to limit memory."""
+    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor, an integer sum that depends on no order of users.
+
+    Args:
+        t: Tensor ``(users, *shape)``.
+        weights: Weights of the users.
+        shift: Exponent of the tensor; see :func:`shifts_of`.
+    """
     total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
+    # Only one chunk of users at a time is in float64, which takes more memory.
     for chunk, chunk_weights in _chunks(t, weights):
         total += _times_power_of_two(terms(chunk, chunk_weights), shift).round().long().sum(0)
     return total
@@ -361,7 +368,7 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- downloads
 
     def download(self, members: Sequence[int]) -> None:
-        """Send the current server version to stale users.
+        """Send the current version of the shared tensors to those users that have not downloaded it yet.
 
         The first process makes the download of all of them. Tensors that are equal for all users are broadcast; the
         others are sent to the process of each user.

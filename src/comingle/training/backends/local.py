@@ -344,7 +344,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- messages
 
     def download(self, members: Sequence[int]) -> None:
-        """Send the current server version to stale users."""
+        """Send the current version of the shared tensors to those users that have not downloaded it yet."""
         stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
         names = self.server.with_download([self.clients.names[member] for member in stale])
         for group in cohorts(names, self.clients.users_per_message):
@@ -380,7 +380,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Aggregate the uploads of the round; with peer-to-peer methods, participants download at once.
 
         Returns:
-            Reason why there is no sum; empty if there is one.
+            Reason why there is no secure sum; empty if there is one, or none was needed.
         """
         assert self._upload_of_round is not None
         upload, self._upload_of_round = self._upload_of_round, None

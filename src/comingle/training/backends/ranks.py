@@ -149,11 +149,11 @@ class Ranks:
 
     def collect(self, tree: Tree) -> list[Tree]:
         """Return the tensors of all processes in rank 0, in the order of the ranks; an empty list in others."""
-        described = self.gather(lambda: _describe(tree))
-        if self.leads:
-            return [tree, *(self._receive_tensors(of_rank, rank) for rank, of_rank in enumerate(described[1:], 1))]
-        self._send_tensors(tree, 0)
-        return []
+        descriptions = self.gather(lambda: _describe(tree))
+        if not self.leads:
+            self._send_tensors(tree, 0)
+            return []
+        return [tree, *(self._receive_tensors(descriptions[rank], rank) for rank in range(1, self.size))]
 
     def scatter(self, work: Callable[[], Sequence[tuple[object, Tree]]]) -> tuple[Any, Tree]:
         """Call ``work`` in rank 0, which returns a result and tensors for each rank; return those of this rank.
@@ -212,7 +212,7 @@ class Ranks:
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of each integer over all processes, in rank 0."""
+        """Return the sum of each entry of an integer tensor over all processes, in rank 0; in place."""
         assert values.dtype == torch.int64
         with _peer_errors():
             dist.reduce(values, 0, dist.ReduceOp.SUM)
@@ -287,12 +287,12 @@ def _without_prefixes(store: Store) -> Store:
 
 
 def _exit_with_parent(pipe: int) -> None:
-    """End this process when its parent is killed, which closes the pipe.
+    """Wait in a thread until the parent process ends, and then end this process.
 
     Args:
-        pipe: File descriptor of the pipe.
+        pipe: File descriptor of a pipe that only the parent has open for writing, and to which it never writes.
     """
-    os.read(pipe, 1)
+    os.read(pipe, 1)  # returns when the pipe is closed, also if the parent is killed
     os._exit(LOST)
 
 

@@ -82,11 +82,12 @@ class RunData:
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
     def with_users(self, users: Iterable[AnyUser]) -> RunData:
-        """Return the same data with other users, or with some of them."""
+        """Return the same data with other users, or with some of them; documents of users that are left out go too."""
         users = as_users(users)
         names = set(users.names)
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
-        return replace(self, users=users, common=common, texts=tuple(t for t in self.texts if t.name in names))
+        texts = tuple(text for text in self.texts if text.name in names)
+        return replace(self, users=users, common=common, texts=texts)
 
     @property
     def reads(self) -> bool:
@@ -330,7 +331,10 @@ def model_here(model: Model, run_data: RunData) -> Model:
 def users_and_trainers(
     kind: Kind, run_data: RunData, method: Method
 ) -> tuple[UserCollection[AnyUser], UserCollection[AnyUser]]:
-    """Return the users on this machine and the trainers: the same, or the one trainer of pooled data.
+    """Return the users on this machine, and the trainers, whose models are trained.
+
+    Trainers are the users themselves, or for a method that trains one model on pooled data a single one that has the
+    data of all users.
 
     Args:
         kind: Kind of the data.
@@ -340,7 +344,7 @@ def users_and_trainers(
     users = run_data.present
     if not method.placement.pooled:
         return users, users
-    if run_data.unread:
+    if run_data.unread:  # pool the data when it is first read
         return users, as_users([lazy_user(kind.user, "everyone", lambda: kind.pooled(users))])
     return users, as_users([kind.pooled(users)])
 
@@ -464,6 +468,8 @@ _FOR_NETS = "nets are for users with samples (data.kind: samples)"
 def check_on_language(recipe: Recipe, method: Method) -> None:
     """Check that the method and the base of a recipe support users of a language model.
 
+    A mixture of adaptors needs one rank for all users, and the users' true clusters if it routes by them.
+
     Raises:
         RecipeError: They do not.
     """
@@ -473,11 +479,13 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         raise RecipeError(f"method {method.name}: {why}; {_FOR_NETS}")
     if (mixture := method.placement.mixture) is None or mixture.trains_independently:
         return
-    if mixture.optimal and not recipe.data.cluster_numbers:
+    num_true_clusters = len(set(recipe.data.cluster_numbers.values()))
+    if mixture.optimal and not num_true_clusters:
         raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
-    if mixture.optimal and mixture.clusters < (true := len(set(recipe.data.cluster_numbers.values()))):
+    if mixture.optimal and mixture.clusters < num_true_clusters:
         raise RecipeError(
-            f"method {method.name}: clusters is {mixture.clusters}; allowed: at least {true}, as in data.clusters"
+            f"method {method.name}: clusters is {mixture.clusters}; allowed: at least {num_true_clusters}, as in "
+            "data.clusters"
         )
     if mixture.centre:
         raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")

@@ -64,7 +64,7 @@ class SampleBatchSource(PassBatchSource):
         self.like = {"device": device, "dtype": dtype}
         self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
         self.banks: dict[str, SampleBank] = {}
-        if not self.trainers.in_memory:
+        if not self.trainers.in_memory:  # samples are read for each batch instead
             return
         for trainer in self.trainers:
             if len(trainer.train) < least:
@@ -100,8 +100,8 @@ class SampleBatchSource(PassBatchSource):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers unchanged."""
-        self.enter(round_number)
+        """Return the sample numbers unchanged: a drawn batch of this source consists of them."""
+        self.enter(round_number)  # augmentation depends on the round
         return numbers.long()
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
@@ -216,14 +216,17 @@ _TRIED = 2
 
 
 def net_name(recipe: Recipe, population: Population) -> str:
-    """Return the name of the net for messages and metrics.
+    """Return the name of the net that a recipe trains, for messages and metrics.
+
+    It is the ``base`` of the recipe, otherwise the usual net of the data. A net that a program passes has the name of
+    the function that makes it, or "own" if that has none.
 
     Raises:
         RecipeError: The base is not a net.
     """
     if not isinstance(population.net, str):
         name = getattr(population.net, "__name__", "")
-        return name if name.isidentifier() else "own"
+        return name if name.isidentifier() else "own"  # a lambda is no identifier
     if "base" not in recipe.model_fields_set:
         return population.net
     if not recipe.base.startswith(NETS):
@@ -527,16 +530,22 @@ def _check_users(population: Population) -> None:
 
 
 def _check_clusters(population: Population, method: Method) -> None:
-    """Check that optimal routing has at least as many components as true clusters.
+    """Check that a method that routes users by their true clusters has a component for each cluster.
 
     With fewer, two clusters would share a component; additional ones stay without users.
+
+    Raises:
+        RecipeError: It has fewer.
     """
     mixture = method.placement.mixture
     if mixture is None or not mixture.optimal:
         return
-    true = max((user.cluster for user in population.users if user.cluster is not None), default=-1) + 1
-    if (got := mixture.clusters) < true:
-        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: at least {true}, the true clusters")
+    clusters = [user.cluster for user in population.users if user.cluster is not None]
+    num_clusters = max(clusters, default=-1) + 1  # numbered from 0
+    if (got := mixture.clusters) < num_clusters:
+        raise RecipeError(
+            f"method {method.name}: clusters is {got}; allowed: at least {num_clusters}, the true clusters"
+        )
 
 
 def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:

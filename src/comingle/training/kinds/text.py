@@ -258,9 +258,9 @@ class TextKind(LanguageKind):
         return self.known_names(recipe, source, owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Return the recipes, the names of users with too little text, and a note about them.
+        """Return the recipes unchanged, the names of users with too little text, and a note about these.
 
-        The texts are read for this. With a number of ``users`` none is read, so that a run can be planned without it.
+        With a number of ``users`` no text is read, so that a run can be planned without it.
         """
         if users is not None:
             return list(recipes), set(), ""

@@ -89,6 +89,7 @@ class OnDisk(State):
         moments: torch.dtype | None = None,
         names: Sequence[str] = (),
     ):
+        # The tensors of this object have no rows: only the shapes, dtypes and device of one row are known in memory.
         sample = begin([0])
         self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, {})
         copy_fields(self, self._empty)
@@ -308,7 +309,7 @@ class OnDisk(State):
                     file.snapshot()
 
     def restored_best(self) -> State:
-        """Return the state as it was after the best round."""
+        """Return the state as it was after the best round, as a copy that reads the same files."""
         other = self.copy()
         assert self._best is not None
         other._table = self._best.copy()

@@ -190,11 +190,17 @@ def align(part: State, users: Sequence[int]) -> State:
 
 
 def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
-    """Return a copy of a tensor that starts as far from a cache line as row number ``row`` of a matrix of such rows."""
+    """Return a tensor whose memory starts as far from a cache line as the given row of a larger matrix would.
+
+    Args:
+        t: Rows; returned if they need not be moved, otherwise copied.
+        row: Number of the first of them in a matrix of all rows.
+    """
     row_bytes = t[0].numel() * t.element_size()
-    shift = row * row_bytes % _CACHE_LINE // t.element_size()
+    shift = row * row_bytes % _CACHE_LINE // t.element_size()  # in entries
     if not shift or t.device.type != "cpu":
         return t
+    # New memory starts at a cache line: allocate some entries more and leave them out at the beginning.
     return t.new_empty(shift + t.numel())[shift:].view(t.shape).copy_(t)
 
 
