@@ -51,7 +51,8 @@ def is_saved(folder: Path) -> bool:
 def looks_like_path(source: str) -> bool:
     """Return whether a source that does not exist is a mistyped path and not a hub name.
 
-    Hub names are ``NAME`` or ``OWNER/NAME``.
+    Hub names are ``NAME`` or ``OWNER/NAME``. A source that begins like a path, has more slashes, or ends with the
+    suffix of a file of rows is taken for a path.
     """
     return source.startswith((".", "~", "/")) or source.count("/") > 1 or has_rows(Path(source))
 

@@ -118,11 +118,12 @@ class StoredDocuments(DocumentLists):
         self._end = 0
 
     def add(self, documents: Sequence[str]) -> None:
-        """Append a list as JSON, which can store unpaired surrogates."""
+        """Append a list as JSON, which can store unpaired surrogates, and its end in bytes."""
         content = json.dumps(list(documents)).encode()
         self._end += len(content)
-        self._files[0].write(content)
-        self._files[1].write(self._end.to_bytes(8, "little"))
+        pieces, ends = self._files
+        pieces.write(content)
+        ends.write(self._end.to_bytes(8, "little"))
 
     def finish(self) -> None:
         """Reopen the files for reading."""

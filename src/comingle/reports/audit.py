@@ -344,7 +344,12 @@ def _inversion_sentence(inversion: Inversion) -> str:
 
 
 def mean_text(values: Sequence[float], digits: int = 1) -> str:
-    """Return a mean and its interval as text."""
+    """Return a mean and its 95% interval as text; "unknown" without values.
+
+    Args:
+        values: The values.
+        digits: Number of digits after the decimal point.
+    """
     if not values:
         return "unknown"
     bounds = interval(values)

@@ -119,8 +119,9 @@ def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -
 def _run_circumstances(metrics: dict[str, Any], unit: str) -> str:
     """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data."""
     rate = metrics[f"{unit}_per_second"]
-    idle = "speed not reported" if metrics.get("untold") or not metrics["users"] else "no training"
-    speed = f"{rate:,.0f} {unit}/s" if rate else idle
+    is_private = metrics.get("untold") or not metrics["users"]  # in a federation users can keep their results private
+    without_rate = "speed not reported" if is_private else "no training"
+    speed = f"{rate:,.0f} {unit}/s" if rate else without_rate
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
     return f"{metrics['base']} · {place} · {speed} · {seconds_text(metrics['wall_seconds'])} s · peak memory {peak}"
@@ -428,9 +429,9 @@ def _participants_title(content: Mapping[str, Any]) -> str:
         return "waiting for the coordinator"
     states = [user["state"] for user in content["users"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _STATE_STYLES if state in states)
-    spent = content.get("privacy")
-    at = f" · epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}" if spent else ""
-    return f"{content['round']} of {content['rounds']} rounds are done · {counts}{at}"
+    budget = content.get("privacy")
+    spent = f" · epsilon {budget['epsilon']:.3g} at delta {budget['delta']:g}" if budget else ""
+    return f"{content['round']} of {content['rounds']} rounds are done · {counts}{spent}"
 
 
 def _participant_row(name: str, user: Mapping[str, Any], measure: str) -> tuple[str | Text, ...]:

@@ -356,7 +356,7 @@ def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[
 
 
 def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
-    """Return what users lack who have no conversations in a split that will be used.
+    """Return which of the splits that will be used have no conversations, for each user with such a split.
 
     Args:
         users: Users, encoded or not.

@@ -305,11 +305,12 @@ def _conversations(
 
 def _comparable_text(placed: PlacedConversation) -> str:
     """Return a conversation as JSON with normalised white space, which is equal for duplicates."""
-    messages = [
+    _, messages = placed
+    normalised = [
         {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
-        for message in placed[1]
+        for message in messages
     ]
-    return json.dumps(messages, sort_keys=True, default=str)
+    return json.dumps(normalised, sort_keys=True, default=str)
 
 
 def _check_labels(messages: Messages, labels: Sequence[str]) -> None:

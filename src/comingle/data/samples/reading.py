@@ -485,7 +485,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     @property
     def loss(self) -> Loss:
-        """Loss of the program or recipe, or the default for the kind of targets."""
+        """Loss of the program or recipe; by default cross-entropy for whole numbers, which are classes, else MSE.
+
+        It is kept for each kind of targets, since the kind is known only once the first user is read.
+        """
         if self._whole not in self._losses:
             default = CROSS_ENTROPY if self._whole else MSE
             self._losses[self._whole] = default if self._loss is None else find_loss(self._loss, classes=self._whole)

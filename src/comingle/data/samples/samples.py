@@ -314,7 +314,8 @@ _LARGEST = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 def as_images(pixels: Tensor) -> Tensor:
     """Return pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` in [0, 1].
 
-    The last axis is taken for the channels if it has a length of 1, 3 or 4, unless the second may be them as well.
+    Of four axes, the last one is taken for the channels if it has a length of 1, 3 or 4. It is not if the second axis
+    has a length of 1 or 3, or the same length as the last, since then that one may be the channels.
     """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)
