@@ -336,7 +336,10 @@ def cell(gain: Gain | None) -> str:
 
 
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table: methods with all users, then smaller groups; one column per user."""
+    """Return the header and the rows of the table of an advice.
+
+    It has a row for each method with all users, then one for each smaller group, and a column for each user.
+    """
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
     uploads, downloads = (sizes(list(counts.values())) for counts in (advice.upload_bytes, advice.download_bytes))
     rows = [
@@ -350,7 +353,7 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 
 def render_advice(advice: Advice) -> Table:
-    """Return the table for the terminal."""
+    """Return the table of an advice for the terminal: the changes of all users and of their mean against ``local``."""
     unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
     title += "; joint confidence of intervals: 95%" if len(advice.seeds) > 1 else ""

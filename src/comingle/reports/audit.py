@@ -440,7 +440,7 @@ def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Return the header and the rows of each table by its title."""
+    """Return the header and the rows of each table of an audit by its title."""
     if audit.inversions:
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
@@ -463,7 +463,7 @@ def _mean_and_interval(values: Sequence[float]) -> str:
 
 
 def render_audit(audit: Audit) -> list[Table]:
-    """Return the tables for the terminal."""
+    """Return the tables of an audit's results for the terminal."""
     tables = []
     for title, (head, rows) in _sections(audit).items():
         table = Table(title=title, title_justify="left", box=None)
@@ -476,7 +476,7 @@ def render_audit(audit: Audit) -> list[Table]:
 
 
 def markdown(audit: Audit) -> str:
-    """Return the page as Markdown."""
+    """Return the page of an audit as Markdown: its verdict in sentences, then the tables."""
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
     lines += [f"- {sentence}" for sentence in verdict(audit)]
     for head, rows in _sections(audit).values():

@@ -240,7 +240,7 @@ class BaselineComparison:
         return sum(verdict.change is not None for verdict in self.verdicts)
 
     def as_dict(self) -> BaselineComparisonRecord:
-        """Return plain data, for :meth:`read`."""
+        """Return all fields as plain data for JSON, from which :meth:`read` returns the object."""
         unit = {"perplexity": "per cent", "loss": "powers of ten"}.get(self.measure, "points of 0.01")
         methods = [{**asdict(verdict), "seeds": list(verdict.seeds)} for verdict in self.verdicts]
         return {
@@ -432,7 +432,7 @@ def _verdict_of(
 
 
 def heading(against: BaselineComparison) -> str:
-    """Return the heading of the table: baseline, measure, users and seeds."""
+    """Return the heading of the table of verdicts: baseline, measure, users and seeds."""
     mean = "geometric mean of test" if against.measure in ("perplexity", "loss") else "mean test"
     seeds = sorted({seed for verdict in against.verdicts for seed in verdict.seeds})
     over = f"{against.users} user{'s' if against.users != 1 else ''} and seeds {', '.join(map(str, seeds))}"
@@ -440,7 +440,7 @@ def heading(against: BaselineComparison) -> str:
 
 
 def rows_of(against: BaselineComparison) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table as text."""
+    """Return the header and the rows of the table of verdicts as text, with a row for each method."""
     return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
         [
             each.method,
@@ -465,7 +465,7 @@ def _p_text(value: float | None) -> str:
 
 
 def notes(against: BaselineComparison) -> list[str]:
-    """Return sentences on how to read the table, and on what it cannot show."""
+    """Return sentences on how to read the table of verdicts, and on what it cannot show."""
     num_methods = against.judged
     verdict_note = (
         "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
@@ -491,14 +491,14 @@ def notes(against: BaselineComparison) -> list[str]:
 
 
 def markdown(against: BaselineComparison) -> list[str]:
-    """Return the lines of a Markdown table with its notes."""
+    """Return the table of verdicts with its heading and notes as lines of Markdown."""
     head, rows = rows_of(against)
     lines = [f"Table: {heading(against)}", "", markdown_line(head), "|" + "---|" * len(head)]
     return [*lines, *map(markdown_line, rows), "", *notes(against)]
 
 
 def render(against: BaselineComparison) -> Iterator[Table | Text]:
-    """Yield the heading, the table and the notes for the terminal."""
+    """Yield the heading, the table of verdicts and the notes for the terminal."""
     yield words(heading(against), "italic")  # a title would be wrapped at the width of the table
     head, rows = rows_of(against)
     table = Table(box=None)

@@ -126,8 +126,8 @@ def change(value: float, baseline: float, measure: str) -> float | None:
 def additive_difference(value: float | None, baseline: float | None, measure: str) -> float | None:
     """Return a difference to a baseline on a scale on which means over users and seeds make sense.
 
-    This is the log ratio of perplexities and losses, whose mean is that of geometric means, and the difference of
-    accuracies and ROUGE-1. :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
+    This is the log ratio of perplexities and losses, whose mean is the log ratio of geometric means, and the difference
+    of accuracies and ROUGE-1. :func:`as_change` converts a mean of such differences to the unit of :func:`change`.
 
     Args:
         value: The result.

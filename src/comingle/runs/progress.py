@@ -231,7 +231,7 @@ class Bars:
         self._progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """Return an observer that moves a new bar."""
+        """Return an observer that adds a bar for a run and moves it with the run's events."""
         run_progress = RunProgress(clients, title)
         task = self._progress.add_task(printable(run_progress.title), total=run_progress.total or None)
 
@@ -317,7 +317,7 @@ class Lines:
         printed_result, begun = "", False
 
         def print_event(event: Event) -> None:
-            """Print a line for an event: a round, if it is due, and the end of the run."""
+            """Print a line when a round ends, unless many short rounds would fill the log, and when the run ends."""
             nonlocal printed_result, begun
             run_progress(event)
             if event["event"] == "step":

@@ -534,7 +534,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return about, lines
 
     def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
-        """Return the task that the users share."""
+        """Return the users with the task that they share: loss, net, and shapes of inputs and outputs."""
         shape, self._whole = tuple(about["shape"]), about["whole"]
         return Population(
             users=as_users(users),
