@@ -12,7 +12,7 @@ import torch
 import yaml
 from test_cli_mistakes import one_line
 
-from comingle.config import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.config.sections import FloralSection
 from comingle.data.populations import as_users
 from comingle.data.samples.samples import Samples
@@ -207,6 +207,14 @@ def test_settings_of_other_methods_and_optimisers_are_said(
     warn_unread(recipe, get_ready(recipe))
     assert len(caplog.messages) == bool(said)
     assert re.fullmatch(said, "".join(caplog.messages))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_column_of_splits_that_is_not_read_is_said(given: bool, caplog: pytest.LogCaptureFixture) -> None:
+    data = {"dataset": {"path": "rows.jsonl", "user": "user", "split": "part"}, "split": {"given": given}}
+    recipe = parse_recipe({"data": data, "method": "fedavg"})
+    warn_unread(recipe, get_ready(recipe))
+    assert [line.rpartition(": ")[2] for line in caplog.messages] == ([] if given else ["data.dataset.split"])
 
 
 def test_settings_of_adaptors_that_a_run_does_not_read_are_said(

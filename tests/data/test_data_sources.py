@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pytest
 
+import comingle
 from comingle.data import sources
 from comingle.data.sources import read_dataset, read_documents
 from comingle.utils.errors import DataError
@@ -432,3 +433,23 @@ def test_csv_files_with_options_of_their_own_are_left_to_datasets(tmp_path: Path
 def test_a_file_may_have_brackets_in_its_name(tmp_path: Path):
     path = write_jsonl(tmp_path / "rows [1].jsonl", [{"who": "ada", "text": "a"}])
     assert read_dataset(path, user="who") == {"ada": {"train": ["a"]}}
+
+
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_rows_that_name_their_split_say_which_keys_read_it(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"user": "ann", "text": f"a{i}", "prompt": f"p{i}", "response": f"r{i}", "part": ("train", "dev")[i % 5 == 0]}
+        for i in range(40)
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    for column, found in ((None, "train"), ("part", "train, dev|dev, train")):
+        dataset = {"path": str(path), "user": "user", **({"split": column} if column else {})}
+        data = {"kind": kind, "dataset": dataset, "split": {"given": True}}
+        with pytest.raises(DataError) as caught:
+            comingle.run({"base": "random:llama?layers=1&dim=16&heads=2", "data": data})
+        message = str(caught.value)
+        assert re.search(rf"user 'ann': no split 'test'; found: ({found}); ", message), message
+        assert "data.split.train_name, valid_name and test_name" in message
+        assert ("set data.dataset.split" in message) == (column is None)
+        assert ("values of column 'part'" in message) == (column is not None)

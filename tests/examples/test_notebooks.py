@@ -79,4 +79,4 @@ def test_an_example_runs_in_a_notebook(name: str, tmp_path: Path, monkeypatch: p
         (progress,) = before
         assert progress.output_type == "display_data"
         assert "done after" in str(progress.data)
-        assert shown.data["text/plain"].startswith("Run(near on random:llama")
+        assert re.match(r"Run\((near|chosen) on random:llama", shown.data["text/plain"])

@@ -180,6 +180,10 @@ def test_a_handed_base_cannot_be_counted(comingle_command: Any, texts: dict[str,
         ({"ann": 3}, "text: a list of texts"),
         ({"ann": [3]}, "'ann' is list of int"),
         ({"ann": {"trian": ["a"]}}, "'ann' is dict with trian"),
+        (
+            {"ann": [{"text": "a", "split": "train"}]},
+            "to use the column 'split', pass {train: [...], valid: [...], test",
+        ),
         ({"": ["a"]}, "a user's name is empty"),
     ],
 )
@@ -195,7 +199,7 @@ def test_users_of_no_kind_are_refused_in_one_line(users: dict[str, Any], wanted:
         (["a", None], "user 'ann': document 2: got None; allowed: text"),
         (["a", 3], "user 'ann': document 2: got 3; allowed: text"),
         ("it is me", "give a list of documents"),
-        ({"train": ["a"]}, "user 'ann': no split 'test'; found: train"),
+        ({"train": ["a"]}, "user 'ann': no split 'test'; found: train; give train and test"),
     ],
 )
 def test_text_that_cannot_be_used_is_refused_in_one_line(options: dict[str, Any], data: Any, wanted: str) -> None:

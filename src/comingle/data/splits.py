@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -99,6 +99,7 @@ def split_given(
     test: str = "test",
     valid_fraction: float = 0.0,
     seed: int = 0,
+    advice: str = "",
 ) -> UserText:
     """Return a user whose documents are split already; cut off a validation split if there is none.
 
@@ -114,6 +115,7 @@ def split_given(
         test: Name of the test split.
         valid_fraction: Fraction of train to use as validation split if there is no other.
         seed: Seed of the shuffle.
+        advice: What to do if a split is missing, for the message; by default to give the user's splits.
 
     Raises:
         NoTextError: A named split is missing and nothing replaces it; the message lists the existing splits.
@@ -121,9 +123,7 @@ def split_given(
     needs_no_valid = valid is None or (valid not in splits and valid_fraction > 0)
     for wanted in (train, test) if needs_no_valid else (train, valid, test):
         if wanted not in splits:
-            names_given = ", ".join(splits) or "none"
-            hint = did_you_mean(str(wanted), splits)
-            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {names_given}.{hint}")
+            raise missing_split(name, str(wanted), splits, advice)
     test_part = tuple(splits[test])
     if valid is not None and valid in splits:
         return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)
@@ -131,6 +131,32 @@ def split_given(
         return UserText(name=name, train=tuple(splits[train]), test=test_part)
     train_and_valid = split_by_fractions(splits[train], valid=valid_fraction, test=0.0, seed=seed, name=name)
     return replace(train_and_valid, test=test_part)
+
+
+GIVE_SPLITS = "give train and test, and valid where a method needs it"
+"""Advice for users whose splits are given one by one."""
+
+
+def column_advice(column: str | None) -> str:
+    """Return what to do if the rows of a data set lack a split, by the column that ``data.dataset.split`` names."""
+    names = "name the splits in data.split.train_name, valid_name and test_name"
+    if column is not None:
+        return f"these are the values of column {column!r}; {names}"
+    return f"set data.dataset.split to the column that names each row's split, or {names}"
+
+
+def missing_split(name: str, wanted: str, found: Collection[str], advice: str = "") -> NoTextError:
+    """Return the error for a user without a split.
+
+    Args:
+        name: Name of the user.
+        wanted: The split.
+        found: Splits of the user.
+        advice: What to do; by default to give the user's splits.
+    """
+    hint = did_you_mean(wanted, found)
+    names = ", ".join(found) or "none"
+    return NoTextError(f"user {name!r}: no split {wanted!r}; found: {names}; {advice or GIVE_SPLITS}.{hint}")
 
 
 def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:

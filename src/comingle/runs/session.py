@@ -241,6 +241,9 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     unread: list[tuple[str, list[str]]] = []  # a reason, and the keys or sections without effect for this reason
     if placement.mixture is None or placement.mixture.of != "adaptors":
         unread.append((f"method {name}: has no adaptors in nets", ["floral"]))
+    data: Any = recipe.data
+    if getattr(data, "dataset", None) is not None and not data.split.given:
+        unread.append(("data.split.given: is false and splits are drawn", ["data.dataset.split"]))
     if not placement.routed:
         unread.append((f"method {name}: has no router of tokens", ["adapters.top_k"]))
     for section, optimiser in {"experts": training.experts, "router": training.router}.items():

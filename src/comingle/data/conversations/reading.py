@@ -21,6 +21,7 @@ from comingle.data.conversations.section import ConversationRows, ConversationsS
 from comingle.data.duplicates import DuplicateFilter, warn_same_files
 from comingle.data.files import long_word_problem
 from comingle.data.row_files import BadRows, Row, read_name
+from comingle.data.splits import column_advice, missing_split
 from comingle.data.streaming import ListedRows, Rows, read_each
 from comingle.data.tables import choose_users, field_of, has_column, read_tables, table_of
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
@@ -268,8 +269,8 @@ def split_records(
     for wanted in filter(None, (split.train_name, split.valid_name, split.test_name)):
         is_replaceable = wanted == split.valid_name and split.valid  # by a fraction of train
         if wanted not in by_split and not is_replaceable:
-            hint = did_you_mean(wanted, by_split)
-            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {', '.join(by_split)}.{hint}")
+            advice = "" if data.dataset is None else column_advice(data.dataset.split)
+            raise missing_split(name, wanted, by_split, advice)
     train, test = tuple(by_split[split.train_name]), by_split[split.test_name]
     valid = by_split.get(split.valid_name or "")
     if valid is None:

@@ -22,6 +22,7 @@ from comingle.data.splits import (
     REPEATED,
     Mixture,
     UserText,
+    column_advice,
     find_overlap,
     mix_held_out,
     split_by_fractions,
@@ -176,7 +177,7 @@ def _dataset_readers(
     wanted = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
     check_limits(data, list(wanted))
     for name, splits in rows.groups(wanted):
-        yield name, partial(split_rows, name, splits, data.split, seed, duplicates)
+        yield name, partial(split_rows, name, splits, data.split, seed, duplicates, column_advice(data.dataset.split))
 
 
 def dataset_options(source: DatasetSource) -> dict[str, Any]:
@@ -298,7 +299,12 @@ def split_sources(
 
 
 def split_rows(
-    name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int, duplicates: DuplicateFilter
+    name: str,
+    splits: Mapping[str, list[str]],
+    split: SplitSection,
+    seed: int,
+    duplicates: DuplicateFilter,
+    advice: str = "",
 ) -> UserText:
     """Split a user's rows of a data set into train, valid and test, by the data set's splits or by fractions.
 
@@ -308,6 +314,7 @@ def split_rows(
         split: The recipe's section with fractions and names of splits.
         seed: Seed of the shuffle.
         duplicates: Drops duplicate documents.
+        advice: What to do if a split is missing, for the message.
     """
     splits = duplicates.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
     if not split.given:
@@ -321,6 +328,7 @@ def split_rows(
         test=split.test_name,
         valid_fraction=0.0 if split.valid_name else split.valid,
         seed=seed,
+        advice=advice,
     )
 
 

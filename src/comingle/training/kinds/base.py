@@ -411,7 +411,7 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
         key = next((key for key, kind in candidates.items() if kind.takes(data, options)), None)
         if key is None:
             allowed = "; ".join(f"{kind.name}: {kind.handed}" for kind in candidates.values() if kind.handed)
-            raise DataError(f"users: {name!r} is {_described(data)}; allowed: {allowed}")
+            raise DataError(f"users: {name!r} is {_described(data)}; allowed: {allowed}{_advice_on_splits(data)}")
         kind_of_user[name] = key
     if len(set(kind_of_user.values())) > 1:
         first_users = {key: name for name, key in reversed(kind_of_user.items())}  # one user of each kind
@@ -431,6 +431,18 @@ def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
     for key in sorted(KINDS, key=lambda key: key == _LAST):
         with suppress(PluginError):
             yield key, load_object(KINDS[key].implementation)
+
+
+def _advice_on_splits(data: object) -> str:
+    """Return what to do with rows that name their split in a column, for errors; empty for other data.
+
+    >>> _advice_on_splits([{"text": "a", "split": "train"}])
+    "; to use the column 'split', pass {train: [...], valid: [...], test: [...]}"
+    """
+    row = data[0] if isinstance(data, list | tuple) and data else None
+    columns = row if isinstance(row, Mapping) else getattr(data, "column_names", getattr(data, "columns", None))
+    has_splits = isinstance(columns, Iterable) and "split" in list(columns)
+    return "; to use the column 'split', pass {train: [...], valid: [...], test: [...]}" if has_splits else ""
 
 
 def _described(data: object) -> str:
