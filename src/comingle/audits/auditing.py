@@ -224,7 +224,12 @@ def audit_run(
 
 
 def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of an :class:`Audit` that do not depend on attacks; ``recipe`` is the shortened one."""
+    """Return the fields of an :class:`Audit` that do not depend on attacks.
+
+    Args:
+        run: The audited run.
+        recipe: Recipe of the short runs that are attacked.
+    """
     privacy = run.metrics.get("privacy")
     return {
         "run": str(run.folder or "a run in memory"),

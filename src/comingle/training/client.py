@@ -459,9 +459,9 @@ class Clients(Users):
         return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), own_places)
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
-        """Return the upload of some users after their local steps.
+        """Return the upload of some users after their local steps, joined in one message.
 
-        Rounding errors of int8 uploads are kept and added to the next upload.
+        Privacy mechanisms may clip and noise it. Rounding errors of int8 uploads are kept and added to the next one.
 
         Args:
             members: Numbers of the users.

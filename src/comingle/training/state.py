@@ -130,9 +130,9 @@ class State:
         """
 
     def open(self, run: Path, *, anew: bool) -> None:
-        """Keep the tensors in a locked run folder from now on, if they are not in memory.
+        """Have a store on disk keep its files in a run folder from now on; does nothing for tensors in memory.
 
-        The first process does so before the others.
+        The caller has locked the folder. With several processes the first one does so before the others.
 
         Args:
             run: The run folder.

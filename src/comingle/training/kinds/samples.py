@@ -121,7 +121,7 @@ class MixtureOfModels(nn.Module):
 
 
 def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
-    """Return the net of one user.
+    """Return the net of one user as a module of its own, which shares no memory with those of other users.
 
     Args:
         name: Name of the user.
