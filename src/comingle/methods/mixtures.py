@@ -37,16 +37,16 @@ class WarmUp(ClientHook):
 
 
 def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collection[str]) -> Tree:
-    """Return the mixture weights of each tensor; layers are numbered in the order of the names.
+    """Return the users' mixture weights ``(users, clusters)`` for each tensor of the components.
 
     Args:
         mixtures: Mixture weights of each user, for all layers or for each one.
-        names: Names of the components' tensors.
+        names: Names of the components' tensors, in the order of the layers; a layer is a name without its last part.
     """
     if mixtures.ndim == 2:
         return dict.fromkeys(names, mixtures)
-    places = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    return {name: mixtures[:, places.index(name.rpartition(".")[0])].contiguous() for name in names}
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    return {name: mixtures[:, layers.index(name.rpartition(".")[0])].contiguous() for name in names}
 
 
 TRAINED = frozenset({BASE, ADAPTOR})
@@ -108,9 +108,9 @@ class Entropic(ClientHook):
     sweeps = True
 
     def received(self, cohort: Cohort) -> None:
-        """Set the router's logits by :func:`entropic`."""
-        theta = cohort.tensors[CLIENT_ROUTER]
-        theta.copy_(entropic(cohort.component_losses(), cohort.router_rate))
+        """Set the router's logits to ``-rate`` times the components' losses, by :func:`entropic`."""
+        logits = cohort.tensors[CLIENT_ROUTER]
+        logits.copy_(entropic(cohort.component_losses(), cohort.router_rate))
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
@@ -128,10 +128,14 @@ class MeanByCluster(Mean):
     clipped_mean = False
 
     def coefficients(self, received: Received) -> Tree:
-        """Return ``p(k)``, and for components ``p(k|c)``; with a router per layer, from that layer's mixture."""
+        """Return each upload's weight in the mean: ``p(k)`` for the base, ``p(k|c)`` for components.
+
+        ``p(k)`` is a user's aggregation weight. ``p(k|c)`` follows from it and the mixtures that users report; with a
+        router per layer, from that layer's mixture.
+        """
         mixtures = by_layer(received.reports["mixture"], received.clustered)
-        shares = {name: aggregation_weights(m, received.weights) for name, m in mixtures.items()}
-        return {**super().coefficients(received), **shares}
+        component_weights = {name: aggregation_weights(m, received.weights) for name, m in mixtures.items()}
+        return {**super().coefficients(received), **component_weights}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,7 @@ class ClusterSteps(MeanByCluster):
     centre: bool = False
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Take one step, then centre the components.
+        """Move the model towards the mean of the uploads; with ``centre``, move the components' mean into the base.
 
         Args:
             kept: State of the server, updated in place.
@@ -155,14 +159,15 @@ class ClusterSteps(MeanByCluster):
             received: The uploads.
         """
         if (self.base_rate, self.component_rate) == (1.0, 1.0):
-            super().step(kept, sums, received)
+            super().step(kept, sums, received)  # sets the model to the mean, or takes a step of Adam
         else:
             for name, mean in sums.items():
                 rate = self.component_rate if name in received.clustered else self.base_rate
                 kept[MODEL_PREFIX + name].lerp_(mean, rate)
         if self.centre:
             shares = cluster_weights(received.reports["mixture"], received.weights)
-            super().step(kept, received.centred(model_of(kept), shares), received)
+            centred = received.centred(model_of(kept), shares)
+            super().step(kept, centred, received)  # stores the tensors, as centring excludes Adam
 
 
 def cluster_weights(

@@ -37,19 +37,26 @@ class Centres(Server):
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: the same model for all users, and no centres."""
-        first = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
-        own = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
+        """Return the initial state: the same model for all users, centres of zero, and a random number of each user.
+
+        The random numbers choose the users at whose momenta the centres start.
+        """
+        initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
+        models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
         draw = torch.cat([torch.rand(1, generator=generator(setup.seed, u, "momentum")) for u in setup.users])
-        still = own.new_zeros(self.clusters, own.shape[1])
-        return first | {OWN: own, DRAW: draw, CENTRES: still, MOVED: still.clone(), LEFT: torch.ones(())}
+        zeros = models.new_zeros(self.clusters, models.shape[1])
+        return initial | {OWN: models, DRAW: draw, CENTRES: zeros, MOVED: zeros.clone(), LEFT: torch.ones(())}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Update the centres, then take a step for each participant."""
+        """Update the centres of the users' momenta, then move each participant's model by its nearest centre.
+
+        A participant has uploaded its model minus its momentum. With ``fixed`` centres (for users who join later) a
+        participant gets the initial model, moved by all steps of its cluster.
+        """
         users, centres = list(received.users), kept[CENTRES]
         momenta = kept[OWN][users] - flatten([received.tensors[name] for name in model_of(kept)])
         if not self.fixed:
-            if kept[LEFT]:
+            if kept[LEFT]:  # the first round: centres start at the momenta of random participants
                 order = kept[DRAW][users].argsort()
                 centres.copy_(momenta[order[torch.arange(self.clusters) % len(order)]])
                 kept[LEFT].zero_()
@@ -58,15 +65,16 @@ class Centres(Server):
             kept[MOVED].sub_(centres, alpha=self.rate)
         nearest = distances(centres, momenta).argmin(0)
         if self.fixed:
-            kept[OWN][users] = flatten([t.unsqueeze(0) for t in model_of(kept).values()]) + kept[MOVED][nearest]
+            initial = flatten([t.unsqueeze(0) for t in model_of(kept).values()])
+            kept[OWN][users] = initial + kept[MOVED][nearest]
         else:
             kept[OWN][users] -= self.rate * centres[nearest]
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return each user's own model."""
-        first = model_of(kept)
-        parts = kept[OWN][list(users)].split([t.numel() for t in first.values()], 1)
-        return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, first.items(), strict=True)}
+        initial = model_of(kept)  # for names and shapes: the users' models are stored flattened
+        parts = kept[OWN][list(users)].split([t.numel() for t in initial.values()], 1)
+        return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, initial.items(), strict=True)}
 
     def settled(self) -> Centres:
         """Return a server with fixed centres; a new user moves by the total change of its cluster."""
@@ -86,7 +94,10 @@ def threshold_step(
     weights: Float[Tensor, " users"],
     quantile: float,
 ) -> Float[Tensor, "clusters columns"]:
-    """Return ``v_c <- sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, tau_c a quantile of the distances from v_c.
+    """Return each centre moved to the mean of the momenta near it.
+
+    The new centre is ``sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, where tau_c is a quantile of the distances from v_c. Users further away count as if they were at the centre, so that
+    outliers cannot pull it.
 
     Args:
         centres: Centres v.
@@ -94,9 +105,9 @@ def threshold_step(
         weights: Aggregation weights p.
         quantile: Quantile of the distances, from 0 to 1.
     """
-    apart = distances(centres, points)
-    near = apart <= torch.quantile(apart, quantile, dim=1, keepdim=True)
-    shares = (near * weights.to(apart)).to(points)
+    from_centre = distances(centres, points)
+    is_near = from_centre <= torch.quantile(from_centre, quantile, dim=1, keepdim=True)
+    shares = (is_near * weights.to(from_centre)).to(points)
     return shares @ points + (1 - shares.sum(1, keepdim=True)) * centres
 
 
@@ -153,7 +164,7 @@ class Momentum(ClientHook):
     looks_back = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """Return flags that no user has momentum yet."""
+        """Return for each user a flag of 0, which says that it has no momentum yet."""
         return {BEGUN: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
@@ -161,10 +172,15 @@ class Momentum(ClientHook):
         return {OWN_MOMENTUM + name: torch.zeros_like(t) for name, t in tensors.items()}
 
     def end(self, cohort: Cohort) -> None:
-        """Set the momentum to ``m = decay m + (1 - decay) g`` (at first ``m = g``) and the model to ``x - m``."""
+        """Update the momentum and set each model to ``x - m``, which is uploaded.
+
+        x is the model at the start of the round, g its decrease over the local steps. The momentum becomes
+        ``m = decay m + (1 - decay) g``, and ``m = g`` in a user's first round.
+        """
         decay = self.decay * cohort.kept[BEGUN]
         for name in (n.removeprefix(OWN_MOMENTUM) for n in cohort.kept if n.startswith(OWN_MOMENTUM)):
-            m, began, now = cohort.kept[OWN_MOMENTUM + name], cohort.began[name], cohort.tensors[name]
-            m.copy_(torch.lerp(began - now, m, decay.to(m).view(-1, *[1] * (m.dim() - 1))))
-            now.copy_(began - m)
+            momentum, before, now = cohort.kept[OWN_MOMENTUM + name], cohort.began[name], cohort.tensors[name]
+            weight = decay.to(momentum).view(-1, *[1] * (momentum.dim() - 1))
+            momentum.copy_(torch.lerp(before - now, momentum, weight))
+            now.copy_(before - momentum)
         cohort.kept[BEGUN].fill_(1)

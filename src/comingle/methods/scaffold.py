@@ -73,7 +73,7 @@ class Controlled(ClientHook):
         cohort.kept[RATES].zero_()
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
-        """Apply the correction to the tensors of a step.
+        """Apply SCAFFOLD's correction after an optimiser step, ``-rate (c - c_i)``, and add up the learning rates.
 
         Args:
             cohort: The users.
@@ -85,7 +85,10 @@ class Controlled(ClientHook):
         cohort.kept[RATES] += rate
 
     def end(self, cohort: Cohort) -> None:
-        """Set c_i to the mean of the round's steps, without their corrections."""
+        """Set c_i to ``c_i - c + (x - y_i) / sum of rates``: the mean of the round's steps without their corrections.
+
+        x is the model at the start of the round, y_i at its end.
+        """
         for name in (n.removeprefix(OWN) for n in cohort.kept if n.startswith(OWN)):
             steps = mean_step(cohort.began[name], cohort.tensors[name], cohort.kept[RATES])
             cohort.kept[OWN + name] += steps - cohort.kept[ALL + name]
@@ -127,7 +130,10 @@ class ControlledMean(Mean):
         return model | {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Update c, from the model as users had downloaded it, then the model.
+        """Update the average control variate c and the model.
+
+        A user's c_i changes by its mean step minus c, which the server computes from the upload and the sum of learning
+        rates. So c comes first: it needs the model as users had downloaded it.
 
         Args:
             kept: State of the server, updated in place.

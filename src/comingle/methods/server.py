@@ -238,7 +238,14 @@ def _is_statistic(roles: frozenset[str]) -> bool:
 
 
 def _adam_step(kept: Tree, name: str, mean: Tensor, rate: float) -> None:
-    """Take the step of ``torch.optim.Adam`` on one tensor, in place, with ``old - mean`` as its gradient."""
+    """Take the step of ``torch.optim.Adam`` on one tensor, in place, with ``old - mean`` as its gradient.
+
+    Args:
+        kept: State of the server; its step count already counts this step.
+        name: Name of the tensor.
+        mean: Mean upload.
+        rate: Learning rate.
+    """
     theta, first, second = kept[MODEL_PREFIX + name], kept[FIRST_MOMENT + name], kept[SECOND_MOMENT + name]
     steps, (beta1, beta2) = int(kept[ADAM_STEPS]), BETAS
     gradient = theta - mean
@@ -278,10 +285,10 @@ def model_of(kept: Tree) -> Tree:
 def aggregation_weights(
     mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users clusters"]:
-    """Return ``p(k|c) = pi_c^k p(k) / sum_k' pi_c^k' p(k')`` (FLoRAL eq. 2).
+    """Return each user's weight in the mean of each component: the more its mixture uses the component, the larger.
 
-    A component that no participant uses has not been trained either, so its weights are ``p(k)``: their mean leaves it
-    unchanged.
+    ``p(k|c) = pi_c^k p(k) / sum_k' pi_c^k' p(k')`` (FLoRAL eq. 2) for user k and component c. A component that no
+    participant uses has not been trained either, so its weights are ``p(k)``: their mean leaves it unchanged.
 
     Args:
         mixtures: Mixture weights ``pi`` of each user.

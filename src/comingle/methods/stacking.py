@@ -28,10 +28,11 @@ That costs half the logits' variance times the error's square, about 0.0002 nats
 
 
 def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
-    """Return for each model the power a with the lowest ``sum_t log sum_v p_t(v)^a - a log p_t``, convex in a.
+    """Return for each user's two models the power a of their probabilities with the lowest validation loss.
 
-    It is the root of the slope. Of the last interval, the end closer to 1 is returned, so that no loss exceeds that of
-    a = 1.
+    The loss of ``p_t(v)^a``, normalised over the vocabulary, is ``sum_t log sum_v p_t(v)^a - a log p_t``. It is convex
+    in a, so bisection finds the root of its slope. Of the last interval, the end closer to 1 is returned, so that no
+    loss exceeds that of a = 1.
     """
 
     def falls(logs: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:
@@ -41,16 +42,17 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
             (slope,) = torch.autograd.grad(cohort.held_out_losses(powers).sum(), powers)
         return slope < 0
 
-    most = torch.full_like(cohort.tensors[CLIENT_ROUTER][:, :2], math.log(LARGEST_POWER), dtype=torch.float64)
-    low, high = bisect(falls, -most, most, POWER_BISECTIONS)
+    largest_log = torch.full_like(cohort.tensors[CLIENT_ROUTER][:, :2], math.log(LARGEST_POWER), dtype=torch.float64)
+    low, high = bisect(falls, -largest_log, largest_log, POWER_BISECTIONS)
     return torch.where(low >= 0, low, high).exp()
 
 
 def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
-    """Return the first model's weight w that maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))``.
+    """Return the first model's weight w with the largest likelihood of the mixed predictions of two models.
 
-    The slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so
-    bisection finds its root, or the end of [0, 1] beyond which it lies. If the two models never differ, w is 1/2.
+    It maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))`` over the tokens t. The slope in w, ``sum_t
+    (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so bisection finds its root,
+    or the end of [0, 1] beyond which it lies. If the two models never differ, w is 1/2.
     """
     margin = losses[:, 1] - losses[:, 0]
     # Divided by r + 1, so that neither a very large nor a very small ratio overflows.
@@ -66,7 +68,7 @@ def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor,
 
 
 def bisect(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, times: int) -> tuple[Tensor, Tensor]:
-    """Return the interval around the maximum after ``times`` bisections.
+    """Return the ends of the interval that holds the maximum of a concave objective after some bisections.
 
     Args:
         rises: Returns whether the objective increases at a point.

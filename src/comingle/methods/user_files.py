@@ -63,7 +63,8 @@ def load_file(path: Path) -> list[str]:
     before, others = set(REGISTRY), (set(NETS), set(LOSSES))
     module = _import_file(path, where)
     for name, method in _methods(module):
-        if name in REGISTRY and not (name not in before and REGISTRY[name] is method):
+        registered_itself = name in REGISTRY and name not in before and REGISTRY[name] is method
+        if name in REGISTRY and not registered_itself:
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in before]
