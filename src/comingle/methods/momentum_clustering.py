@@ -96,8 +96,8 @@ def threshold_step(
 ) -> Float[Tensor, "clusters columns"]:
     """Return each centre moved to the mean of the momenta near it.
 
-    The new centre is ``sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, where tau_c is a quantile of the distances from v_c. Users further away count as if they were at the centre, so that
-    outliers cannot pull it.
+    The new centre is ``sum_i p_i (z_i if |z_i - v_c| <= tau_c else v_c)``, where tau_c is a quantile of the
+    distances from v_c. Users further away count as if they were at the centre, so that outliers cannot pull it.
 
     Args:
         centres: Centres v.

@@ -36,7 +36,7 @@ WIDE = torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """``W + sum_j shares_j B_j A_j`` for one linear of the base.
+    """Change of one linear's weight in the base by a user's adapters: ``W + sum_j shares_j B_j A_j`` over experts j.
 
     Args:
         name: Name of the linear in the base's state dict.
@@ -77,7 +77,10 @@ class Change:
 
 
 def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Change]:
-    """Return one change per adapted linear, with the factors of the experts that one user has.
+    """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
+
+    Attention has a single LoRA. An MLP's linears have one for each expert that the user has, weighted by the LoRA scale
+    alone: callers weigh experts against each other (:func:`averaged`).
 
     Args:
         model: The users' model.
@@ -89,7 +92,7 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     present = model.adapters.present[row]
     for name, lora in model.adapters.attention.items():
         layer, shares = _layer_number(name), _constant_shares(1, lora.scale)
-        a, b = (_widen(f[0]).unsqueeze(0) for f in lora.factors)
+        a, b = (_widen(f[0]).unsqueeze(0) for f in lora.factors)  # of the only bound user, with an expert axis
         changes.append(_change_of(names, lora.linear, layer, "", a, b, shares))
     for name, mlp in model.adapters.experts.items():
         layer, shares = _layer_number(name), _constant_shares(int(present.sum()), mlp.scale)
@@ -100,13 +103,20 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
 
 
 def averaged(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes with experts weighted equally, for a model that can be merged into the base's weights."""
-    means = (_constant_shares(len(change.a), 1 / len(change.a)) for change in changes)
-    return [change.reweighted(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
+    """Return the changes with the experts of each MLP averaged, as weights can hold them; attention is unchanged."""
+    weighted = []
+    for change in changes:
+        experts = len(change.a)
+        is_of_expert = bool(change.key)
+        weighted.append(change.reweighted(_constant_shares(experts, 1 / experts)) if is_of_expert else change)
+    return weighted
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
-    """Return one change of rank C x r per adapted linear, with the clusters as experts and pi in the shares."""
+    """Return the change of each adapted linear's weight in a user's client-level mixture.
+
+    The C clusters' adaptors take the place of experts; the user's mixture weights pi are part of the shares.
+    """
     personal, shares = model.of_one_user(tensors), _widen(model.shares(tensors)[0])
     names, changes = _module_names(model.base.model), []
     for name, layer in personal.layers().items():
@@ -157,7 +167,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _trim_ranks(changes: Sequence[Change]) -> list[Change]:
-    """Remove trailing ranks in which all changes are zero: a user may have a smaller rank than others."""
+    """Remove the last ranks, which are zero in all changes if the user has a smaller rank than others."""
     rank = max(_used_rank(change) for change in changes)
     return [replace(change, a=change.a[:, :rank], b=change.b[:, :rank]) for change in changes]
 
@@ -359,7 +369,10 @@ class Personal:
         raise self._unsupported("evaluate")
 
     def _unsupported(self, method: str) -> DataError:
-        """Return the error for a method of the other kind; it lists the methods that this class overrides."""
+        """Return the error for a method that this kind of model lacks; it lists the methods that work.
+
+        These are the public methods of :class:`Personal` that the subclass overrides.
+        """
         cls = type(self)
         overridden = sorted(
             name for name, default in vars(Personal).items() if callable(default) and getattr(cls, name) is not default
@@ -590,7 +603,7 @@ class PersonalModel(Personal):
         return self.model.base.tokenizer
 
     def _checked_window(self, context: int, tokens: int) -> int:
-        """Return ``context``, or the number of inputs if the text is shorter than one window.
+        """Return the number of inputs per window for scoring a text: ``context``, or fewer if the text is shorter.
 
         Args:
             context: Tokens per window.
@@ -601,6 +614,7 @@ class PersonalModel(Personal):
         """
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
             raise RecipeError(f"context: got {context!r}; allowed: a whole number from 1")
+        # Each token but the first is predicted from those before it; a begin-of-text token also predicts the first.
         inputs = tokens - 1 if self.model.base.begin is None else tokens
         window = min(context, max(1, inputs))
         check_context_length("context", window, self.model.base.model)

@@ -119,7 +119,12 @@ _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 
 
 def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
-    """Return the layout of the first net, or, with ``side_by_side``, of all nets as components with a router."""
+    """Return the layout of a user's tensors: their names, shapes and roles, in the order of :data:`_ORDER`.
+
+    Args:
+        nets: The net, with values; only the first is used unless ``side_by_side``.
+        side_by_side: Whether a user has all nets, as components of a mixture with a router.
+    """
     if side_by_side:
         slots = [*_component_slots(nets), _router_slot(len(nets))]
     else:
@@ -139,20 +144,17 @@ def _router_slot(clusters: int) -> Slot:
 
 
 def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
-    """Return parameters and running statistics with their roles; other buffers are not stacked."""
+    """Return a net's parameters and running statistics with their roles, by name; other buffers are not stacked."""
     by_name = {name: (p.detach(), BASE) for name, p in net.named_parameters()}
     return by_name | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
 
 
 def _net_slots(net: nn.Module) -> list[Slot]:
     """Return the slots of a net without adaptors."""
-    by_name, parts = _tensors(net).items(), _module_parts(net)
-    slots = [
-        Slot(
-            name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=parts[name.rpartition(".")[0]]
-        )
-        for name, (t, role) in by_name
-    ]
+    parts, slots = _module_parts(net), []
+    for name, (t, role) in _tensors(net).items():
+        part = parts[name.rpartition(".")[0]]
+        slots.append(Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=part))
     return [assign_role(slot) for slot in slots] if isinstance(net, GatedPair) else slots
 
 
@@ -161,9 +163,11 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 def _module_parts(net: nn.Module) -> dict[str, str]:
     """Map each module to "norm", "head" (the last module with parameters) or "body"."""
-    last = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]
-    modules = net.named_modules()
-    return {n: "norm" if isinstance(m, _NORMS) else "head" if n in last else "body" for n, m in modules}
+    head = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]  # empty without parameters
+    parts = {}
+    for name, module in net.named_modules():
+        parts[name] = "norm" if isinstance(module, _NORMS) else "head" if name in head else "body"
+    return parts
 
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
@@ -184,11 +188,13 @@ def _adapted_slots(model: FloralModel) -> list[Slot]:
     slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
-        of_entries = (role,) * (model.num_clusters if role == ADAPTOR else 1)
-        init = inits.get(name, _constant_init(value))
-        # Statistics belong to an adapted norm, or to a norm of the base.
-        factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=of_entries, init=init, factor=factor))
+        # The leading axis of an adaptor is that of the clusters, so it has one role for each.
+        roles_along_axis = (role,) * (model.num_clusters if role == ADAPTOR else 1)
+        init = inits.get(name, _constant_init(value))  # base tensors keep their values
+        factor = ""
+        if role == STATISTICS:  # of an adapted norm, or of a norm of the base
+            factor = "adaptor" if name.rpartition(".")[0] in layers else "base"
+        slots.append(Slot(name=name, shape=tuple(value.shape), roles=roles_along_axis, init=init, factor=factor))
     return slots
 
 
@@ -378,7 +384,11 @@ class StackedModel(Model):
         return outputs
 
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
-        """Return the outputs of each component alone."""
+        """Return the outputs of each component of the users' mixtures alone.
+
+        A component is a whole model, or the base with one adaptor set, which a one-hot mixture selects. In training
+        running statistics in ``tensors`` change.
+        """
         assert self.mixture is not None
         if self.mixture.of == "models":
             models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}

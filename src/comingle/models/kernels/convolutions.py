@@ -127,7 +127,10 @@ class PassShape:
     images: int = 0
 
     def lanes(self, x: Tensor) -> Tensor:
-        """Convert samples to :data:`Maps`."""
+        """Convert samples to :data:`Maps`, in which images are the innermost axis, padded to fill SIMD vectors.
+
+        Maps, which have five axes, are returned unchanged.
+        """
         if x.dim() == 5:
             return x
         in_memory_order = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
@@ -188,13 +191,13 @@ class Step:
         Returns:
             The outputs, or outputs and ``x``.
         """
-        c, norm = self.convolution, self.norm
+        conv, norm = self.convolution, self.norm
         # Native code does not check sizes.
-        assert (x.shape[2], x.dtype) == (c.in_channels, c.weight.dtype)
-        assert c.weight.shape == (len(x), c.out_channels, c.in_channels, *c.kernel_size)
+        assert (x.shape[2], x.dtype) == (conv.in_channels, conv.weight.dtype)
+        assert conv.weight.shape == (len(x), conv.out_channels, conv.in_channels, *conv.kernel_size)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
         mean, rstd = self._statistics(x)
-        results = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added, returns_input)
+        results = _Fused.apply(self, x, conv.weight, conv.bias, gamma, beta, mean, rstd, added, returns_input)
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
             self._update_statistics(norm, x, mean, rstd)
         return results
@@ -228,10 +231,11 @@ class Step:
             rstd: 1 / standard deviation, likewise.
         """
         high, wide = self.out(x)
-        count = self.pass_shape.images * high * wide
-        var = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0) * (count / max(1, count - 1))  # unbiased
+        count = self.pass_shape.images * high * wide  # numbers that each mean is over
+        variance = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0)
+        unbiased = variance * (count / max(1, count - 1))
         norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
-        norm.running_var.lerp_(var, norm.momentum)  # type: ignore[union-attr,arg-type]
+        norm.running_var.lerp_(unbiased, norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
     def out(self, x: Maps) -> tuple[int, int]:
@@ -299,6 +303,8 @@ class _Fused(torch.autograd.Function):
         parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
         native_step, x_memory = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
         users, lanes, (high, wide), pool = len(x), x.shape[1], step.out(x), step.pool
+        # Outputs in memory order: z of the step, y of the convolution (the norm's input), and for each pooled number
+        # its place in the pooling window.
         z = x.new_empty(users, high // pool, wide // pool, step.convolution.out_channels, lanes)
         y = None if step.norm is None else x.new_empty(users, high, wide, step.convolution.out_channels, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
@@ -321,7 +327,8 @@ class _Fused(torch.autograd.Function):
         gradients = [t.new_empty(t.shape) if wants else None for wants, t in wanted]
         names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
         dz_memory = _to_memory_order(dz)
-        masks = ctx.adds and ctx.step.relu  # otherwise the gradient of ``added`` is that of the sum
+        # The ReLU masks the gradient of ``added``; without a ReLU that gradient is ``dz`` itself.
+        masks = ctx.adds and ctx.step.relu
         d_added = torch.empty_like(dz_memory) if masks else dz_memory
         run(
             "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,

@@ -67,7 +67,8 @@ def load_library(cache: Path, name: str, sources: Sequence[Path]) -> ctypes.CDLL
     name = f"{name}-{_fingerprint(compiler, sources)}"
     try:
         handle = _open_cached(cache, name)
-        handle = _compile(compiler, cache, name, sources[0]) if handle is None else handle
+        if handle is None:
+            handle = _compile(compiler, cache, name, sources[0])
         # Loads exactly the file that was checked. It stays open, as the loader identifies libraries by path.
         return ctypes.CDLL(f"/proc/self/fd/{handle}")
     except (OSError, subprocess.SubprocessError):
@@ -81,7 +82,10 @@ def _compiler() -> str | None:
 
 
 def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
-    """Return a digest of compiler, flags, processor, torch version and sources; machines may share a cache folder."""
+    """Return a digest of all that a compiled library depends on, for its file name: machines may share a cache folder.
+
+    These are the compiler and its flags, the processor, the version of torch and the sources.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
@@ -90,7 +94,7 @@ def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
 
 
 def _open_cached(cache: Path, name: str) -> int | None:
-    """Return a file descriptor of the cached library.
+    """Return a file descriptor of the cached library; None if there is none that is intact and private to this user.
 
     The file name ends in a digest of the content, which is checked: a damaged library could crash the process.
     """
@@ -112,6 +116,7 @@ def _open_cached(cache: Path, name: str) -> int | None:
 
 
 def _digest(handle: int) -> str:
+    """Return a digest of an open file's content; the descriptor stays open."""
     with os.fdopen(os.dup(handle), "rb") as file:
         file.seek(0)
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -272,15 +277,16 @@ def activate(
         ``(h, slopes, m)``.
     """
     dtype = bases[0].dtype
-    pre = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
-    value, slope = act(pre[0])
-    gated = len(pre) == 2
-    h = value * pre[1] if gated else value
+    pre_activations = [wide(base).unsqueeze(1) + wide(lora) for base, lora in zip(bases, loras, strict=True)]
+    value, slope = act(pre_activations[0])
+    is_gated = len(pre_activations) == 2
+    h = value * pre_activations[1] if is_gated else value
     mixed = (gates.mT.unsqueeze(-1) * h).sum(1).to(dtype)
     slopes = []
     if keep:
-        slopes.append((slope * pre[1] if gated else slope).to(dtype).contiguous())
-        slopes += [loras[1].copy_(value)] if gated else []
+        slopes.append((slope * pre_activations[1] if is_gated else slope).to(dtype).contiguous())
+        if is_gated:
+            slopes.append(loras[1].copy_(value))  # h is linear in up, with the slope act(gate)
     return loras[0].copy_(h), slopes, mixed
 
 
@@ -432,9 +438,10 @@ def forward(
     b: Sequence[Factor],
     a: Factor,
 ) -> tuple[SharedHidden, Last, Last]:
-    """Return ``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j`` (experts concatenated).
+    """Run the hidden layer of a mixture of LoRA experts with native code.
 
-    All tensors are contiguous, except that rows of ``z`` may have a larger stride.
+    h_j is the hidden activation of expert j. All tensors are contiguous, except that rows of ``z`` may have a larger
+    stride.
 
     Args:
         act: The activation.
@@ -445,6 +452,10 @@ def forward(
         gates: The experts' probabilities ``p_j``, in float32.
         b: B of each first layer.
         a: A of the last layer.
+
+    Returns:
+        The mixture ``sum_j p_j h_j``, the products ``z_last_j = s A_j h_j``, and ``p_j z_last_j``; the last two with
+        the experts' ranks side by side.
     """
     mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
     gated = torch.empty_like(last)
@@ -559,14 +570,20 @@ class _Rows(ctypes.Structure):
 
 
 def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
-    """Return whether :func:`linear` and :func:`experts` support such tensors.
+    """Return whether the decoding kernels, :func:`linear` and :func:`experts`, support such tensors.
 
     They support one token for each of a few texts, without gradients, while native code is in use. In bfloat16 each
     user must have one text only, as PyTorch is as fast for more.
+
+    Args:
+        x: Input, ``(texts, tokens, width)`` as a rule.
+        users: Number of users, with equally many texts each.
+        *weights: Weights of the linear layers, which must be contiguous or transposed, and of the input's dtype.
     """
     rows = x.shape[:-1].numel()
+    one_text_each, one_token_each = rows == users, x.shape[-2] == 1
     return (
-        (rows == users or (x.shape[-2] == 1 and x.dtype == torch.float32))
+        (one_text_each or (one_token_each and x.dtype == torch.float32))
         and 0 < rows <= MOST_ROWS
         and is_enabled()
         and not torch.is_grad_enabled()
@@ -578,7 +595,7 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) ->
 def linear(
     weights: Weights, x: Float[Tensor, "*batch d_in"], factors: Factors | None = None, scale: float = 1.0
 ) -> Float[Tensor, "*batch d_out"]:
-    """Return ``W x_r + b + s B_r (A_r x_r)`` for each row r.
+    """Return ``W x_r + b + s B_r (A_r x_r)`` for each row r, with the decoding kernel; A_r, B_r are of the row's user.
 
     Args:
         weights: W and b.
@@ -590,7 +607,7 @@ def linear(
     alive = _fill_linear_struct(call.last, weights, factors)
     y = x.new_empty(*x.shape[:-1], weights[0].shape[0])
     _run_rows(call, x, y, 0 if factors is None else len(factors[0]))
-    del alive
+    del alive  # only now: the struct holds addresses of these tensors
     return y
 
 
@@ -602,7 +619,9 @@ def experts(
     first: Sequence[tuple[Weights, Factors]],
     last: tuple[Weights, Factors],
 ) -> Float[Tensor, "users n width"]:
-    """Return the expert mixture of :mod:`comingle.models.injection` (``mix: output``) for each row.
+    """Return the mixture of the experts' outputs ``sum_j p_j MLP_j(x)`` for each row, with the decoding kernel.
+
+    An expert j is the whole MLP with its own LoRA on each linear layer (:mod:`comingle.models.injection`).
 
     Args:
         act: The activation.
@@ -620,7 +639,7 @@ def experts(
     call.gates = gates.data_ptr()
     y = torch.empty_like(x)
     _run_rows(call, x, y, len(last[1][0]))
-    del alive
+    del alive  # only now: the struct holds addresses of these tensors
     return y
 
 
@@ -655,7 +674,7 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
         users: Number of users, with equally many rows each; 0 without adapters.
     """
     call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
-    call.share = call.rows // (users or call.rows)
+    call.share = call.rows // (users or call.rows)  # rows of each user
     call.x, call.y = x.data_ptr(), y.data_ptr()
     native = library()
     assert native is not None
