@@ -75,6 +75,7 @@ class AdapterRouting(TokenRouting):
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
         with routing.record_router_inputs(self.adapters) as recorded, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
+        # (users, batch, context, width)
         states = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in recorded.items()}
         if whole:
             is_token = (batch[..., :-1] != PAD).double()
@@ -175,7 +176,8 @@ class AdaptedModel(AdapterRouting, Model):
     ) -> Float[Tensor, "users batch context"]:
         """Return the loss at every position; positions without a target have loss 0.
 
-        It computes all positions and masks afterwards, so the arithmetic does not depend on the number of targets.
+        Losses skip positions without a target, so the number of targets would change the order of sums and hence the
+        rounding. Here all positions are computed and masked afterwards.
         """
         # Decode hidden tokens, so that every position has a target.
         all_targets = torch.where(batch < 0, hide(batch), batch).clamp(min=0)

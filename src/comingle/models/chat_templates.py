@@ -308,10 +308,11 @@ class ChatTemplate:
         tokens = self._tokenize(text, hidden_texts)
         stops = [stop for _, _, stop in tokens]
         # If a prompt's last token depends on the text after it, split there, so that training uses prompt()'s tokens.
-        prompt_ends = [first for first, _, _ in places]
-        cuts = [
-            end for end in prompt_ends if self._tokenize(text[:end], hidden_texts) != tokens[: bisect_right(stops, end)]
-        ]
+        cuts = []
+        for prompt_end, _, _ in places:
+            tokens_of_prompt = tokens[: bisect_right(stops, prompt_end)]
+            if self._tokenize(text[:prompt_end], hidden_texts) != tokens_of_prompt:
+                cuts.append(prompt_end)
         if cuts:
             tokens = self._tokenize(text, hidden_texts, cuts)
         ids, starts = [token for token, _, _ in tokens], [start for _, start, _ in tokens]
@@ -319,14 +320,16 @@ class ChatTemplate:
 
         def span(place: Place) -> Span:
             """Return the tokens of a response up to its last special token, or all if it has none."""
-            first, last, closed = place
-            begin = bisect_right(stops, first)
+            first_character, end_character, end_of_closing = place
+            begin = bisect_right(stops, first_character)
             # Text that closes the conversation counts only if the response itself has no special token.
-            for end in (last, closed):
-                special = [at for at in range(begin, bisect_right(stops, end)) if ids[at] in self._special_tokens]
+            for end in (end_character, end_of_closing):
+                special = [
+                    index for index in range(begin, bisect_right(stops, end)) if ids[index] in self._special_tokens
+                ]
                 if special:
                     return begin, special[-1] + 1
-            return begin, bisect_left(starts, last)
+            return begin, bisect_left(starts, end_character)
 
         def reference(place: Place, response: Span) -> str:
             """Return the text of a response without special tokens at its end."""
@@ -413,9 +416,7 @@ class ChatTemplate:
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
         """Render a conversation so that its last response follows its prompt; return text and place."""
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
-        text = whole
-        if not whole.startswith(prompt):
-            text = prompt + self._response_after_prompt(messages, whole)
+        text = whole if whole.startswith(prompt) else prompt + self._response_after_prompt(messages, whole)
         try:
             # Text that closes a conversation is missing where it continues with another prompt.
             end = _common_prefix(self.render(messages, add_prompt=True), whole) + len(text) - len(whole)
@@ -516,11 +517,17 @@ class ChatTemplate:
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
         """Return the messages with tool calls in the template's format, and the indices of those that it never writes.
 
-        Some templates need the arguments of a call as a mapping, others as JSON.
+        Some templates need the arguments of a call as a mapping, others as JSON. Both are tried, and the format in which
+        the template writes more messages' calls is used.
+
+        Raises:
+            DataError: The template rejects both formats.
         """
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        if not calling:
+            return messages, frozenset()
         options, refusal = list[tuple[list[Message], frozenset[int]]](), None
-        for as_json in (False, True) if calling else ():
+        for as_json in (False, True):
             formatted = [_with_arguments(message, as_json) for message in messages]
             try:
                 flat = _without_spaces(self.render(formatted))
@@ -531,7 +538,7 @@ class ChatTemplate:
             options.append((formatted, unwritten))
         if refusal is not None and not options:
             raise refusal
-        return min(options, key=lambda option: len(option[1]), default=(messages, frozenset()))
+        return min(options, key=lambda option: len(option[1]))
 
     # ------------------------------------------------------------ special tokens in messages
 
@@ -659,15 +666,16 @@ def _omission_error(messages: Sequence[Message], number: int, missing: str) -> D
 
 
 def _with_arguments(message: Message, as_json: bool) -> Message:
-    """Return a message; with ``as_json`` the arguments of its tool calls are JSON."""
+    """Return a message whose tool calls have their arguments as JSON texts; unchanged unless ``as_json``."""
     if not as_json or not message.get("tool_calls"):
         return message
-    calls = [
-        call
-        if isinstance(arguments := call["function"].get("arguments"), str)
-        else {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, str):  # a text is JSON already
+            arguments = json.dumps(arguments, ensure_ascii=False)
+            call = {**call, "function": {**call["function"], "arguments": arguments}}
+        calls.append(call)
     return {**message, "tool_calls": calls}
 
 

@@ -129,10 +129,15 @@ class EnsembleModel(Model):
         return self.inner.scales
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
-        """Return True where a user has a parameter: ``inner``'s mask for each component, True for the router."""
-        inner, count = self.inner.mask(ranks), self.mixture.clusters
-        by_slot = inner.split([slot.size for slot in self.inner.layout.slots], 1)
-        router = inner.new_ones(len(inner), self.mixture.num_logits)
+        """Return True where a user has a parameter: the mask of one model for each component, True for the router.
+
+        Args:
+            ranks: Replaces the users' LoRA ranks, for methods that change them.
+        """
+        one_component, count = self.inner.mask(ranks), self.mixture.clusters
+        by_slot = one_component.split([slot.size for slot in self.inner.layout.slots], 1)
+        router = one_component.new_ones(len(one_component), self.mixture.num_logits)
+        # A slot holds a tensor of all components, one after another.
         return torch.cat([*(mask.repeat(1, count) for mask in by_slot), router], 1)
 
     def only(self, users: Sequence[int]) -> EnsembleModel:
@@ -290,10 +295,11 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
         reason = f"the head of base {inner.name!r} has a bias or a soft cap"
         raise RecipeError(f"method.temperatures: got true, but {reason}; allowed: false, or another base")
     assert generalists + specialists == mixture.clusters
-    numbers = [*range(generalists), *range(specialists)]
+    # Component c starts with draw ``draws[c]``: the first generalist and the first specialist both with draw 0.
+    draws = [*range(generalists), *range(specialists)]
     roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists
     slots = [
-        replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_stacked_init(s.init, numbers))
+        replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_stacked_init(s.init, draws))
         for s in inner.layout.slots
     ]
     router = Slot(name=CLIENT_ROUTER, shape=(mixture.num_logits,), roles=(ROUTER,), init=init_zero)
@@ -303,11 +309,14 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
     )
 
 
-def _stacked_init(init: Init, numbers: Sequence[int]) -> Init:
-    """Return an initialiser that makes several draws and gives component c draw ``numbers[c]``."""
+def _stacked_init(init: Init, draws: Sequence[int]) -> Init:
+    """Return an initialiser of a tensor of all components, whose component c gets draw number ``draws[c]`` of ``init``.
+
+    Components with the same number start equal.
+    """
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        drawn = [init(shape[1:], generator) for _ in range(max(numbers) + 1)]
-        return torch.stack([drawn[number] for number in numbers])
+        drawn = [init(shape[1:], generator) for _ in range(max(draws) + 1)]
+        return torch.stack([drawn[number] for number in draws])
 
     return draw

@@ -315,9 +315,8 @@ def continue_texts(
     starts = [width - len(ids) for ids in encoded]
     ends = stop_tokens(network, tokenizer, sampling)
     pad: Any = tokenizer.pad_token_id
-    if (
-        pad is None or pad >= base.rows
-    ):  # no row in the embedding: attention ignores padding, so any token with one does
+    if pad is None or pad >= base.rows:
+        # The embedding has no row for it. Attention ignores padding, so any token with a row will do.
         pad = next((end for end in ends if end < base.rows), 0)
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
@@ -581,7 +580,7 @@ class _StopCriterion:
     def __call__(self, tokens: Int[Tensor, "n total"], scores: object, **_: object) -> Bool[Tensor, " n"]:
         """Return True for each row whose text has ended; transformers calls this after every token."""
         for i, row in enumerate(tokens[:, self.width :].tolist()):
-            if self.ends.get(i) is None:
+            if self.ends.get(i) is None:  # not ended yet
                 self.ends[i] = tokens.shape[1] if self._is_finished(row, self.contexts[i]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
@@ -595,4 +594,5 @@ class _StopCriterion:
 
 def truncate_at(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first occurrence of one of ``stops``."""
-    return text[: min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places, default=len(text))]

@@ -169,7 +169,9 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, act: Any, scale: float, x: Tokens, gates: Tensor, num_first: int, *rest: Any) -> Tokens:
-        """Return the mixture's output.
+        """Return the mixture's output ``W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``.
+
+        h_j are the hidden activations of expert j, p_j its probability, s the LoRA scale, and layer 2 the last one.
 
         Args:
             ctx: Autograd context.
@@ -183,14 +185,14 @@ class _Mixture(torch.autograd.Function):
         (a_first, b_first, a_last, b_last), bases = _split_arguments(rest, num_first)
         u, experts, rank = a_last.shape[:3]
         n = x.shape[1]
-        # One product for all first layers and experts:
+        # z are the products of x with A of the first layers. One product for all these layers and experts:
         # (u, n, num_first * experts * rank) -> (num_first, u * experts, n, rank)
         z = torch.bmm(x, _join_factors(a_first).mT).mul_(scale)
         z = z.view(u, n, num_first, experts, rank).permute(2, 0, 3, 1, 4).reshape(num_first, u * experts, n, rank)
         products = [F.linear(x, *base) for base in bases[:-1]]
         loras = [torch.bmm(z[i], b.flatten(0, 1)).view(u, experts, n, -1) for i, b in enumerate(b_first)]
         h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, any(ctx.needs_input_grad))
-        z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT).view(u, experts, n, rank).mul_(scale)
+        z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT).view(u, experts, n, rank).mul_(scale)  # s A_j h_j
         gated = gates.mT.unsqueeze(-1).to(x.dtype) * z_last  # p_j s A_j h_j
         gated = gated.transpose(1, 2).reshape(u, n, experts * rank)
         y = F.linear(mixed, *bases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
@@ -280,7 +282,7 @@ class _NativeMixture(torch.autograd.Function):
         num_first: int,
         *rest: Any,
     ) -> Tokens:
-        """Return the mixture's output.
+        """Return the mixture's output: the same as :class:`_Mixture` computes.
 
         Args:
             ctx: Autograd context.
@@ -369,6 +371,10 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
 
     Logs a warning if the largest rank exceeds the smaller dimension of some weights: the excess is trained and uploaded
     without effect.
+
+    Args:
+        ranks: LoRA rank of each user.
+        linears: All linear layers that get a LoRA.
 
     Raises:
         RecipeError: The largest rank exceeds d_in + d_out of every weight.
@@ -487,8 +493,8 @@ class Adapters:
 
     def only(self, users: Sequence[int]) -> Adapters:
         """Return the adapters of some users, renumbered from 0; the modules keep their width."""
-        at = list(users)
-        return replace(self, present=self.present[at], ranks=self.ranks[at], scales=self.scales[at])
+        rows = list(users)
+        return replace(self, present=self.present[rows], ranks=self.ranks[rows], scales=self.scales[rows])
 
     def without(self, roles: frozenset[str]) -> Adapters:
         """Return the adapters without the experts of these roles.
@@ -520,10 +526,11 @@ class Adapters:
             mlp.router.penalty = None  # remove that of the last pass: this one may have no router
 
     def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
-        """Multiply A by the ratio of each user's scale to the modules' scale."""
-        ratio = (self.scales / self.scale)[list(users)]
-        a = {name: t for name, t in tensors.items() if name.endswith(".a")}
-        return tensors | {name: t * ratio.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in a.items()}
+        """Multiply A by the ratio of each user's scale to the modules' scale, which is one number for all users."""
+        ratios = (self.scales / self.scale)[list(users)]
+        factors_a = {name: t for name, t in tensors.items() if name.endswith(".a")}
+        rescaled = {name: t * ratios.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in factors_a.items()}
+        return tensors | rescaled
 
     def penalties(self) -> Tensor | float:
         """Return each user's load-balancing penalty of the last pass, averaged over blocks; 0.0 without a penalty."""
@@ -540,13 +547,22 @@ class Adapters:
         return torch.cat([self._slot_mask(slot, ranks).flatten(1) for slot in self.layout.slots], 1)
 
     def _slot_mask(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
-        """Return :meth:`mask` for one trainable tensor, ``(users, *slot.shape)``."""
+        """Return True where a user has an entry of one trainable tensor, ``(users, *slot.shape)``.
+
+        A user lacks the experts and the ranks that only others have, and the router if it has a single expert.
+
+        Args:
+            slot: The tensor.
+            ranks: LoRA rank of each user.
+        """
         users = len(ranks)
         if slot.name.endswith(".router"):
             num_rows, num_experts = slot.shape[0], self.present.shape[1]
-            competing = self.present & (self.present.sum(1, keepdim=True) > 1)
-            # At most as many rows as experts belong to the last experts; more rows are not tied to experts (`Gating`).
-            rows = competing[:, -num_rows:] if num_rows <= num_experts else competing[:, :1]
+            has_several = self.present.sum(1, keepdim=True) > 1
+            is_routed = self.present & has_several  # of each expert
+            # A method's gating may have fewer rows than experts, which are those of the last experts, or more rows,
+            # which do not belong to single experts.
+            rows = is_routed[:, -num_rows:] if num_rows <= num_experts else is_routed[:, :1]
             return rows.unsqueeze(-1).expand(users, *slot.shape)
         if slot.roles[0] == RESIDUAL:
             has_experts = len(slot.shape) > 2  # (experts, rank, width)

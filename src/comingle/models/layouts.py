@@ -90,7 +90,7 @@ def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
     of_mlp = targets.names - set(targets.attention)
     if targets.mlp:
         inside = {name for name in linears if name.startswith(f"{targets.mlp}.")}
-    else:
+    else:  # the layer itself holds the MLP's linears
         inside = {name for name in (targets.up, targets.down) if "." not in name}
     if inside != of_mlp:
         raise BaseModelError(

@@ -128,7 +128,7 @@ IN, OUT = "residual_in", "residual_out"
 
 
 def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> list[Slot]:
-    """Return the slots of the residuals of some linears.
+    """Return the slots of the residuals of some linears: frozen changes ``O^T I`` that the server adds to weights.
 
     Args:
         linears: ``(name, module, experts)`` of each linear; ``experts`` is 0 without an expert axis.
@@ -136,22 +136,19 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
     """
     shapes = [base_weight(module)[0].shape for _, module, _ in linears]
     rank = rank or max(min(shape) for shape in shapes)
-    return [
-        Slot(
-            name=f"{name}.{end}",
-            shape=(*[experts] * (experts > 0), rank, shape[side]),
-            roles=(RESIDUAL,) * max(experts, 1),
-            init=init_zero,
-        )
-        for end, side in ((IN, 1), (OUT, 0))  # a weight is (d_out, d_in)
-        for (name, _, experts), shape in zip(linears, shapes, strict=True)
-    ]
+    slots = []
+    for factor, dim in ((IN, 1), (OUT, 0)):  # a weight is (d_out, d_in)
+        for (name, _, experts), weight_shape in zip(linears, shapes, strict=True):
+            shape = (experts, rank, weight_shape[dim]) if experts else (rank, weight_shape[dim])
+            roles = (RESIDUAL,) * max(experts, 1)
+            slots.append(Slot(name=f"{name}.{factor}", shape=shape, roles=roles, init=init_zero))
+    return slots
 
 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """Return a linear's A and B; a residual is appended to them as further ranks.
+    """Return a linear's A and B; a residual ``O^T I`` is appended to them as further ranks.
 
     Args:
         tensors: The users' tensors by name.

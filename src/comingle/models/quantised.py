@@ -57,7 +57,10 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:  # type: ignore[override]
-        """The unpacked weight, registered for :func:`unpack_in_backward`."""
+        """The unpacked weight, a new tensor at each access.
+
+        It is registered while it is alive, so that :func:`unpack_in_backward` knows from which layer it comes.
+        """
         unpacked = self.unpack()
         storage = unpacked.untyped_storage()
         key = storage._cdata

@@ -42,15 +42,16 @@ def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch cont
 
 
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:
-    """Return the position among the inputs of the last token before the first target.
+    """Return the position of the prompt's end in each window: the input from which the first target is predicted.
 
-    In plain text, where the first position already has a target, return the last position that has one.
+    Plain text has no prompt, as its first position already has a target. Then return the last position that has one.
     """
-    predicted = (windows[..., 1:] >= 0).long()
-    positions = torch.arange(predicted.shape[-1], device=windows.device)
-    first, last = predicted.argmax(-1), (predicted * positions).amax(-1)
+    has_target = (windows[..., 1:] >= 0).long()  # of each input position
+    positions = torch.arange(has_target.shape[-1], device=windows.device)
+    first, last = has_target.argmax(-1), (has_target * positions).amax(-1)
     has_begin = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
-    return torch.where((first > 0) & ~has_begin, first, last)
+    has_prompt = (first > 0) & ~has_begin
+    return torch.where(has_prompt, first, last)
 
 
 def random_windows(
@@ -61,10 +62,11 @@ def random_windows(
     generator: torch.Generator,
     begin: int | None = None,
 ) -> Int64[Tensor, "count window"]:
-    """Draw windows with replacement.
+    """Draw windows of ``context + 1`` tokens at random places of a stream, with replacement.
 
-    Uniform over all ``tokens - context`` starts, or one more with ``begin``. Starts are drawn on the generator's device
-    and used on the stream's, so a CPU generator gives the same windows on every device.
+    All ``tokens - context`` starts are equally likely. With ``begin``, which takes one of the inputs, there is one
+    start more. Starts are drawn on the generator's device and used on the stream's, so a CPU generator gives the
+    same windows on every device.
 
     Args:
         stream: Token ids of at least one window (see :func:`comingle.data.text.streams.check`).
@@ -159,6 +161,8 @@ def begin_windows(
     windows: Int64[Tensor, "*batch width"], begin: int, *, at_start: Bool[Tensor, "*batch 1"]
 ) -> Int64[Tensor, "*batch window"]:
     """Prepend ``begin`` to pieces of a stream, and hide the first token of pieces from its middle.
+
+    A hidden token is an input but not a target (:func:`hide`): in the middle of a text it does not follow ``begin``.
 
     Args:
         windows: Pieces of a stream.

@@ -46,7 +46,7 @@ class FusedNorms(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """Call ``func``, or its fused form."""
+        """Call ``func``; batch norm and group norm as one call for all users."""
         if func not in _NORM_SIGNATURES:
             return func(*args, **(kwargs or {}))
         bound = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))  # autograd functions take no keyword arguments
@@ -79,8 +79,12 @@ class _FusedNorm(torch.autograd.Function):
             The output, and its axis of users.
         """
         (norm, x, *rest), users = args, info.batch_size
+        # To (batch, users, channels, ...), which is then an input with users * channels channels.
         x = x.movedim(in_dims[1], 1) if in_dims[1] is not None else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
-        rest = [_join(v, at, users) if isinstance(v, Tensor) else v for v, at in zip(rest, in_dims[2:], strict=True)]
+        rest = [
+            _join(value, user_axis, users) if isinstance(value, Tensor) else value
+            for value, user_axis in zip(rest, in_dims[2:], strict=True)
+        ]
         if norm is F.group_norm:
             rest[0] *= users  # the number of groups
         side_by_side = [x.flatten(1, 2), *rest]
@@ -243,7 +247,11 @@ class Sum(nn.Module):
         self.other = [other]  # in a list, so that it is registered once
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``relu(chain(x) + other(x))``."""
+        """Return ``relu(chain(x) + other(x))``.
+
+        If the chain begins with a native step, that step also returns x for the other branch, so that its backward pass
+        adds up both branches' gradients of x.
+        """
         (other,), remaining, x = self.other, self.first, self.pass_shape.lanes(x)
         y = x
         if remaining and isinstance(remaining[0], Step):
@@ -345,6 +353,7 @@ class Chained:
         converted, remaining = Chain(), _children(net)
         converted.steps = []
         while remaining:
+            # The step that the next modules form; without one, the next module is converted by itself.
             step_and_count = _leading_step([module for _, module in remaining], self.pass_shape)
             step, count = step_and_count or (None, 1)
             for name, module in remaining[:count]:

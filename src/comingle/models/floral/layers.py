@@ -159,14 +159,15 @@ class Geometry:
     def weight(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
         """Return a change of the base weight, given as one matrix per group, in the base weight's shape."""
         lead = matrix.shape[:-3]
-        split = matrix.reshape(
-            *lead, self.d_out, *self.outer_kernel, self.d_in // self.groups, *self.inner_kernel
-        )  # (..., out, *outer_kernel, in, *inner_kernel)
-        first, dims = len(lead), len(self.kernel)
-        order = [first, first + dims + 1]
-        for dim in range(1, dims + 1):  # one of each dimension's two sizes is 1, so they merge
-            order += [first + dim, first + dims + 1 + dim]
-        weight = split.permute(*range(first), *order).reshape(*lead, self.d_out, self.d_in // self.groups, *self.kernel)
+        d_in_of_group = self.d_in // self.groups
+        # (..., out, *outer_kernel, in, *inner_kernel)
+        split = matrix.reshape(*lead, self.d_out, *self.outer_kernel, d_in_of_group, *self.inner_kernel)
+        out_axis, dims = len(lead), len(self.kernel)
+        in_axis = out_axis + dims + 1
+        order = [out_axis, in_axis]
+        for dim in range(1, dims + 1):  # each kernel dimension has size 1 in one of the factors, so both axes merge
+            order += [out_axis + dim, in_axis + dim]
+        weight = split.permute(*range(out_axis), *order).reshape(*lead, self.d_out, d_in_of_group, *self.kernel)
         return weight.mT if self.transposed else weight
 
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
@@ -458,7 +459,11 @@ class AdaptedConv(LowRankLayer):
         return convolve(cast(Conv, self.base), z, outer, tuple(not inside for inside in geometry.inside))
 
     def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both factors as kernels for all clusters; the channels between them are (group, cluster, width)."""
+        """Return inner and outer kernel of two convolutions that compute the adaptors of all clusters at once.
+
+        The channels between them are ordered by group, cluster and inner width. The outer kernel has each cluster's
+        share as a factor.
+        """
         geometry = self.geometry
         assert geometry is not None
         assert self.a is not None
@@ -612,9 +617,10 @@ def _centre_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of the clusters' changes in the base weight's shape, and the factors of the differences from it.
 
-    Computed in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows of ``I`` likewise, a
-    difference is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal ``D_c``. So each SVD is at most of size C * width
-    squared, and no difference is computed at full size.
+    The change of cluster c is ``O_c I_c``, the mean is under p(c), and each difference is truncated to the factors'
+    width by an SVD. Computed in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows
+    of ``I`` likewise, a difference is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal ``D_c``. So each SVD is at most
+    of size C * width squared, and no difference is computed at full size.
 
     Args:
         geometry: Shapes of the factors.
@@ -639,6 +645,7 @@ def _centre_factors(
     is_zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]  # up to rounding
     root = values.sqrt().masked_fill(is_zero, 0)
     new_outer = left.unsqueeze(-4) @ (u * root.unsqueeze(-2))
+    # Both factors get the square roots of the singular values, so that they have equal norms.
     # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
     # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
     new_inner = torch.where(is_zero.unsqueeze(-1), rows, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))

@@ -71,6 +71,7 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
     owners = _parameter_owners(model)
     chosen = {id(module) for module in layers.values()}
     partners = {name: _sharing_layers(module, owners) for name, module in layers.items()}
+    # Leave out layers that share a parameter with a layer without adaptors.
     unshared = {name: module for name, module in layers.items() if set(partners[name]) <= chosen}
     for name in unshared:
         others = [other for key, other in partners[name].items() if other != name and key != id(unshared[name])]

@@ -113,7 +113,11 @@ class AdaptedBatchNorm(AdaptedNorm):
         self.register_buffer("running_var", None if var is None else var.clone())
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the sum of both norms. In training mode one call computes it, as they share batch statistics."""
+        """Return the base's norm plus that of the mixed adaptors.
+
+        In training mode both normalise by the same batch, so one call computes the sum. In eval mode each has its own
+        running statistics.
+        """
         base = cast(_BatchNorm, self.base)
         base._check_input_dim(x)
         gain, shift = self._gain_and_shift()

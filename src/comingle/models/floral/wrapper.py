@@ -59,7 +59,7 @@ class _Plan:
     warn: bool = True
 
     def wants(self, module: nn.Module) -> bool:
-        """Return whether an adaptable layer gets any adaptor under these settings."""
+        """Return whether a layer of a type that can be adapted gets an adaptor under these settings."""
         if is_linear(module) or type(module) in CONVS:
             low_rank = self.lora if is_linear(module) else self.conv != "none"
             return low_rank or (self.bias and module._parameters.get("bias") is not None)
@@ -89,20 +89,20 @@ class _Plan:
         return rank_one.with_rank(rank, self.conv if type(module) in CONVS else "channel")
 
     def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the layers in which even rank 1 exceeds the budget."""
+        """Return the names of the layers in which even rank 1 exceeds the budget; none without a budget."""
         if self.budget is None:
             return []
-        geometries = {name: self.rank_one(module) for name, module in layers.items()}
-        return [name for name, form in geometries.items() if form and affordable_rank(form, self.budget) < 1]
+        rank_ones = {name: self.rank_one(module) for name, module in layers.items()}
+        return [name for name, rank_one in rank_ones.items() if rank_one and affordable_rank(rank_one, self.budget) < 1]
 
     def limited(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the layers whose adaptor has a smaller rank than asked for, as their weight cannot have more."""
-        geometries = {name: (self.rank_one(module), self.sized(module)) for name, module in layers.items()}
-        return [
-            name
-            for name, (rank_one, sized) in geometries.items()
-            if rank_one and sized and sized.width < (self.rank or 0) * rank_one.width
-        ]
+        """Return the names of the layers whose adaptor has a smaller rank than asked for, as their weight has no more."""
+        names = []
+        for name, module in layers.items():
+            rank_one, sized = self.rank_one(module), self.sized(module)
+            if rank_one and sized and sized.width < (self.rank or 0) * rank_one.width:
+                names.append(name)
+        return names
 
     def adapt(self, base: nn.Module) -> AdaptedLayer:
         """Return a layer with its adaptors."""

@@ -110,6 +110,8 @@ def forward(
         COLUMNS: Columns of a tile.
         PRECISION: Input precision of products.
     """
+    # The tile of this program: tokens t of one user (row ``token`` among those of all users) times hidden columns c.
+    # Both may reach over the end, where nothing is loaded or stored.
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
@@ -149,7 +151,14 @@ def _expert(
     pre_0, pre_1, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
     ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Recompute one expert's ``h``; return it, the gradients of its pre-activations, and ``d_z_last``."""
+    """Recompute the hidden activations h of one expert, and compute gradients from those of the mixture's output.
+
+    Arguments are tiles, as in :func:`backward` for one expert with the probabilities ``p``.
+
+    Returns:
+        h, the gradients of its pre-activations (the second one is only used in gated MLPs), and the gradient of the
+        product of h with A of the last layer.
+    """
     value, slope = _activation(pre_0 + scale * _dot(z_0, b_0, PRECISION), ACT)
     d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
     d_h = p[:, None] * d_mixed + _dot(d_last, a, PRECISION)
@@ -173,6 +182,7 @@ def backward(
     ``p_j z_last_j``, and with these outputs: ``d_base_0`` and ``d_base_1`` are gradients, ``d_z`` and ``d_gates`` are
     partial sums with a leading axis of chunks.
     """
+    # The tile of this program, as in the forward kernel: tokens t of one user times hidden columns c.
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     c = chunk * COLUMNS + tl.arange(0, COLUMNS)
@@ -226,6 +236,7 @@ def backward_factors(
     Grid: chunks of columns, ranges of ``span`` tokens, experts of all users. Args: as :func:`backward`, with other
     outputs: ``d_b_0``, ``d_b_1`` and ``d_a`` are partial sums with a leading axis of ranges.
     """
+    # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
     number, interval = tl.program_id(2).to(tl.int64), tl.program_id(1)
     user, j = number // EXPERTS, number % EXPERTS
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
