@@ -517,8 +517,8 @@ class ChatTemplate:
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
         """Return the messages with tool calls in the template's format, and the indices of those that it never writes.
 
-        Some templates need the arguments of a call as a mapping, others as JSON. Both are tried, and the format in which
-        the template writes more messages' calls is used.
+        Some templates need the arguments of a call as a mapping, others as JSON. Both are tried; the result is
+        in the format in which the template writes more messages' calls.
 
         Raises:
             DataError: The template rejects both formats.
