@@ -96,7 +96,7 @@ class _Plan:
         return [name for name, rank_one in rank_ones.items() if rank_one and affordable_rank(rank_one, self.budget) < 1]
 
     def limited(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers whose adaptor has a smaller rank than asked for, the full rank of their weight."""
+        """Return the names of the layers whose weights are too small for the rank that was asked for."""
         names = []
         for name, module in layers.items():
             rank_one, sized = self.rank_one(module), self.sized(module)
