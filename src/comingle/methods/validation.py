@@ -56,7 +56,7 @@ def check_method(name: str, made: Method) -> None:
 
 
 def _all_roles(made: Method) -> Iterator[tuple[str, object]]:
-    """Yield all sets of roles of a method with their places."""
+    """Yield all sets of roles that a method names, each with its place for messages, such as "Placement.shared"."""
     placement, client = made.placement, made.client
     for key in ("shared", "received", "needs"):
         yield f"Placement.{key}", getattr(placement, key)
@@ -83,16 +83,22 @@ def _role_check(place: str, roles: object) -> Callable[[], None]:
 
 
 def _require_role(place: str, role: object) -> None:
-    """Check that a role exists.
+    """Check that a role exists, such as "attention", or "attention.a" for one LoRA factor.
+
+    Args:
+        place: Where the role is named, for the message.
+        role: The role.
 
     Raises:
-        RecipeError: It does not.
+        RecipeError: The role, or the suffix that narrows it, is unknown; the message lists the nearest allowed ones.
     """
     plain, _, suffix = str(role).partition(".")
     if role in ROLES or (plain in ROLES and suffix in ROLES[plain]):
         return
-    narrowed = {plain: ROLES[plain]} if plain in ROLES else ROLES
-    known = [known for each, suffixes in narrowed.items() for known in (each, *(f"{each}.{end}" for end in suffixes))]
+    candidates = {plain: ROLES[plain]} if plain in ROLES else ROLES
+    known = []
+    for each, suffixes in candidates.items():
+        known += [each, *(f"{each}.{suffix}" for suffix in suffixes)]
     raise RecipeError(f"{place}: got {role!r}; allowed: {', '.join(known)}.{did_you_mean(str(role), known)}")
 
 

@@ -414,7 +414,11 @@ class ChatTemplate:
         return (len(prompt), end, end) if text.startswith(prompt) and len(prompt) < end else None
 
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
-        """Render a conversation so that its last response follows its prompt; return text and place."""
+        """Render a conversation so that its last response follows its prompt; return the text and the response's place.
+
+        Some templates render a whole conversation otherwise than its prompt. Then the text is the prompt, as in
+        generation, and the response after it.
+        """
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
         text = whole if whole.startswith(prompt) else prompt + self._response_after_prompt(messages, whole)
         try:
@@ -488,7 +492,8 @@ class ChatTemplate:
     def _omitted_by_role(self, messages: Sequence[Message]) -> frozenset[int]:
         """Return the indices of messages that the template omits because of their role.
 
-        Without tool calls the result depends on roles alone, and is cached.
+        The conversation is rendered with a placeholder for each content, to see which are missing. Without tool calls
+        the result depends on roles alone, and is cached.
         """
         key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
         has_calls = any(message.get("tool_calls") for message in messages)

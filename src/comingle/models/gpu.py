@@ -96,7 +96,7 @@ class TritonBackend:
         """Compute :func:`comingle.models.kernels.expert_mlp.forward` with Triton. Args: as there."""
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
-        chunks = -(-hidden // COLUMNS)
+        chunks = -(-hidden // COLUMNS)  # rounded up
         mixed = torch.empty_like(bases[0])
         partial_sums = a.new_empty(chunks, users, n, experts * rank, dtype=torch.float32)
         tensors = _leading_arguments(bases, biases, z, gates, b, a)
@@ -143,7 +143,7 @@ class TritonBackend:
             )
         d_factors: list[Factor] = []
         if factors:
-            ranges = -(-n // SPAN)
+            ranges = -(-n // SPAN)  # of tokens, each with a partial sum
             partial_sums = [a.new_empty(ranges, *a.shape, dtype=torch.float32) for _ in (*b, a)]
             with torch.cuda.device_of(d_mixed):
                 self.programs.backward_factors[chunks, ranges, users * experts](
@@ -294,7 +294,7 @@ class Recording:
         return last_replay is not None and not last_replay.done
 
     def _forward(self) -> None:
-        """Run the function on the static inputs and keep its outputs; a penalty without gradient stays a number."""
+        """Run the function on the static inputs and keep its outputs; a penalty that is a number is no output."""
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
         self.outputs = [hidden, penalty] if isinstance(penalty, Tensor) else [hidden]
