@@ -23,6 +23,7 @@ import yaml
 
 import comingle as library
 from comingle.serving.keys import read_keys
+from comingle.utils.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,23 @@ def test_conversations_are_answered_with_what_was_said_before(runs: Path, people
     assert chat.say("and?", told.append) == mine["bob"].generate(messages, max_new_tokens=7)
     chat.clear()
     assert chat.say("hello", told.append) == mine["bob"].generate(messages[:1], max_new_tokens=7)
+
+
+def test_a_conversation_that_fills_the_context_names_what_empties_it(runs: Path, people: Any) -> None:
+    from comingle.serving.answers import Chat
+    from comingle.serving.engine import Engine
+
+    engine = Engine(people(), rows=1)
+    chat = Chat(engine=engine, user="ann", plain=False, max_tokens=3, temperature=0)
+    chat.say("hello", str)
+    engine.context_length = len(chat.prompts.of_messages(chat.messages))
+    for ask in (lambda: chat.say("and?", str), lambda: chat.compare({"ann": (engine, "ann")}, "and?")):
+        with pytest.raises(DataError, match=r"allowed together: \d+; start a new conversation with /clear$"):
+            ask()
+    chat.clear()
+    engine.context_length = 2
+    with pytest.raises(DataError, match=r"; give a shorter text$"):
+        chat.say("hello", str)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from comingle.models.generation import Sampling, encode_prompt
 from comingle.models.personal import chat_ends
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.models.routing import Routing
-from comingle.serving.engine import Engine, Finish, Piece, Request, SampledToken
+from comingle.serving.engine import Engine, Finish, Piece, Request, SampledToken, TooLongError
 from comingle.utils.errors import DataError, require_user
 
 
@@ -311,6 +311,9 @@ class Chat:
             name: User whose model answers.
             prompt: The prompt's tokens.
             show: Called with each piece of text.
+
+        Raises:
+            TooLongError: The conversation and the answer exceed the context; the message says what to do.
         """
         texts: list[str] = []
 
@@ -320,7 +323,11 @@ class Chat:
 
         sampling = self._sampling(engine, len(prompt))
         request = Request(name=name, prompt=prompt, sampling=sampling, on_piece=on_piece, continues=self.plain)
-        engine.submit(request)
+        try:
+            engine.submit(request)
+        except TooLongError as error:
+            advice = "start a new conversation with /clear" if self.messages else "give a shorter text"
+            raise TooLongError(f"{error}; {advice}") from None
         try:
             while engine.busy:
                 engine.step()

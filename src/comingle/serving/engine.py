@@ -39,6 +39,10 @@ from comingle.serving.rows import RowCache, rows_of
 from comingle.utils.errors import DataError, require_user
 
 
+class TooLongError(DataError):
+    """Prompt and new tokens exceed the base's context length."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampledToken:
     """A sampled token.
@@ -241,7 +245,8 @@ class Engine:
         """Check that a request can be answered.
 
         Raises:
-            DataError: There is no such user or no prompt, or prompt and new tokens exceed the base's context length.
+            DataError: There is no such user or no prompt.
+            TooLongError: Prompt and new tokens exceed the base's context length.
         """
         require_user(request.name, self.models)
         if not request.prompt:
@@ -249,7 +254,7 @@ class Engine:
         longest = len(request.prompt) + request.sampling.max_new_tokens
         if self.context_length is not None and longest > self.context_length:
             new = request.sampling.max_new_tokens
-            raise DataError(
+            raise TooLongError(
                 f"the prompt has {len(request.prompt):,} tokens, and {new:,} new ones are requested; allowed together: "
                 f"{self.context_length:,}"
             )
