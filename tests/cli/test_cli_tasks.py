@@ -18,8 +18,8 @@ from comingle.data.populations import as_users
 from comingle.data.samples.samples import Samples
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.runs import api
-from comingle.runs.session import get_ready, prepare, warn_unread
-from comingle.utils.errors import ComingleError
+from comingle.runs.session import default_method_note, get_ready, prepare, warn_unread
+from comingle.utils.errors import ComingleError, RecipeError
 from comingle_papers.tasks.kind import KIND as TASKS
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
@@ -165,6 +165,20 @@ def test_a_setting_of_tasks_on_text(comingle: Any, recipe_file: Path, tmp_path: 
 def test_methods_that_train_nothing_of_a_net(comingle: Any, task_file: Path, name: str) -> None:
     line = one_line(comingle("run", task_file, "--set", f"method={name}"))
     assert line.startswith(f"method {name}: trains no part of a net")
+
+
+def test_a_default_method_is_named_as_the_default(task_file: Path, recipe_file: Path) -> None:
+    def without_method(path: Path) -> Recipe:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content.pop("method", None)
+        return parse_recipe(content)
+
+    with pytest.raises(RecipeError, match=r"method comigs-1g1s: trains no part of a net.*the default.*method: fedavg$"):
+        get_ready(without_method(task_file))
+    note = default_method_note(without_method(recipe_file))
+    assert note == "method comigs-1g1s: the default, as the recipe has no method"
+    for chosen in (load_recipe(recipe_file), without_method(recipe_file).with_changes({"method": "comigs-1g1s"})):
+        assert default_method_note(chosen) == ""
 
 
 @pytest.mark.parametrize("name", ["fedsa-lora", "flexlora", "hetlora", "fdlora", "fedlora"])

@@ -32,7 +32,7 @@ from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.progress import LOADING, reporting
-from comingle.runs.session import get_ready, prepare, run_in, warn_unread
+from comingle.runs.session import default_method_note, get_ready, prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
 from comingle.training.kinds.base import NETS, RunData
@@ -203,6 +203,8 @@ def train_here(
                 def watch(clients: Clients) -> list[Observer]:
                     return [reporter.watch(clients)]
 
+                if note := default_method_note(recipe):
+                    reporter.say(note)
                 with reporter.waiting(LOADING):
                     given = Given(date=recorded_date(folder) if resume else "")
                     method = each(lambda: get_ready(recipe))

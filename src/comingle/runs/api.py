@@ -21,7 +21,16 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
-from comingle.runs.session import build, describe, get_ready, method_of, prepare, run_in, warn_unread
+from comingle.runs.session import (
+    build,
+    default_method_note,
+    describe,
+    get_ready,
+    method_of,
+    prepare,
+    run_in,
+    warn_unread,
+)
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
 from comingle.training.events import JsonMapping, Observer
@@ -213,6 +222,8 @@ def run(
             check_folder(folder, read, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")
+        if note := default_method_note(read):
+            reporter.say(note)
         with reporter.waiting(LOADING):
             if resume and folder is not None:
                 given = replace(given, date=recorded_date(folder))

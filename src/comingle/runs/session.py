@@ -232,6 +232,13 @@ def method_of(recipe: Recipe, *, checked: bool) -> Method:
     return make(recipe.method.name, **recipe.method.settings) if checked else get_ready(recipe)
 
 
+def default_method_note(recipe: Recipe) -> str:
+    """Return a line that names the default method; empty if the recipe names a method."""
+    if "method" in recipe.model_fields_set:
+        return ""
+    return f"method {recipe.method.name}: the default, as the recipe has no method"
+
+
 def warn_unread(recipe: Recipe, method: Method) -> None:
     """Warn of settings in the recipe that have no effect with its method or optimisers.
 

@@ -621,10 +621,17 @@ def check_recipe(recipe: Recipe) -> Method:
         RecipeError: The method does not exist or has a wrong setting, or parts do not fit; lists all problems.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    run_checks(
-        partial(kind_of(recipe).check, recipe, method),
-        partial(check_supported, method, recipe),
-        partial(check_used, recipe),
-        partial(check_trackers, recipe.runtime.track),
-    )
+    try:
+        run_checks(
+            partial(kind_of(recipe).check, recipe, method),
+            partial(check_supported, method, recipe),
+            partial(check_used, recipe),
+            partial(check_trackers, recipe.runtime.track),
+        )
+    except RecipeError as error:
+        if "method" in recipe.model_fields_set:
+            raise
+        about_method = f"method {method.name}: "
+        advice = "; it is the default, as the recipe has no method: set method, for example method: fedavg"
+        raise RecipeError(*(p + advice if p.startswith(about_method) else p for p in error.problems)) from None
     return method
