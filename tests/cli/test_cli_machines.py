@@ -24,7 +24,9 @@ PARTS = Parts(
     steps=Collectives(),
 )
 FOUND = Measurement(
-    parts=PARTS, fewer=PARTS, cohort=8, adds=True, common=True, shared=100, state_bytes=10**6, disk=1e8,
+    parts=PARTS, parts_below_cohort=PARTS, cohort=8, needs_only_sums=True, same_download=True, summed_numbers=100,
+    state_bytes=10**6,
+    disk=1e8,
     amounts=(8, 80_000, 8_000),
 )  # fmt: skip
 

@@ -25,17 +25,18 @@ PARTS = Parts(
     user=0.5, handling=0.01, evaluation=0.2, upload=0.003, words=0.0005, fixed=0.02, hop=1e-4, bus=1e9, steps=STEPS
 )
 LOAD = RunWork(
-    users=1000, present=100, evaluated=1000, rounds=50, evaluate_every=10, checkpoint_every=5, upload_bytes=4e6,
-    download_bytes=4e6, state_bytes=12e6, shared=10**6, adds=True, common=True,
+    users=1000, participants=100, evaluated_users=1000, rounds=50, evaluate_every=10, checkpoint_every=5,
+    upload_bytes=4e6,
+    download_bytes=4e6, state_bytes=12e6, summed_numbers=10**6, needs_only_sums=True, same_download=True,
 )  # fmt: skip
 HERE = Cluster(machines=1, processes=4, cores=8, link=1e9, latency=1e-3, disk=5e8, price=2.0)
 FOUND = Measurement(
     parts=PARTS,
-    fewer=replace(PARTS, user=0.8),
+    parts_below_cohort=replace(PARTS, user=0.8),
     cohort=8,
-    adds=True,
-    common=True,
-    shared=100,
+    needs_only_sums=True,
+    same_download=True,
+    summed_numbers=100,
     state_bytes=10**6,
     disk=1e8,
     amounts=(8, 80_000, 8_000),
@@ -60,7 +61,7 @@ def test_the_process_that_has_most_is_waited_for(users: int, processes: int) -> 
     dealt = [0] * processes
     for number in range(users):
         dealt[number % processes] += 1
-    assert timing.share(users, processes) == max(dealt)
+    assert timing.users_per_process(users, processes) == max(dealt)
 
 
 def test_local_work_is_that_of_one_process_after_another_users() -> None:
@@ -93,7 +94,7 @@ def test_a_broadcast_doubles_those_who_have_it(processes: int) -> None:
 
 def test_uploads_of_others_go_through_one_link() -> None:
     sizes = [3e6] * 12  # the first of four processes has three users of its own
-    assert timing.one_end_seconds(sum(sizes), 4, 1e9) == pytest.approx(sum(sizes[3:]) / 1e9)
+    assert timing.gather_seconds(sum(sizes), 4, 1e9) == pytest.approx(sum(sizes[3:]) / 1e9)
 
 
 @pytest.mark.parametrize(("processes", "expected"), [(2, 20 + 4 + 2 + 10), (4, 3 * (20 + 4 + 2) + 2 * 10)])
@@ -111,7 +112,7 @@ def test_the_slowest_link_counts() -> None:
 
 
 def test_a_server_that_looks_at_every_upload_gets_them_all() -> None:
-    stack = replace(LOAD, adds=False, common=False)
+    stack = replace(LOAD, needs_only_sums=False, same_download=False)
     through = 2 * 3 / 4 * 100 * 4e6 / 1e9
     assert timing.network_seconds(stack, PARTS, HERE) == pytest.approx(through + timing.hops(STEPS, 4) * 1e-4)
     assert timing.server_seconds(stack, PARTS, HERE) == pytest.approx(0.02 + 100 * (0.003 / 2 + 0.0005))
@@ -132,14 +133,14 @@ def test_checkpoints_are_of_all_users_and_records_of_those_who_took_part() -> No
 def test_what_binds_is_the_largest() -> None:
     one = Round(compute=1.0, server=2.0, network=4.0, disk=3.0)
     assert (one.seconds, one.binds) == (10.0, "network")
-    assert timing.money(7200, 3, 2.5) == 15.0
+    assert timing.run_price(7200, 3, 2.5) == 15.0
 
 
 def test_a_hundred_times_as_many_users_on_a_hundred_times_as_many_machines() -> None:
     """Local work stays; words about everybody, and waiting for everybody, grow with them."""
-    one = timing.round_of(LOAD, PARTS, HERE)
-    many = timing.round_of(
-        replace(LOAD, users=100_000, present=10_000, evaluated=100_000), PARTS, replace(HERE, machines=100)
+    one = timing.estimate_round(LOAD, PARTS, HERE)
+    many = timing.estimate_round(
+        replace(LOAD, users=100_000, participants=10_000, evaluated_users=100_000), PARTS, replace(HERE, machines=100)
     )
     assert many.compute == pytest.approx(one.compute)
     assert many.disk == pytest.approx(one.disk)
@@ -162,7 +163,7 @@ def test_parts_are_found_again_in_the_times_that_follow_from_them(count: int, ad
     counts = {"all_gather": 20, "broadcast": 10, "reduce": 1, "send": 3 * (count - 1), "recv": count - 1}
     told: dict[str, Any] = {
         "receive_s": local / 2, "send_s": local / 2, "sum_s": 0.0, "aggregate_s": PARTS.upload / each,
-        "adds": adds, "common": True, "shared": 7, "state_bytes": 9, "disk": 1e8, "cohort": 4,
+        "needs_only_sums": adds, "same_download": True, "summed_numbers": 7, "state_bytes": 9, "disk": 1e8, "cohort": 4,
         "amounts": [4, 400, 50],
         "user_s": PARTS.user / each / 3, "own_user_s": 2 * PARTS.user / each / 3, "evaluation_s": 0.2 / each,
         "counts_of_users": [few, many], "counts": counts if count > 1 else {}, "hop": PARTS.hop, "bus": PARTS.bus,
@@ -174,7 +175,7 @@ def test_parts_are_found_again_in_the_times_that_follow_from_them(count: int, ad
     for name in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop", "bus"):
         assert getattr(found.parts, name) == pytest.approx(getattr(expected, name)), name
     assert found.parts.steps == expected.steps
-    assert found.fewer.user == pytest.approx(2 * PARTS.user)
+    assert found.parts_below_cohort.user == pytest.approx(2 * PARTS.user)
     assert machines._to_measurement(told, count, each, 1.0, 42.0).parts.user == 42.0
 
 
@@ -201,15 +202,15 @@ def test_populations_are_planned_with_the_recipes_participation() -> None:
     recipe = recipe_of("random:llama", "fedavg", users=4, **{"training.participation": 0.5, "training.rounds": 10})
     cost = cost_of(("a", "b", "c", "d"), exchanges=9)
     load = run_work(recipe, cost, FOUND, 10**6)
-    assert (load.users, load.present, load.evaluated, load.exchanges) == (10**6, 500_000, 10**6, 0.9)
+    assert (load.users, load.participants, load.evaluated_users, load.exchange_share) == (10**6, 500_000, 10**6, 0.9)
     listed = recipe.with_changes({"training.participation": [["user0"], ["user1", "user2", "user3"]]})
-    assert run_work(listed, cost, FOUND, 1000).present == 500
+    assert run_work(listed, cost, FOUND, 1000).participants == 500
     planned = plan_time(load, FOUND, HERE)
     assert planned.money == pytest.approx(planned.run_seconds / 3600 * 2.0)
     assert planned.state_bytes == 10**12
     few = plan_time(run_work(recipe, cost, FOUND, 4), FOUND, HERE)  # a user a process: not as many as go together
     assert few.round.compute == pytest.approx(
-        timing.compute_seconds(run_work(recipe, cost, FOUND, 4), FOUND.fewer, HERE)
+        timing.compute_seconds(run_work(recipe, cost, FOUND, 4), FOUND.parts_below_cohort, HERE)
     )
 
 
@@ -239,7 +240,7 @@ def test_users_who_are_unlike_stand_for_nobody(changes: dict[str, Any]) -> None:
 def test_what_processes_tell_each_other_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *args: args)
     before = dist.broadcast
-    with timing.counting() as counts:
+    with timing.count_collectives() as counts:
         assert dist.broadcast(1, 2) == (1, 2)
         dist.broadcast(3)
     assert (counts["broadcast"], counts["reduce"]) == (2, 0)
@@ -253,12 +254,12 @@ def test_one_process_measures_itself(recipe_file: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(timing, "ROUNDS", 3)
     before = sorted(recipe_file.parent.iterdir())
     recipe = load_recipe(recipe_file).with_changes({"method": "fedavg", "training.local_steps": 1})
-    found = timing.measured(recipe, 2, None)
+    found = timing.measure_parts(recipe, 2, None)
     assert (
         found["counts_of_users"] == [max(1, found["cohort"] // 4), found["cohort"]] or found["counts_of_users"][1] == 8
     )
     assert all(found[key] > 0 for key in ("user_s", "own_user_s", "evaluation_s", "send_s", "aggregate_s", "disk"))
-    assert (found["adds"], found["common"], found["counts"]) == (True, True, {})
+    assert (found["needs_only_sums"], found["same_download"], found["counts"]) == (True, True, {})
     assert sorted(recipe_file.parent.iterdir()) == before
 
 

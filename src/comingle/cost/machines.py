@@ -27,10 +27,10 @@ from comingle.cost.timing import (
     Round,
     RunWork,
     cores_of_process,
+    estimate_round,
     hops,
-    money,
-    round_of,
-    share,
+    run_price,
+    users_per_process,
 )
 from comingle.methods import make
 from comingle.runs.distributed import cores
@@ -80,14 +80,15 @@ class Measurement:
 
     parts: Parts
     """Parts for processes with at least ``cohort`` participants each, which are trained in one batch."""
-    fewer: Parts
-    """Parts for processes with as many participants as the recipe has."""
+    parts_below_cohort: Parts
+    """Parts for processes with as many participants as the recipe has, which may be fewer than ``cohort``."""
     cohort: int
-    adds: bool
+    """Users that are trained in one batch."""
+    needs_only_sums: bool
     """Whether the server needs sums alone."""
-    common: bool
+    same_download: bool
     """Whether all users download the same tensors."""
-    shared: int
+    summed_numbers: int
     """Numbers that are summed if the server needs sums alone."""
     state_bytes: int
     """Bytes of one user's tensors."""
@@ -97,16 +98,20 @@ class Measurement:
     """The arguments of :func:`comingle.training.evaluation.period`."""
 
 
-def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Measurement:
-    """Measure rounds of the recipe's users on this machine.
+def measure(
+    recipe: Recipe, cluster: Cluster, participants: int, given_user_seconds: float | None = None
+) -> Measurement:
+    """Measure rounds of copies of the recipe's users on this machine.
 
-    Runs in as many processes as a machine of the cluster has, limited to :data:`MAX_PROCESSES` or the number of cores.
+    Runs in as many processes as a machine of the cluster has, limited to :data:`MAX_PROCESSES` or the number of cores,
+    but at least 2 for a cluster with several processes, whose messages are measured too.
 
     Args:
         recipe: The recipe to measure.
         cluster: The machines to plan for.
-        present: Participants per round.
-        user: Seconds that the local steps of one user take in a process of the cluster; None measures them here.
+        participants: Participants per round.
+        given_user_seconds: Seconds that the local steps of one user take in a process of the cluster; None measures
+            them here.
 
     Raises:
         RecipeError: Users have settings of their own, so that copies of them cannot stand for other users.
@@ -116,10 +121,10 @@ def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None =
     num_cores = cores()
     count = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
     threads = recipe.runtime.threads or max(1, num_cores // count)
-    recipe, longer = _shorten(recipe, MAX_STEPS if user is None else 1)
-    times = _measure_in_processes(recipe, count, threads, share(present, cluster.size))
-    user_seconds = None if user is None else user * cluster.cores_each
-    return _to_measurement(times, count, cores_of_process(num_cores, count, threads), longer, user_seconds)
+    recipe, steps_ratio = _shorten(recipe, MAX_STEPS if given_user_seconds is None else 1)
+    times = _measure_in_processes(recipe, count, threads, users_per_process(participants, cluster.size))
+    core_seconds = None if given_user_seconds is None else given_user_seconds * cluster.cores_each
+    return _to_measurement(times, count, cores_of_process(num_cores, count, threads), steps_ratio, core_seconds)
 
 
 class _MessageSeconds(TypedDict):
@@ -130,9 +135,9 @@ class _MessageSeconds(TypedDict):
 
 
 class _Measured(_MessageSeconds):
-    adds: bool
-    common: bool
-    shared: int
+    needs_only_sums: bool
+    same_download: bool
+    summed_numbers: int
     state_bytes: int
     disk: float
     amounts: tuple[int, int, int]
@@ -146,7 +151,10 @@ class _Measured(_MessageSeconds):
 
 
 class Measured(_Measured, total=False):
-    """Seconds and sizes from :func:`comingle.cost.timing.measured`; ``hop`` and ``bus`` only with several processes."""
+    """Seconds and sizes from :func:`comingle.cost.timing.measure_parts`.
+
+    Only several processes have ``hop`` and ``bus``.
+    """
 
     hop: float
     bus: float
@@ -156,18 +164,23 @@ class Measured(_Measured, total=False):
 _OPERATIONS = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
 
 
-def _to_measurement(times: Measured, count: int, each: float, longer: float, user: float | None) -> Measurement:
-    """Convert the seconds of a measurement into parts, which are core seconds where work is divided among cores.
+def _to_measurement(
+    times: Measured, count: int, cores_each: float, steps_ratio: float, given_core_seconds: float | None
+) -> Measurement:
+    """Convert the seconds of a measurement into parts of a round.
 
-    The rest of a round, without local steps, was measured with few and with many participants. From their difference
-    follow the seconds that one participant adds, and ``fixed``.
+    Seconds of work that scales with the number of cores are multiplied by ``cores_each``, which gives core seconds.
+
+    Rounds without local steps were measured with few and with many participants (``others_s``). The slope between the
+    two is the time that one participant adds. The remainder at 0 participants, less the messages between processes, is
+    ``fixed``.
 
     Args:
         times: The measurement.
         count: Number of processes that measured.
-        each: Cores per process.
-        longer: Local steps of the recipe per step that was measured.
-        user: Core seconds that the local steps of one user take, if they were given; None for the measured ones.
+        cores_each: Cores per process.
+        steps_ratio: Local steps of the recipe per step that was measured.
+        given_core_seconds: Core seconds of the local steps of one user, if they were given; None for the measured ones.
     """
     counts = {name: times["counts"].get(name, 0.0) for name in _OPERATIONS}
     steps = Collectives(
@@ -177,41 +190,49 @@ def _to_measurement(times: Measured, count: int, each: float, longer: float, use
         sends=(counts["send"] + counts["recv"]) / max(1, count - 1),
     )
     handling = times["receive_s"] + times["send_s"] + (times["sum_s"] if count > 1 else 0.0)
-    upload_seconds = 0.0 if count > 1 and times["adds"] else times["aggregate_s"]
+    aggregation_seconds = 0.0 if count > 1 and times["needs_only_sums"] else times["aggregate_s"]
     hop = times.get("hop", 0.0)
     few, many = (users * count for users in times["counts_of_users"])
-    slope = (times["others_s"][1] - times["others_s"][0]) / (many - few) if many > few else 0.0
-    waits = hops(steps, count) * hop if count > 1 else 0.0
-    fixed = times["others_s"][0] - waits - few * max(slope, 0.0)
+    few_seconds, many_seconds = times["others_s"]
+    slope = (many_seconds - few_seconds) / (many - few) if many > few else 0.0
+    message_seconds = hops(steps, count) * hop if count > 1 else 0.0
+    fixed = few_seconds - message_seconds - few * max(slope, 0.0)
+
+    def core_seconds_of_user(measured_seconds: float) -> float:
+        """Return the core seconds of one user's local steps: the given ones, or those of as many steps as planned."""
+        return steps_ratio * measured_seconds * cores_each if given_core_seconds is None else given_core_seconds
+
     parts = Parts(
-        user=longer * times["user_s"] * each if user is None else user,
-        handling=handling * each,
-        evaluation=times["evaluation_s"] * each,
-        upload=times["aggregate_s"] * each,
-        words=max(0.0, slope - handling / count - upload_seconds) if count > 1 else 0.0,
+        user=core_seconds_of_user(times["user_s"]),
+        handling=handling * cores_each,
+        evaluation=times["evaluation_s"] * cores_each,
+        upload=times["aggregate_s"] * cores_each,
+        # Messages, which are made in `count` processes at once, and aggregation are parts of their own.
+        words=max(0.0, slope - handling / count - aggregation_seconds) if count > 1 else 0.0,
         fixed=max(0.0, fixed),
         hop=hop,
         bus=times.get("bus", float("inf")),
         steps=steps,
     )
     trainers, trained, scored = times["amounts"]
-    # With fewer participants than a cohort, a pass has fewer users and takes longer for each.
-    own_user = longer * times["own_user_s"] * each if user is None else user
     return Measurement(
         parts=parts,
-        fewer=replace(parts, user=own_user),
+        # With fewer participants than a cohort, a pass has fewer users and takes longer for each.
+        parts_below_cohort=replace(parts, user=core_seconds_of_user(times["own_user_s"])),
         cohort=times["cohort"],
-        adds=times["adds"],
-        common=times["common"],
-        shared=times["shared"],
+        needs_only_sums=times["needs_only_sums"],
+        same_download=times["same_download"],
+        summed_numbers=times["summed_numbers"],
         state_bytes=times["state_bytes"],
         disk=times["disk"],
-        amounts=(trainers, round(longer * trained), scored),
+        amounts=(trainers, round(steps_ratio * trained), scored),
     )
 
 
 def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: int) -> RunWork:
-    """Return the work of a run with ``users`` users like those of the recipe.
+    """Return the amounts of work in a run with ``users`` users like those of the recipe.
+
+    Message sizes are means over the recipe's users; participants are the same fraction of the population.
 
     Args:
         recipe: The recipe.
@@ -219,45 +240,47 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
         measurement: Measurements of the recipe.
         users: Size of the population.
     """
-    named = [user for user in cost.users for _ in user.names]
-    training, evaluated = recipe.training, min(users, recipe.evaluation.users or users)
-    present = _num_participants(training.participation, len(named), users)
+    cost_of_each = [user for user in cost.users for _ in user.names]  # users with equal costs share an entry
+    training, evaluated_users = recipe.training, min(users, recipe.evaluation.users or users)
+    participants = _num_participants(training.participation, len(cost_of_each), users)
+    evaluate_every = _evaluation_period(recipe, measurement, users, participants, evaluated_users)
     return RunWork(
         users=users,
-        present=present,
-        evaluated=evaluated,
+        participants=participants,
+        evaluated_users=evaluated_users,
         rounds=training.rounds,
-        evaluate_every=min(_evaluation_period(recipe, measurement, users, present, evaluated), training.rounds),
+        evaluate_every=min(evaluate_every, training.rounds),
         checkpoint_every=min(recipe.checkpoints.every, training.rounds),
-        upload_bytes=fmean(user.upload_bytes for user in named),
-        download_bytes=fmean(user.download_bytes for user in named),
+        upload_bytes=fmean(user.upload_bytes for user in cost_of_each),
+        download_bytes=fmean(user.download_bytes for user in cost_of_each),
         state_bytes=measurement.state_bytes,
-        shared=measurement.shared,
-        adds=measurement.adds,
-        common=measurement.common,
+        summed_numbers=measurement.summed_numbers,
+        needs_only_sums=measurement.needs_only_sums,
+        same_download=measurement.same_download,
         on_disk=recipe.runtime.store != MEMORY,
-        exchanges=cost.exchanges / max(1, training.rounds),
+        exchange_share=cost.exchanges / max(1, training.rounds),
     )
 
 
-def plan_time(load: RunWork, measurement: Measurement, cluster: Cluster) -> TimePlan:
+def plan_time(work: RunWork, measurement: Measurement, cluster: Cluster) -> TimePlan:
     """Return the seconds and the price of a run: the sum of its rounds, without its start.
 
     Args:
-        load: The work of the run.
+        work: The amounts of work in the run.
         measurement: Measurements of its recipe.
         cluster: The machines.
     """
-    full = share(load.present, cluster.size) >= measurement.cohort
-    estimate = round_of(load, measurement.parts if full else measurement.fewer, cluster)
-    seconds = load.rounds * estimate.seconds
+    fills_cohort = users_per_process(work.participants, cluster.size) >= measurement.cohort
+    estimate = estimate_round(work, measurement.parts if fills_cohort else measurement.parts_below_cohort, cluster)
+    seconds = work.rounds * estimate.seconds
+    users_per_machine = users_per_process(work.users, cluster.machines)
     return TimePlan(
-        users=load.users,
-        present=load.present,
+        users=work.users,
+        present=work.participants,
         round=estimate,
         run_seconds=seconds,
-        state_bytes=share(load.users, cluster.machines) * load.state_bytes,
-        money=None if cluster.price is None else money(seconds, cluster.machines, cluster.price),
+        state_bytes=users_per_machine * work.state_bytes,
+        money=None if cluster.price is None else run_price(seconds, cluster.machines, cluster.price),
     )
 
 
@@ -269,7 +292,9 @@ def plan_times(
     step: float | None = None,
     for_all: Mapping[str, object] = NO_SETTINGS,
 ) -> dict[str, object]:
-    """Estimate the rounds of each method, for the recipe's number of users and for the sizes in :data:`POPULATIONS`.
+    """Estimate the time and price of each method's run, for the recipe's number of users and for :data:`POPULATIONS`.
+
+    Populations with fewer users than processes are left out.
 
     Args:
         recipe: The recipe.
@@ -289,14 +314,16 @@ def plan_times(
     if cluster.size > (largest := max(num_users, *POPULATIONS)):
         why = f"allowed: up to {largest:,} processes, one for each user of the largest population"
         raise RecipeError(f"--machines: {cluster.size:,} processes in all; {why}")
+    # `with_method` changes these two, on which a run's time depends.
     kept = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
+    participants = largest_round(recipe.training.participation, num_users)
+    user_seconds = None if step is None else step * plan.local_steps
     for cost in plan.methods:
-        short_recipe = with_method(recipe, cost.method, for_all).with_changes(kept)
-        present = largest_round(recipe.training.participation, num_users)
-        measurement = measure(short_recipe, cluster, present, None if step is None else step * plan.local_steps)
+        variant = with_method(recipe, cost.method, for_all).with_changes(kept)
+        measurement = measure(variant, cluster, participants, user_seconds)
         with_disk = cluster if cluster.disk else replace(cluster, disk=measurement.disk)
         rows = [
-            plan_time(run_work(short_recipe, cost, measurement, users), measurement, with_disk).as_dict()
+            plan_time(run_work(variant, cost, measurement, users), measurement, with_disk).as_dict()
             for users in dict.fromkeys((num_users, *POPULATIONS))
             if users >= with_disk.size
         ]
@@ -316,19 +343,37 @@ def plan_times(
 
 
 def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
-    """Return the measured parts of a round, and rates and messages between processes, for JSON."""
+    """Return the measured parts of a round, for JSON.
+
+    These are seconds by part, the rates of the connection between processes (``bus``, None for a single process) and of
+    the disk in bytes per second, ``adds`` (whether the server needs sums alone) and ``hops`` (messages of a round that
+    wait for each other).
+    """
     parts = measurement.parts
     plain = {key: getattr(parts, key) for key in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop")}
     return {f"{key}_seconds": value for key, value in plain.items()} | {
         "bus": parts.bus if cluster.size > 1 else None,
         "disk": cluster.disk,
-        "adds": measurement.adds,
+        "adds": measurement.needs_only_sums,
         "hops": hops(parts.steps, cluster.size) if cluster.size > 1 else 0,
     }
 
 
-def _evaluation_period(recipe: Recipe, measurement: Measurement, users: int, present: int, evaluated: int) -> int:
-    """Return the rounds between evaluations in a run of ``users`` users like those that were measured."""
+def _evaluation_period(
+    recipe: Recipe, measurement: Measurement, users: int, participants: int, evaluated_users: int
+) -> int:
+    """Return the rounds between evaluations in a run of ``users`` users like those that were measured.
+
+    If the recipe leaves the interval to the run (``every: auto``), it depends on how much data an evaluation scores
+    relative to how much a round trains on.
+
+    Args:
+        recipe: The recipe.
+        measurement: Measurements of the recipe.
+        users: Size of the population.
+        participants: Participants per round.
+        evaluated_users: Users in one evaluation.
+    """
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
     trainers, trained, scored = measurement.amounts
@@ -336,10 +381,10 @@ def _evaluation_period(recipe: Recipe, measurement: Measurement, users: int, pre
         method=make(recipe.method.name, **recipe.method.settings),
         training=recipe.training,
         evaluation=recipe.evaluation,
-        participation=present / users,
+        participation=participants / users,
         test_limit=test_limit_of(recipe),
     )
-    return period(plan, [trainers, trained, scored * evaluated // trainers], users)
+    return period(plan, [trainers, trained, scored * evaluated_users // trainers], users)
 
 
 def _num_participants(participation: Participation, recipe_users: int, users: int) -> int:
@@ -357,10 +402,10 @@ def _num_participants(participation: Participation, recipe_users: int, users: in
 
 
 def _check_single_values(recipe: Recipe) -> None:
-    """Check that no setting has a value for each user, which does not say what other users would have.
+    """Check that no setting lists a value for each user: larger populations have users that it does not cover.
 
     Raises:
-        RecipeError: A setting has one.
+        RecipeError: A setting does.
     """
     lists = {"adapters.rank": recipe.adapters.rank, **recipe.method.settings}
     for key, value in lists.items():
@@ -372,12 +417,16 @@ def _check_single_values(recipe: Recipe) -> None:
 def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
     """Return the recipe of a measurement: few local steps, and all users in every round and evaluation.
 
+    Users are kept in memory, and nothing is reported to trackers. If ``users_per_step`` is "auto", it becomes the
+    default number.
+
     Args:
         recipe: The recipe.
-        most: Largest number of local steps per round.
+        most: Largest number of local steps per round; not applied to samples, whose number of steps follows from the
+            data.
 
     Returns:
-        The recipe, and the number of its original local steps per remaining one.
+        The recipe, and the ratio of its original to its remaining local steps.
     """
     changes: dict[str, object] = {
         "training.participation": 1.0,
@@ -387,7 +436,7 @@ def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
         "runtime.track": [],
     }
     steps = recipe.training.local_steps
-    has_steps = kind_of(recipe).needs_base  # for samples the number of steps follows from the data
+    has_steps = kind_of(recipe).needs_base
     if has_steps:
         changes["training.local_steps"] = min(most, steps)
     if recipe.runtime.users_per_step == "auto":
@@ -396,7 +445,13 @@ def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
 
 
 def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
-    """Measure rounds in ``count`` processes with ``users`` users each, by :mod:`comingle.cost.timing`.
+    """Measure rounds in new processes that run :mod:`comingle.cost.timing`.
+
+    Args:
+        recipe: The recipe of the measurement.
+        count: Number of processes.
+        threads: Threads per process.
+        users: Participants per process.
 
     Raises:
         RecipeError: A process failed.

@@ -138,35 +138,35 @@ class RunWork:
 
     Args:
         users: Size of the population.
-        present: Participants per round.
-        evaluated: Users in one evaluation.
+        participants: Participants per round.
+        evaluated_users: Users in one evaluation.
         rounds: Number of rounds.
         evaluate_every: Rounds between evaluations.
         checkpoint_every: Rounds between checkpoints.
         upload_bytes: Bytes of one user's upload.
         download_bytes: Bytes of one user's download.
         state_bytes: Bytes of one user's tensors.
-        shared: Numbers that are summed if the server needs sums alone.
-        adds: Whether the server needs sums alone.
-        common: Whether all users download the same tensors.
+        summed_numbers: Numbers that are summed if the server needs sums alone.
+        needs_only_sums: Whether the server needs only sums of uploads, so that processes can reduce them.
+        same_download: Whether all users download the same tensors.
         on_disk: Whether users are stored on disk.
-        exchanges: Fraction of the rounds that end with an exchange.
+        exchange_share: Fraction of the rounds that end with an exchange.
     """
 
     users: int
-    present: int
-    evaluated: int
+    participants: int
+    evaluated_users: int
     rounds: int
     evaluate_every: int
     checkpoint_every: int
     upload_bytes: float
     download_bytes: float
     state_bytes: float
-    shared: int
-    adds: bool
-    common: bool
+    summed_numbers: int
+    needs_only_sums: bool
+    same_download: bool
     on_disk: bool = False
-    exchanges: float = 1.0
+    exchange_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,9 @@ class Round:
 
 
 def cores_of_process(cores: int, processes: int, threads: int | None) -> float:
-    """Return the cores per process: ``min(threads, cores / processes)``.
+    """Return the cores that a process can use: ``min(threads, cores / processes)``.
+
+    The result is below 1 if processes share a core.
 
     Args:
         cores: Cores of the machine.
@@ -203,41 +205,46 @@ def cores_of_process(cores: int, processes: int, threads: int | None) -> float:
     return min(threads or max(1, cores // processes), cores / processes)
 
 
-def share(count: int, processes: int) -> int:
+def users_per_process(count: int, processes: int) -> int:
     """Return the number of users in the process that has most: ``ceil(count / processes)``."""
     return -(-count // processes)
 
 
-def compute_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
-    """Return the seconds of local work and evaluation, in the process that has most users.
+def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
+    """Return the seconds per round of local steps, messages and evaluations, in the process that has most users.
 
-    ``(n/P (user + exchanges handling) + m/P evaluation / every) / cores`` with n participants, m evaluated users and P
-    processes.
+    ``(n/P (user + exchange_share * handling) + m/P evaluation / evaluate_every) / cores`` with n participants, m
+    evaluated users, P processes, and core seconds per user: ``user`` for local steps, ``handling`` for messages.
+    An evaluation takes place once in ``evaluate_every`` rounds, so each round bears that part of it.
 
     Args:
-        load: Amount of work.
-        parts: Measured times.
+        work: Amounts of work in the run.
+        parts: Measured times of the parts of a round.
         cluster: The machines.
     """
-    present, evaluated = share(load.present, cluster.size), share(load.evaluated, cluster.size)
-    steps = present * (parts.user + load.exchanges * parts.handling)
-    return (steps + evaluated * parts.evaluation / load.evaluate_every) / cluster.cores_each
+    participants = users_per_process(work.participants, cluster.size)
+    evaluated_users = users_per_process(work.evaluated_users, cluster.size)
+    training = participants * (parts.user + work.exchange_share * parts.handling)
+    evaluation = evaluated_users * parts.evaluation / work.evaluate_every
+    return (training + evaluation) / cluster.cores_each
 
 
-def server_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
-    """Return the seconds of the server, which runs in the first process.
+def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
+    """Return the seconds per round of the server, which runs in the first process.
 
-    ``fixed + n words + n upload / cores`` with n participants. If sums are reduced between processes, the server reads
-    no uploads and the last term is 0.
+    ``fixed + exchange_share * n (words + upload / cores)`` with n participants. ``words`` are seconds for data about
+    one participant, such as its loss, that processes exchange; they are 0 for a single process. ``upload`` are core
+    seconds to read an upload; they are 0 if several processes reduce the uploads, as the server then gets their sum.
 
     Args:
-        load: Amount of work.
-        parts: Measured times.
+        work: Amounts of work in the run.
+        parts: Measured times of the parts of a round.
         cluster: The machines.
     """
     distributed = cluster.size > 1
-    read_seconds = 0.0 if distributed and load.adds else parts.upload / cluster.cores_each
-    return parts.fixed + load.present * load.exchanges * (read_seconds + (parts.words if distributed else 0.0))
+    read_seconds = 0.0 if distributed and work.needs_only_sums else parts.upload / cluster.cores_each
+    words_seconds = parts.words if distributed else 0.0
+    return parts.fixed + work.participants * work.exchange_share * (read_seconds + words_seconds)
 
 
 def ring_seconds(size_bytes: float, processes: int, rate: float) -> float:
@@ -262,7 +269,7 @@ def tree_seconds(size_bytes: float, processes: int, rate: float) -> float:
     return math.ceil(math.log2(processes)) * size_bytes / rate
 
 
-def one_end_seconds(size_bytes: float, processes: int, rate: float) -> float:
+def gather_seconds(size_bytes: float, processes: int, rate: float) -> float:
     """Return the seconds of a gather or scatter through the link of one process: ``(1 - 1/P) bytes / rate``.
 
     Args:
@@ -274,76 +281,87 @@ def one_end_seconds(size_bytes: float, processes: int, rate: float) -> float:
 
 
 def hops(steps: Collectives, processes: int) -> float:
-    """Return the number of small messages per round that wait for each other.
+    """Return the number of messages of a round that are sent one after another, whose latencies therefore add up.
 
-    A gather takes ``P - 1``, a reduction ``2 (P - 1)`` and a broadcast ``ceil(log2 P)``.
+    A gather, or a message to each other process, takes ``P - 1``, a reduction ``2 (P - 1)`` and a broadcast
+    ``ceil(log2 P)``.
+
+    Args:
+        steps: Collective operations per round.
+        processes: Number of processes P.
     """
     others, depth = processes - 1, math.ceil(math.log2(processes))
     return (steps.gathers + steps.sends + 2 * steps.reduces) * others + steps.broadcasts * depth
 
 
-def network_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
-    """Return the seconds of an exchange between processes over the slowest link, and of all small messages.
+def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
+    """Return the seconds per round of messages between processes: uploads, downloads and latencies.
+
+    ``exchange_share (upload + download) + hops * latency``, over the slowest link. Uploads are reduced around a ring if
+    the server needs only sums, else gathered in the first process. The download is broadcast if it is the same for all
+    users, else sent to each process. A single process has none.
 
     Args:
-        load: Amount of work.
-        parts: Measured times.
+        work: Amounts of work in the run.
+        parts: Measured times of the parts of a round.
         cluster: The machines.
     """
     if cluster.size == 1:
         return 0.0
     P = cluster.size
-    rate, hop = parts.bus, parts.hop
+    rate, latency = parts.bus, parts.hop
     if cluster.machines > 1:
-        rate, hop = min(cluster.link, parts.bus), parts.hop + cluster.latency
-    if load.adds:
-        up = ring_seconds(INTEGER_BYTES * load.shared, P, rate)
+        rate, latency = min(cluster.link, parts.bus), parts.hop + cluster.latency
+    if work.needs_only_sums:
+        upload_seconds = ring_seconds(INTEGER_BYTES * work.summed_numbers, P, rate)
     else:
-        up = one_end_seconds(load.present * load.upload_bytes, P, rate)
-    if load.common:
-        down = tree_seconds(load.download_bytes, P, rate)
+        upload_seconds = gather_seconds(work.participants * work.upload_bytes, P, rate)
+    if work.same_download:
+        download_seconds = tree_seconds(work.download_bytes, P, rate)
     else:
-        down = one_end_seconds(load.present * load.download_bytes, P, rate)
-    return load.exchanges * (up + down) + hops(parts.steps, P) * hop
+        download_seconds = gather_seconds(work.participants * work.download_bytes, P, rate)
+    return work.exchange_share * (upload_seconds + download_seconds) + hops(parts.steps, P) * latency
 
 
-def disk_seconds(load: RunWork, parts: Parts, cluster: Cluster) -> float:
-    """Return the seconds of disk access that are not hidden by local steps.
+def disk_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
+    """Return the seconds per round in which local steps wait for the disk.
 
-    In memory, a machine writes checkpoints of its users: ``U/P p state / (every disk)`` with U users, P processes and p
-    processes per machine. On disk, it reads and writes the records of n participants while others train:
-    ``max(0, 2 n/P p state / disk - compute)``.
+    If users are kept in memory, a machine writes all its users to a checkpoint every ``checkpoint_every`` rounds:
+    ``U/P p state_bytes / disk / checkpoint_every`` with U users, P processes in all and p processes per machine, which
+    share the machine's disk. If users are kept on disk, it reads and writes the n participants while others train, so
+    only time beyond that of training counts: ``max(0, 2 n/P p state_bytes / disk - compute_seconds)``.
 
     Args:
-        load: Amount of work.
-        parts: Measured times.
+        work: Amounts of work in the run.
+        parts: Measured times of the parts of a round.
         cluster: The machines.
     """
     # The users of a machine's processes share its disk; this is the time for one user of each process.
-    seconds = cluster.processes * load.state_bytes / cluster.disk
-    if not load.on_disk:
-        return share(load.users, cluster.size) * seconds / load.checkpoint_every
-    return max(0.0, 2 * share(load.present, cluster.size) * seconds - compute_seconds(load, parts, cluster))
+    user_seconds = cluster.processes * work.state_bytes / cluster.disk
+    if not work.on_disk:
+        return users_per_process(work.users, cluster.size) * user_seconds / work.checkpoint_every
+    access_seconds = 2 * users_per_process(work.participants, cluster.size) * user_seconds
+    return max(0.0, access_seconds - compute_seconds(work, parts, cluster))
 
 
-def round_of(load: RunWork, parts: Parts, cluster: Cluster) -> Round:
+def estimate_round(work: RunWork, parts: Parts, cluster: Cluster) -> Round:
     """Return the seconds of all parts of a round.
 
     Args:
-        load: Amount of work.
-        parts: Measured times.
+        work: Amounts of work in the run.
+        parts: Measured times of the parts of a round.
         cluster: The machines.
     """
     return Round(
-        compute=compute_seconds(load, parts, cluster),
-        server=server_seconds(load, parts, cluster),
-        network=network_seconds(load, parts, cluster),
-        disk=disk_seconds(load, parts, cluster),
+        compute=compute_seconds(work, parts, cluster),
+        server=server_seconds(work, parts, cluster),
+        network=network_seconds(work, parts, cluster),
+        disk=disk_seconds(work, parts, cluster),
     )
 
 
-def money(seconds: float, machines: int, price: float) -> float:
-    """Return the price of a run: ``machines price hours``.
+def run_price(seconds: float, machines: int, price: float) -> float:
+    """Return the price of a run, in the currency of ``price``: ``machines * price * seconds / 3600``.
 
     Args:
         seconds: Seconds of the run.
@@ -369,25 +387,33 @@ _COUNTED = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
 
 
 def main() -> None:
-    """Measure as one of several processes, or alone; the first process writes the result."""
+    """Measure as one of several processes, or alone; the first process writes the result as JSON.
+
+    The only argument is a JSON file with the path of a recipe (``recipe``), participants per process (``users``),
+    ``threads`` per process, and the path of the result (``out``).
+    """
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     place = find_place()
     torch.set_num_threads(order["threads"])
     with nullcontext() if place is None else joined(place) as ranks:
         try:
-            result = measured(load_recipe(order["recipe"]), order["users"], ranks)
+            result = measure_parts(load_recipe(order["recipe"]), order["users"], ranks)
         except ComingleError as error:
             result = {"error": str(error)}
     if place is None or place.leads:
         Path(order["out"]).write_text(json.dumps(result), encoding="utf-8")
 
 
-def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, object]:
-    """Measure all parts of a round.
+def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, object]:
+    """Measure all parts of a round in this process, together with others if there are any.
+
+    Local steps are timed with ``own_users`` participants, and with a full cohort (as many users as train in one batch),
+    as a smaller batch takes longer per user. The rest of a round is timed in rounds without local steps, with few and
+    with many participants, so that the time per participant follows from the difference.
 
     Args:
-        recipe: The recipe.
-        own_users: Users per process.
+        recipe: The recipe, with few local steps.
+        own_users: Participants per process in the planned run.
         ranks: The processes; None for one process.
 
     Returns:
@@ -398,32 +424,33 @@ def measured(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, o
     one_user = build(recipe, copy_users(run_data, 1)).clients
     cohort, state = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
     sending = min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments))
-    per_process = max(own_users, cohort, sending)
-    federation = _build_federation(recipe, copy_users(run_data, per_process * size), ranks)
-    clients, meet = federation.clients, _no_barrier if ranks is None else ranks.barrier
-    with counting() as counts:
-        own_s, _ = rounds_of(federation, min(own_users, cohort), size)
-    cohort_s = own_s if own_users >= cohort else rounds_of(federation, cohort, size)[0]
-    fewer = max(1, per_process // FEW)
-    with untrained():
-        other_seconds = [rounds_of(federation, count, size)[1] for count in (fewer, per_process)]
+    built_users = max(own_users, cohort, sending)
+    federation = _build_federation(recipe, copy_users(run_data, built_users * size), ranks)
+    clients, wait_for_others = federation.clients, _no_barrier if ranks is None else ranks.barrier
+    trained_users = min(own_users, cohort)
+    with count_collectives() as counts:
+        own_s, _ = time_rounds(federation, trained_users, size)
+    cohort_s = own_s if own_users >= cohort else time_rounds(federation, cohort, size)[0]
+    few_users = max(1, built_users // FEW)
+    with skip_local_steps():
+        other_seconds = [time_rounds(federation, count, size)[1] for count in (few_users, built_users)]
     clients.scored = range(cohort)
-    meet()
+    wait_for_others()
     times = describe_sizes(federation) | {
         "amounts": amounts_of(clients),
         "cohort": cohort,
-        "own_user_s": own_s / min(own_users, cohort),
-        "user_s": cohort_s / cohort if own_users < cohort else own_s / min(own_users, cohort),
-        "evaluation_s": timed(clients.evaluate, 1) / cohort,
+        "own_user_s": own_s / trained_users,
+        "user_s": cohort_s / cohort if own_users < cohort else own_s / trained_users,
+        "evaluation_s": median_seconds(clients.evaluate, 1) / cohort,
         "others_s": other_seconds,
-        "counts_of_users": [fewer, per_process],
+        "counts_of_users": [few_users, built_users],
         "counts": {name: count / ROUNDS for name, count in counts.items()},
     }
-    meet()
+    wait_for_others()
     if federation.leads:
-        times |= time_exchange(federation) | {"disk": disk_rate()}
-    meet()
-    return times | (link_rates(ranks) if ranks is not None else {})
+        times |= time_exchange(federation) | {"disk": measure_disk_rate()}
+    wait_for_others()
+    return times | (measure_links(ranks) if ranks is not None else {})
 
 
 def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) -> InProcess:
@@ -446,29 +473,33 @@ def _no_barrier() -> None:
 
 
 def copy_users(run_data: RunData, count: int) -> RunData:
-    """Return ``count`` users that are copies of the given ones under other names."""
+    """Return the data with ``count`` users instead, which are copies of the given ones, in turn, named ``user N``."""
     users = run_data.users
     return run_data.with_users(replace(users[i % len(users)], name=f"user {i}") for i in range(count))
 
 
-def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[float, float]:
+def time_rounds(federation: InProcess, participants_each: int, size: int) -> tuple[float, float]:
     """Run :data:`ROUNDS` rounds and return the median seconds of local steps, and of everything else, in a round.
 
+    Changes the plan of ``federation.clients``: the first users of each process take part in every round, and no
+    evaluation takes place.
+
     Args:
-        federation: The federation.
-        members_each: Participants in every process.
+        federation: The federation; in one of several processes, this process's part of it.
+        participants_each: Participants in every process.
         size: Number of processes.
     """
     clients = federation.clients
-    num_users, first = len(clients.trainers), federation.server.version
-    members = tuple(rank * num_users + i for rank in range(size) for i in range(members_each))
-    # Evaluations and the end of the run, which are not measured, are later than the rounds that are run.
-    plan = replace(clients.plan, participation=(members,)).updated("training", rounds=10**6)
+    users_each, next_round = len(clients.trainers), federation.server.version
+    # Users are numbered process by process.
+    participants = tuple(rank * users_each + i for rank in range(size) for i in range(participants_each))
+    # The next evaluation and the end of the run, which are not measured, come after the rounds that are run.
+    plan = replace(clients.plan, participation=(participants,)).updated("training", rounds=10**6)
     clients.plan = plan.updated("evaluation", every=10**6, first=False).updated("checkpoints", every=1)
     local_seconds: list[float] = []
     ends: list[float] = []  # times at which rounds ended
 
-    def observe(event: dict[str, Any]) -> None:
+    def note_local_seconds(event: dict[str, Any]) -> None:
         if event["event"] == "round":
             local_seconds.append(event["seconds"])
 
@@ -479,10 +510,11 @@ def rounds_of(federation: InProcess, members_each: int, size: int) -> tuple[floa
             raise _RoundsDoneError
 
     with suppress(_RoundsDoneError):
-        run_rounds(federation, observe=observe, checkpoint=end_round, first_round=first)
+        run_rounds(federation, observe=note_local_seconds, checkpoint=end_round, first_round=next_round)
     counted = local_seconds[1:]  # the first round warms up
-    others = [after - before - own for (before, after), own in zip(pairwise(ends), counted, strict=True)]
-    return median(counted), max(0.0, median(others))
+    round_seconds = [after - before for before, after in pairwise(ends)]
+    other_seconds = [whole - own for whole, own in zip(round_seconds, counted, strict=True)]
+    return median(counted), max(0.0, median(other_seconds))
 
 
 class _RoundsDoneError(Exception):
@@ -490,11 +522,14 @@ class _RoundsDoneError(Exception):
 
 
 @contextmanager
-def untrained() -> Iterator[None]:
-    """Skip local steps, so that rounds consist of messages, the server's work and collective operations."""
+def skip_local_steps() -> Iterator[None]:
+    """Skip local steps within the block, so that rounds consist of messages, the server's work and collectives.
+
+    Replaces the function ``comingle.training.backends.local.train`` until the end of the block.
+    """
 
     def skip_steps(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
-        """Return a round's result without training."""
+        """Return a round's result without training, as if every participant had a loss of 1."""
         return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
 
     train, local.train = local.train, skip_steps
@@ -505,34 +540,44 @@ def untrained() -> Iterator[None]:
 
 
 def describe_sizes(federation: InProcess) -> dict[str, object]:
-    """Return the sizes of messages and users, and whether the server needs sums alone."""
+    """Return sizes that the time of messages and of disk access depends on, for JSON.
+
+    These are whether uploads are reduced to sums on the way to the server (``needs_only_sums``; not if sums must be
+    made in the order of the users), the numbers in such a sum (``summed_numbers``), the bytes of a user on disk
+    (``state_bytes``), and the entries of a user's model (``columns``).
+    """
     clients, server = federation.clients, federation.server
-    sizes: dict[str, object] = {"adds": bool(server.needs_only_sums and not getattr(federation, "ordered", False))}
-    user = user_bytes(clients.state, clients.plan.runtime.store)
-    return sizes | {"shared": server.size, "state_bytes": user.record, "columns": clients.model.layout.columns}
+    is_ordered = getattr(federation, "ordered", False)
+    return {
+        "needs_only_sums": bool(server.needs_only_sums and not is_ordered),
+        "summed_numbers": server.size,
+        "state_bytes": user_bytes(clients.state, clients.plan.runtime.store).record,
+        "columns": clients.model.layout.columns,
+    }
 
 
 def time_exchange(federation: InProcess) -> dict[str, object]:
-    """Time the messages of this process's users, once each on the client and on the server.
+    """Time the messages of one exchange of this process's users, on the client and on the server.
 
     Returns:
         Seconds per user to receive a download (``receive_s``), to make an upload (``send_s``), to sum uploads before
-        they are sent (``sum_s``) and to aggregate them on the server (``aggregate_s``); and ``common``, whether all
-        users download the same tensors.
+        they are sent (``sum_s``) and to aggregate them on the server (``aggregate_s``); all are 0 if the method shares
+        nothing. Also ``same_download``, whether all users download the same tensors.
     """
     clients, server = federation.clients, federation.server
+    times = {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0}
     if not clients.shares:
-        return {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0, "common": True}
+        return {**times, "same_download": True}
     members = list(range(len(clients.trainers)))
     names = [clients.names[member] for member in members]
+    # Between peers there is no download from the server.
     message = server.download(names) if not clients.method.server.peer_to_peer else None
-    receive_s = 0.0 if message is None else timed(lambda: clients.receive(message), 3)
+    times["receive_s"] = 0.0 if message is None else median_seconds(lambda: clients.receive(message), 3)
     losses = {LOSS: torch.zeros(len(members))}
-    send_s = timed(lambda: clients.upload(members, 1, losses, counts=True), 3)
+    times["send_s"] = median_seconds(lambda: clients.upload(members, 1, losses, counts=True), 3)
     upload = clients.upload(members, 1, losses, counts=True)
-    times = {"receive_s": receive_s, "send_s": send_s, "sum_s": 0.0, "aggregate_s": 0.0}
     if server.sums is None:
-        times["aggregate_s"] = timed(lambda: server.aggregate(replace(upload, round=server.version)), 3)
+        times["aggregate_s"] = median_seconds(lambda: server.aggregate(replace(upload, round=server.version)), 3)
     if server.needs_only_sums:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
@@ -541,33 +586,38 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
             largest = largest_terms(upload.tensors, weights)
             whole_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
-        times["sum_s"] = timed(sum_uploads, 3) if clients.plan.training.uploads == "float32" else send_s
-    # Tensors that all users download are expanded along the users, without copies.
-    common = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
-    return {**{key: value / len(members) for key, value in times.items()}, "common": common}
+        # Other formats of uploads are taken to need as long for their sums as for their uploads.
+        is_float32 = clients.plan.training.uploads == "float32"
+        times["sum_s"] = median_seconds(sum_uploads, 3) if is_float32 else times["send_s"]
+    # Tensors that all users download are expanded along the users, without copies, so their first stride is 0.
+    same_download = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
+    return {**{key: value / len(members) for key, value in times.items()}, "same_download": same_download}
 
 
-def link_rates(ranks: Ranks) -> dict[str, float]:
-    """Return the seconds of a barrier per hop, and the bandwidth of reductions and broadcasts in bytes per second."""
+def measure_links(ranks: Ranks) -> dict[str, float]:
+    """Measure the connection between the processes.
+
+    Returns:
+        ``hop``, the seconds of a small message: those of a barrier, divided by the messages that it takes; and ``bus``,
+        the bandwidth in bytes per second: the lower one of an all-reduce and of a broadcast.
+    """
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
-    barrier_seconds = timed(lambda: [ranks.barrier() for _ in range(_HOPS)], 3) / _HOPS
-    sum_seconds = timed(lambda: ranks.total(numbers), 3)
-    broadcast_seconds = timed(lambda: ranks.broadcast({"numbers": numbers}), 3)
-    ring_rate = 2 * (ranks.size - 1) / ranks.size * numbers.nbytes / sum_seconds  # inverts `ring_seconds`
-    return {
-        "hop": barrier_seconds / max(1, ranks.size - 1),
-        "bus": min(ring_rate, numbers.nbytes / broadcast_seconds),
-    }
+    barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_HOPS)], 3) / _HOPS
+    sum_seconds = median_seconds(lambda: ranks.total(numbers), 3)
+    broadcast_seconds = median_seconds(lambda: ranks.broadcast({"numbers": numbers}), 3)
+    sum_rate = 2 * (ranks.size - 1) / ranks.size * numbers.nbytes / sum_seconds  # inverts `ring_seconds`
+    broadcast_rate = numbers.nbytes / broadcast_seconds
+    return {"hop": barrier_seconds / max(1, ranks.size - 1), "bus": min(sum_rate, broadcast_rate)}
 
 
-def disk_rate() -> float:
+def measure_disk_rate() -> float:
     """Return the rate of durable (synced) writes to the current directory, in bytes per second."""
     content = {"numbers": torch.zeros(_DISK_BYTES // 4)}
     with tempfile.TemporaryDirectory(dir=".", prefix=".comingle-disk-") as folder:
-        return _DISK_BYTES / timed(lambda: write_tensors(Path(folder) / "numbers.safetensors", content), 3)
+        return _DISK_BYTES / median_seconds(lambda: write_tensors(Path(folder) / "numbers.safetensors", content), 3)
 
 
-def timed(work: Callable[[], object], times: int) -> float:
+def median_seconds(work: Callable[[], object], times: int) -> float:
     """Return the median seconds of ``times`` calls."""
     durations = []
     for _ in range(times):
@@ -578,8 +628,11 @@ def timed(work: Callable[[], object], times: int) -> float:
 
 
 @contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Count the collective operations of torch.distributed within the block."""
+def count_collectives() -> Iterator[Counter[str]]:
+    """Count the calls of torch.distributed's collective operations, by their names, within the block.
+
+    The operations are wrapped until the end of the block; the yielded counter is complete then.
+    """
     counts: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COUNTED}
 
