@@ -28,7 +28,7 @@ from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree
 
 
 def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the bytes that each user sends and receives in one exchange.
+    """Return the bytes that each user uploads and downloads in one exchange, including messages of a secure sum.
 
     A message contains the user's name and the round's number, which has one digit here. If the federation shares
     nothing, all sizes are 0.
@@ -44,24 +44,30 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     clients = federation.clients
     if not clients.shares:
         return [(0, 0)] * len(names)
-    by_user: dict[int, tuple[Upload, Download]] = {}
+    messages: dict[int, tuple[Upload, Download]] = {}  # by the user's index in the federation
     sizes = []
     for i, name in enumerate(names):
         user = min(i, len(clients.trainers) - 1)
-        if user not in by_user:
-            by_user[user] = upload_of(federation, user), download_of(federation, user, names)
-        sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in by_user[user])
-        if (sums := federation.server.sums) is not None:
-            size = federation.server.size
-            sent, received = sums.sent_bytes(name, size), received + sums.received_bytes(name, size)
-        sizes.append((sent, received))
+        if user not in messages:
+            messages[user] = upload_of(federation, user), download_of(federation, user, names)
+        upload, download = messages[user]
+        upload_bytes = packed_bytes(replace(upload, users=(name,)))[0]
+        download_bytes = packed_bytes(replace(download, users=(name,)))[0]
+        if (secure_sum := federation.server.sums) is not None:
+            entries = federation.server.size
+            upload_bytes = secure_sum.sent_bytes(name, entries)  # masked uploads replace the plain one
+            download_bytes += secure_sum.received_bytes(name, entries)
+        sizes.append((upload_bytes, download_bytes))
     return sizes
 
 
 def mean_bytes(messages: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the mean upload and download bytes of users that differ only in the lengths of their names, rounded."""
-    sent, received = zip(*messages, strict=True)
-    return round(fmean(sent)), round(fmean(received))
+    """Return the mean upload and download bytes, rounded, from a pair (upload bytes, download bytes) per user.
+
+    It is meant for users whose messages differ only in the lengths of the users' names.
+    """
+    upload_bytes, download_bytes = zip(*messages, strict=True)
+    return round(fmean(upload_bytes)), round(fmean(download_bytes))
 
 
 def upload_of(federation: InProcess, user: int) -> Upload:
@@ -72,7 +78,8 @@ def upload_of(federation: InProcess, user: int) -> Upload:
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
     """Return the message that a user downloads after an exchange of all users.
 
-    Between peers the message's tensors have shapes but no data.
+    In a peer-to-peer method, which has no server, it contains the uploads of all participants. Its tensors then have
+    shapes but no data.
 
     Args:
         federation: The federation.
@@ -82,13 +89,14 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
     clients, server = federation.clients, federation.server
     if not clients.method.server.peer_to_peer:
         return server.download([clients.trainers[user].name])
-    sent = {name: t.to("meta") for name, t in upload_of(federation, user).tensors.items()}
-    tensors = {name: t.unsqueeze(1).expand(1, len(names), *t.shape[1:]) for name, t in sent.items()}
+    uploaded = {name: t.to("meta") for name, t in upload_of(federation, user).tensors.items()}
+    # (1, *shape) of one sender becomes (1 receiver, senders, *shape).
+    tensors = {name: t.unsqueeze(1).expand(1, len(names), *t.shape[1:]) for name, t in uploaded.items()}
     return Download(version=1, users=(names[user],), tensors=tensors, ranks=server.ranks[[user]], senders=tuple(names))
 
 
 def count_exchanges(federation: InProcess) -> int:
-    """Return the number of exchanges in a run."""
+    """Return the number of rounds of a run after which users upload and the server aggregates."""
     clients, method, plan = federation.clients, federation.clients.method, federation.clients.plan
     rounds = plan.training.rounds if method.trains else 0
     return sum(exchanged_after(plan, clients.shares, done) for done in range(1, rounds + 1))
@@ -98,10 +106,14 @@ ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
 
 
 def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]:
-    """Return the costs of the users called ``names``, one entry for each group of users that are alike.
+    """Return the costs of the users of a language model, one entry for each group of users with equal tensors.
 
-    If all users are alike, ``federation`` may have fewer users than there are names; its last user then stands for the
-    rest.
+    A pooled method, which trains one model on the data of all users, has one entry.
+
+    Args:
+        federation: The federation. If all users are alike it may have fewer users than there are names; its last user
+            then stands for the rest.
+        names: Names of the users.
     """
     clients = federation.clients
     pooled = clients.method.placement.pooled
@@ -109,33 +121,39 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     entries, parameters = own_entries(clients), _parameters_by_role(clients)
     if pooled:
         names = (f"all {len(names)} users as one",)
-    messages = message_bytes(federation, names)
-    alike: dict[tuple[Any, ...], list[int]] = {}  # indices of users with equal numbers of entries
+    message_sizes = message_bytes(federation, names)
+    alike: dict[tuple[Any, ...], list[int]] = {}  # indices of users by their numbers of entries in each slot
     for i in range(len(names)):
-        alike.setdefault(tuple(entries[rows[min(i, len(rows) - 1)]].tolist()), []).append(i)
+        row = rows[min(i, len(rows) - 1)]
+        alike.setdefault(tuple(entries[row].tolist()), []).append(i)
     costs = []
-    for key, members in alike.items():
+    slot_names = [slot.name for slot in clients.model.layout.slots]
+    for entries_of_slots, members in alike.items():
         row = rows[min(members[0], len(rows) - 1)]
-        counts_of_row = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
-        shape = Shape(clients, row, dict(zip((s.name for s in clients.model.layout.slots), key, strict=True)))
-        sent, received = mean_bytes([messages[i] for i in members])
-        costs.append(_user_cost(shape, tuple(names[i] for i in members), counts_of_row, sent, received))
+        parameters_of_user = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
+        shape = Shape(clients, row, dict(zip(slot_names, entries_of_slots, strict=True)))
+        upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in members])
+        group_names = tuple(names[i] for i in members)
+        costs.append(_user_cost(shape, group_names, parameters_of_user, upload_bytes, download_bytes))
     return costs
 
 
-def _user_cost(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
+def _user_cost(
+    shape: Shape, names: tuple[str, ...], parameters: dict[str, int], upload_bytes: int, download_bytes: int
+) -> UserCost:
     """Return the costs of users that are alike, from one of their rows.
 
     Args:
         shape: The matrix products of the row.
         names: Names of the users.
         parameters: Their trained parameters by role.
-        sent: Bytes that each of them uploads in an exchange.
-        received: Bytes that each of them downloads in an exchange.
+        upload_bytes: Bytes that each of them uploads in an exchange.
+        download_bytes: Bytes that each of them downloads in an exchange.
     """
     clients, row = shape.clients, shape.row
     plan, method = clients.plan, clients.method
-    # Users that choose among several models first compute the loss of each on as much text as they train on.
+    # FLOPs of a round, for one token of each local step. Users that choose among several models first compute the loss
+    # of each on as much text as they train on.
     passes = shape.forward() * (method.server.server_models * method.client.sweeps * plan.training.local_steps)
     for phase in clients.phases:
         # Mean steps per round: a phase takes `steps` steps at every `every`-th local step, in some of the rounds.
@@ -146,8 +164,8 @@ def _user_cost(shape: Shape, names: tuple[str, ...], parameters: dict[str, int],
         names=names,
         experts=int(shape.adapted.adapters.present[row % len(clients.trainers)].sum()),
         parameters=parameters,
-        upload_bytes=sent,
-        download_bytes=received,
+        upload_bytes=upload_bytes,
+        download_bytes=download_bytes,
         forward=shape.forward(),
         training=passes * (1 / plan.training.local_steps),
         round=passes * (clients.batch_size * plan.training.context),
@@ -155,18 +173,30 @@ def _user_cost(shape: Shape, names: tuple[str, ...], parameters: dict[str, int],
 
 
 def _parameters_by_role(clients: Clients) -> dict[str, list[int]]:
-    """Return each trainer's number of trained parameters by role, over all copies."""
+    """Return each trainer's number of trained parameters by role: one list, in the order of the trainers, per role.
+
+    A method may keep several copies of a user's model; their parameters are added. The usual roles are always listed,
+    others only if they have parameters.
+    """
     layout, users = clients.model.layout, len(clients.trainers)
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
     roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
-    counts = {role: (trained & layout.mask([role])).sum(1).view(-1, users).sum(0).tolist() for role in roles}
+    counts = {}
+    for role in roles:
+        counts_of_rows = (trained & layout.mask([role])).sum(1)
+        counts[role] = counts_of_rows.view(-1, users).sum(0).tolist()  # rows are copies of all users, one after another
     return {role: count for role, count in counts.items() if role in ROLES or any(count)}
 
 
 def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
-    """Return the number of entries in each slot of each row, without padding."""
+    """Return the number of entries in each slot (tensor) of each row, without padding.
+
+    A row has one user's tensors side by side. Tensors of a smaller rank are padded to the largest, and the mask is
+    False at the padding.
+    """
     mask, layout = clients.mask.cpu(), clients.model.layout
-    return torch.stack([mask[:, layout.starts[s.name] :][:, : s.size].sum(1) for s in layout.slots], 1)
+    masks_of_slots = [mask[:, layout.starts[slot.name] :][:, : slot.size] for slot in layout.slots]
+    return torch.stack([slot_mask.sum(1) for slot_mask in masks_of_slots], 1)
 
 
 @dataclass(frozen=True)
@@ -189,16 +219,17 @@ class Shape:
     def training(self, phase: Phase) -> Flops:
         """Return the FLOPs of one token's forward and backward pass in a phase.
 
-        They are 0 if the phase trains nothing of the row.
+        They are 0 if the phase trains nothing of the row. Roles in ``phase.without`` take no
+        part in the pass.
         """
-        slots = [s.name for s in self.clients.model.layout.touching(phase.reached).slots]
+        trained_slots = [slot.name for slot in self.clients.model.layout.touching(phase.reached).slots]
         remaining = replace(self, entries=self._entries_without(phase.without)) if phase.without else self
-        blocks, head = remaining._to_blocks(frozenset(slots)), outside(self.adapted)
-        spent = backward(blocks, head)
-        return forward(blocks, head) + spent if spent.total else spent
+        blocks, head = remaining._to_blocks(frozenset(trained_slots)), outside(self.adapted)
+        backward_flops = backward(blocks, head)
+        return forward(blocks, head) + backward_flops if backward_flops.total else backward_flops
 
     def _entries_without(self, without: frozenset[str]) -> dict[str, int]:
-        """Return the number of entries in each slot when some roles are left out of the pass."""
+        """Return the row's number of entries in each slot when some roles are left out of the pass."""
         layout = self.clients.model.layout
         remaining = self.clients.mask.cpu() & ~layout.mask(without)
         views = layout.views(remaining[self.row : self.row + 1].double())
@@ -231,7 +262,7 @@ class Shape:
             layer = name.removesuffix("mlp")
             # In every known layout the output projection is the last of the attention's linears.
             *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
-            router = entries.get(f"{name}.router", 0)
+            router = entries.get(f"{name}.router", 0)  # 0 without a router
             trains_router = router > 0 and f"{name}.router" in trained
             # Some gatings take products beyond those with the router's own matrix.
             if router and (count_products := getattr(mlp.router.gating, "multiplies", None)) is not None:
@@ -269,7 +300,10 @@ class Shape:
 
 
 def outside(model: AdaptedModel) -> int:
-    """Return the number of entries of all matrices outside the decoder layers, that is of the head."""
+    """Return the number of entries of all matrices outside the decoder layers, that is of the head.
+
+    Embeddings are looked up, not multiplied, so they do not count.
+    """
     adapted = {id(m.linear) for m in model.adapters.attention.values()}
     for mlp in model.adapters.experts.values():
         adapted |= {id(m) for m in (*mlp.first.values(), mlp.last)}
@@ -323,34 +357,36 @@ def text_load(clients: Clients) -> Load:
 def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
     """Return the costs of the users of a stacked model, one entry for each group of users with equal loads.
 
+    A stacked model is a net, or a client-level mixture of adapters. Its FLOPs are measured, not derived from a formula.
+
     Args:
         stage: The rehearsal that is measured.
         loads: Each user's local work by name.
         base: FLOPs of the base alone, which are reported separately from those of the method.
     """
-    clients, alike = stage.federation.clients, dict[Load, list[str]]()
+    clients, names_by_load = stage.federation.clients, dict[Load, list[str]]()
     for name, load in loads.items():
-        alike.setdefault(load, []).append(name)
-    counts, parameters = _MeasuredFlops(stage), _stacked_parameters(clients)
-    messages = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
+        names_by_load.setdefault(load, []).append(name)
+    measured, parameters = _MeasuredFlops(stage), _stacked_parameters(clients)
+    message_sizes = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
     costs = []
-    for load, names in alike.items():
-        forward, passes = base(load)
+    for load, names in names_by_load.items():
+        base_forward, base_round = base(load)
         # Measured FLOPs beyond those of the base count as the adapters'.
-        forward += Flops(lora=counts.forward.each / load.unit - forward.total)
-        spent = counts.round(load)
-        passes = passes + Flops(lora=spent - passes.total) if spent else Flops()
-        sent, received = mean_bytes([messages[name] for name in names])
+        forward = base_forward + Flops(lora=measured.forward.each / load.unit - base_forward.total)
+        round_total = measured.round(load)
+        round_flops = base_round + Flops(lora=round_total - base_round.total) if round_total else Flops()
+        upload_bytes, download_bytes = mean_bytes([message_sizes[name] for name in names])
         costs.append(
             UserCost(
                 names=tuple(names),
                 experts=0,
                 parameters=parameters,
-                upload_bytes=sent,
-                download_bytes=received,
+                upload_bytes=upload_bytes,
+                download_bytes=download_bytes,
                 forward=forward,
-                training=passes * (1 / (load.items * load.unit)),
-                round=passes,
+                training=round_flops * (1 / (load.items * load.unit)),
+                round=round_flops,
                 unit=stage.steps.batch_source.unit.removesuffix("s"),
             )
         )
@@ -384,7 +420,7 @@ class _MeasuredFlops:
             self.sweep = self.forward.times(method.server.server_models * method.client.sweeps)
 
     def round(self, load: Load) -> float:
-        """Return the FLOPs of a round's local work."""
+        """Return the FLOPs of a user's round: sweeps over its data, the steps of each phase, and those before them."""
         total = self.sweep.flops(load.sweeps, load.swept)
         for phase in self.clients.phases:
             calls = load.steps // phase.every * phase.steps

@@ -29,14 +29,14 @@ FEW, MANY = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """FLOPs of ``n`` items at once: ``fixed + each * n``."""
+    """FLOPs of a call on ``n`` samples or sequences at once: ``fixed + each * n``."""
 
     fixed: float = 0.0
     each: float = 0.0
 
-    def flops(self, times: float, items: float) -> float:
-        """Return the FLOPs of ``times`` calls on ``items`` items in all."""
-        return self.fixed * times + self.each * items
+    def flops(self, calls: float, items: float) -> float:
+        """Return the FLOPs of ``calls`` calls on ``items`` items in all of them together."""
+        return self.fixed * calls + self.each * items
 
     def times(self, count: int) -> Work:
         """Return the FLOPs of ``count`` calls on the same items."""
@@ -44,7 +44,10 @@ class Work:
 
 
 def measure(work: Callable[[int], object]) -> Work:
-    """Return the FLOPs of ``work`` as a linear function of its argument, the number of items, from two runs."""
+    """Return the FLOPs of ``work`` as a linear function of its argument, the number of items.
+
+    ``work`` runs twice, with :data:`FEW` and with :data:`MANY` items, which determines the line.
+    """
     few, many = counted(lambda: work(FEW)), counted(lambda: work(MANY))
     each = (many - few) / (MANY - FEW)
     return Work(fixed=few - FEW * each, each=each)
@@ -58,9 +61,10 @@ def counted(work: Callable[[], object]) -> int:
 
 
 def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
-    """Return the FLOPs of the gradients of a convolution, of its input and its weight as far as they are wanted.
+    """Return the FLOPs of a convolution's backward pass: those of its forward pass for each gradient that is wanted.
 
-    torch's formula treats the weight gradient of a grouped convolution as a full one; stacked models are groups.
+    Replaces torch's formula, which counts the weight gradient of a grouped convolution as that of an ungrouped one.
+    Models of several users are stacked as groups, so that would count every user as many times as there are users.
 
     Args:
         out: Shape of the gradient of the output.
@@ -177,15 +181,18 @@ class Flops:
 
 
 def forward(blocks: Sequence[Block], head: int) -> Flops:
-    """Return the FLOPs of one token's forward pass.
+    """Return the FLOPs of one token's forward pass: 2 for each entry of each matrix.
 
-    ``head`` is the number of entries of all matrices outside the blocks.
+    Args:
+        blocks: The decoder layers.
+        head: Number of entries of all matrices outside of them.
     """
     total = Flops(head=2.0 * head)
     for block in blocks:
         attention = [*block.reads, block.writes]
         mlp = [*block.first, block.last]
         total += Flops(
+            # Scores, and as many products for the weighted mean of the values.
             attention=2.0 * (sum(linear.weight for linear in attention) + 2 * block.scores),
             mlp=2.0 * sum(linear.weight for linear in mlp),
             lora=2.0 * sum(linear.a + linear.b for linear in attention + mlp),
@@ -195,52 +202,63 @@ def forward(blocks: Sequence[Block], head: int) -> Flops:
 
 
 def backward(blocks: Sequence[Block], head: int) -> Flops:
-    """Return the FLOPs of one token's backward pass down to the first trained tensor; 0 if nothing is trained."""
-    total, live = Flops(), False
-    for block in blocks:
-        spent, live = _block_backward(block, live)
-        total += spent
-    return total + Flops(head=2.0 * head) if live else total
-
-
-def _block_backward(block: Block, live: bool) -> tuple[Flops, bool]:
-    """Return the FLOPs of a block's backward pass, and whether a gradient reaches its output.
-
-    A product is counted if its gradient is needed: of an input, where something before it is trained, or of a weight,
-    where that is trained.
+    """Return the FLOPs of one token's backward pass, which ends at the first trained tensor; 0 if nothing is trained.
 
     Args:
-        block: The block.
-        live: Whether a gradient of its input is needed, because an earlier block trains something.
+        blocks: The decoder layers, first to last.
+        head: Number of entries of all matrices outside of them, which are frozen.
     """
-    # Whether a gradient is needed of the attention's values, and of the attention's output.
-    attended = live or any(linear.trained for linear in block.reads)
-    written = attended or block.writes.trained
-    mlp = (*block.first, block.last)
-    spent = Flops()
-    for linear, wanted in [*((linear, live) for linear in block.reads), (block.writes, attended)]:
-        if wanted or linear.trained:
-            spent += Flops(attention=2.0 * linear.weight * wanted, lora=_lora_backward(linear, wanted))
-    if attended:
-        spent += Flops(attention=2.0 * 4 * block.scores)  # gradients of queries, keys, probabilities and values
-    read = live if block.parallel else written
-    if not (written or block.trains_router or any(linear.trained for linear in mlp)):
-        return spent, live
-    for linear, wanted in [*((linear, read or block.whole) for linear in block.first), (block.last, True)]:
-        inner = wanted or block.trains_router or linear.trains_a
-        spent += Flops(mlp=2.0 * linear.weight * wanted, lora=_lora_backward(linear, wanted, inner))
-    return spent + Flops(router=2.0 * block.router * (int(block.trains_router) + int(read))), True
+    total, needs_grad = Flops(), False  # whether the gradient of the current block's input is needed
+    for block in blocks:
+        block_flops, needs_grad = _block_backward(block, needs_grad)
+        total += block_flops
+    return total + Flops(head=2.0 * head) if needs_grad else total
 
 
-def _lora_backward(linear: Linear, wanted: bool, inner: bool = True) -> float:
-    """Return the FLOPs of a LoRA's gradients.
+def _block_backward(block: Block, input_needs_grad: bool) -> tuple[Flops, bool]:
+    """Return the FLOPs of a decoder layer's backward pass, and whether the gradient of its output is needed.
+
+    A product is counted if its result is needed: the gradient of an input if something before it is trained, the
+    gradient of a weight if that weight is trained.
+
+    Args:
+        block: The decoder layer.
+        input_needs_grad: Whether the gradient of its input is needed, because an earlier layer trains something.
+    """
+    # The values are what the attention's output projection reads.
+    values_need_grad = input_needs_grad or any(linear.trained for linear in block.reads)
+    attention_needs_grad = values_need_grad or block.writes.trained
+    flops = Flops()
+    for linear, needs_grad in [*((read, input_needs_grad) for read in block.reads), (block.writes, values_need_grad)]:
+        if needs_grad or linear.trained:
+            flops += Flops(attention=2.0 * linear.weight * needs_grad, lora=_lora_backward(linear, needs_grad))
+    if values_need_grad:
+        flops += Flops(attention=2.0 * 4 * block.scores)  # gradients of queries, keys, probabilities and values
+    trains_mlp = block.trains_router or any(linear.trained for linear in (*block.first, block.last))
+    if not (attention_needs_grad or trains_mlp):
+        return flops, False
+    mlp_input_needs_grad = input_needs_grad if block.parallel else attention_needs_grad
+    # A mixture that is one autograd function computes the gradient of its input in any case.
+    first_needs_grad = mlp_input_needs_grad or block.whole
+    for linear, needs_grad in [*((first, first_needs_grad) for first in block.first), (block.last, True)]:
+        needs_inner_grad = needs_grad or block.trains_router or linear.trains_a
+        lora = _lora_backward(linear, needs_grad, needs_inner_grad)
+        flops += Flops(mlp=2.0 * linear.weight * needs_grad, lora=lora)
+    router_products = int(block.trains_router) + int(mlp_input_needs_grad)
+    return flops + Flops(router=2.0 * block.router * router_products), True
+
+
+def _lora_backward(linear: Linear, needs_input_grad: bool, needs_inner_grad: bool = True) -> float:
+    """Return the FLOPs of a LoRA's gradients: 2 per entry of the matrix in each product.
 
     Args:
         linear: The linear with its LoRA ``B A x``; the gradients of A and of B count if they are trained.
-        wanted: Whether the gradient of the input x is needed.
-        inner: Whether the gradient of ``A x`` is needed.
+        needs_input_grad: Whether the gradient of the input x is needed, a product with A.
+        needs_inner_grad: Whether the gradient of ``A x`` is needed, a product with B.
     """
-    return 2.0 * (linear.b * (int(inner) + int(linear.trains_b)) + linear.a * (int(linear.trains_a) + int(wanted)))
+    products_with_a = int(linear.trains_a) + int(needs_input_grad)
+    products_with_b = int(linear.trains_b) + int(needs_inner_grad)
+    return 2.0 * (linear.a * products_with_a + linear.b * products_with_b)
 
 
 PAPER_BYTES = 2  # bfloat16
@@ -291,7 +309,9 @@ class Difference:
 
 
 def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list[Difference]:
-    """Return the columns of Table 3 for another model, and the FLOPs of training, which the paper leaves out.
+    """Return the columns of the CoMiGS paper's Table 3 for another model: the costs of CoMiGS-1G1S beyond FedAvg's.
+
+    The FLOPs of training, which the paper leaves out, are added as a column.
 
     Args:
         sizes: Entries of the adapters.
@@ -302,7 +322,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
     Returns:
         Columns in FLOPs and bytes; ``theirs`` counts 2 bytes per entry (bfloat16).
     """
-    share = sizes.router / (2 * sizes.expert)
+    router_share = sizes.router / (2 * sizes.expert)  # relative to both experts' LoRA on the MLPs, as in the paper
     lora = sizes.attention + 2 * sizes.expert
     return [
         Difference(
@@ -310,7 +330,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             unit="FLOPs",
             paper="+5 MFLOPs (+1.25%)",
             theirs=2.0 * sizes.router * context,
-            theirs_share=share,
+            theirs_share=router_share,
             **_true_difference(comigs.forward_flops, fedavg.forward_flops),
             why="The paper divides the FLOPs of the routers by those of the experts' LoRA on the MLPs; relative to the "
             "whole pass, including the base, the share is far smaller.",
@@ -329,7 +349,7 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             unit="bytes",
             paper="+0.035 MB (+1.25%)",
             theirs=float(sizes.router * PAPER_BYTES),
-            theirs_share=share,
+            theirs_share=router_share,
             **_true_difference(comigs.state_bytes, fedavg.state_bytes),
             why="Here routers are float32 and have two optimizer moments each; the share is relative to all LoRA, "
             "including attention. The paper's MB are MiB of bfloat16.",
@@ -388,29 +408,28 @@ class UserCost:
         return sum(self.parameters.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries with totals, for JSON."""
-        flops = {
-            name: {
-                **asdict(spent),
-                "base": spent.base,
-                "total": spent.total,
-                "overhead": spent.overhead,
-                "naive_total": spent.naive(self.experts),
-                "naive_overhead": _overhead(spent.naive(self.experts), spent.base),
-            }
-            for name, spent in (
-                (f"forward_flops_per_{self.unit}", self.forward),
-                (f"training_flops_per_{self.unit}", self.training),
-                ("training_flops_per_round", self.round),
-            )
+        """Return nested dictionaries for JSON: the fields, and totals of the parameters and of the FLOPs.
+
+        ``overhead`` is relative to the base's FLOPs; ``naive_*`` are those of one whole MLP per expert.
+        """
+        all_flops = {
+            f"forward_flops_per_{self.unit}": self.forward,
+            f"training_flops_per_{self.unit}": self.training,
+            "training_flops_per_round": self.round,
         }
+        with_totals = {}
+        for name, flops in all_flops.items():
+            naive_total = flops.naive(self.experts)
+            with_totals[name] = {
+                **asdict(flops),
+                "base": flops.base,
+                "total": flops.total,
+                "overhead": flops.overhead,
+                "naive_total": naive_total,
+                "naive_overhead": naive_total / flops.base - 1 if flops.base else 0.0,
+            }
         plain = {key: value for key, value in asdict(self).items() if key not in ("forward", "training", "round")}
-        return {**plain, "trainable_parameters": self.trainable_parameters, **flops}
-
-
-def _overhead(total: float, base: float) -> float:
-    """Return the FLOPs beyond the base's, as a fraction of the base's; 0 if the base has none."""
-    return total / base - 1 if base else 0.0
+        return {**plain, "trainable_parameters": self.trainable_parameters, **with_totals}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,14 +514,20 @@ class MethodCost:
     """Forecast of the privacy budget spent (:func:`comingle.cost.planning.with_privacy`); empty without privacy."""
 
     def as_dict(self, rounds: int) -> dict[str, object]:
-        """Return nested dictionaries for JSON, with uploads as means over ``rounds``, as the metrics of a run count."""
-        share = self.exchanges / max(1, rounds)
-        sent = [{"upload_bytes_per_user_round": user.upload_bytes * share} for user in self.users]
-        users = {"users": [user.as_dict() | of_user for user, of_user in zip(self.users, sent, strict=True)]}
+        """Return nested dictionaries, for JSON.
+
+        A user's ``upload_bytes_per_user_round`` is a mean over ``rounds`` rounds, not all of which end with an
+        exchange. The metrics of a run count uploads in this way.
+        """
+        exchanges_per_round = self.exchanges / max(1, rounds)
+        users = [
+            user.as_dict() | {"upload_bytes_per_user_round": user.upload_bytes * exchanges_per_round}
+            for user in self.users
+        ]
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
         plain = {key: getattr(self, key) for key in _PLAIN_FIELDS}
-        revealed = {"privacy": self.privacy} if self.privacy else {}
-        return {"method": self.method, **users, **memory, **plain, **revealed}
+        privacy = {"privacy": self.privacy} if self.privacy else {}
+        return {"method": self.method, "users": users, **memory, **plain, **privacy}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,12 @@ class PackedShape(QuantisedLinear):
 
 
 def pack_shapes(model: nn.Module, bits: Bits) -> None:
-    """Replace the linears in a model's decoder layers with packed ones that have shapes but no values."""
+    """Replace the linears in a model's decoder layers with packed ones that have shapes but no values, in place.
+
+    Args:
+        model: A language model.
+        bits: The format of the packed weights: "8bit" or "4bit".
+    """
     replace_linears(model, lambda weight, bias: PackedShape(weight, bias, bits))
 
 
@@ -83,6 +88,8 @@ def load_skeleton(
     name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", quantise: str = "none"
 ) -> Base:
     """Load a base on torch's meta device, without weights and tokenizer, otherwise as in a run.
+
+    Costs follow from the shapes of its tensors. ``Base.device`` is nevertheless the device of a run.
 
     For a model on the hub only config.json is downloaded.
 
@@ -137,7 +144,17 @@ def _model_of_config(name: str, dtype: torch.dtype, attention: str | None) -> Pr
 
 
 def _config_folder(name: str) -> Path:
-    """Return a folder with the configuration: of config.json alone if the hub has it, else of the whole model."""
+    """Return a folder that contains a base's config.json.
+
+    For a model on the hub only config.json is downloaded. If that fails, or the base is a local folder, it is the
+    folder of the whole model, as in a run.
+
+    Args:
+        name: Name of the base: an alias, a path or a repository.
+
+    Raises:
+        BaseModelError: There is no such model.
+    """
     alias = ALIASES.get(name)
     if alias is not None:
         return _hub_config(alias.repository) or locate(name).folder
@@ -163,9 +180,10 @@ def _hub_config(repository: str) -> Path | None:
 
 
 def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] | None = None) -> InProcess:
-    """Return a federation with the first users of a population of nets.
+    """Return a federation of nets to count costs of, with no more users than needed.
 
-    The others differ from them in their samples alone. Pooled methods get all users.
+    These are the users of one pass, or one per cluster if that is more. The others differ from them in their samples
+    alone. A pooled method, which trains one net on the samples of all users, gets all users.
 
     Args:
         recipe: The recipe.
@@ -177,16 +195,18 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     """
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, population.users.names if all_names is None else all_names)
-    plan = plan.updated("runtime", store=MEMORY)
+    plan = plan.updated("runtime", store=MEMORY)  # the few users are built in memory, whatever the run does
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))
-    clusters = max(1, len({user.cluster for user in population.users}))  # fewer users could mean fewer clusters
-    first = build_nets(recipe, replace(population, users=as_users(population.users[:clusters])), plan)
-    batch_source, users = cast(SampleBatchSource, first.batch_source), list(population.users[: first.pass_size.users])
+    clusters = max(1, len({user.cluster for user in population.users}))
+    # Costs depend on the number of clusters, and fewer users could mean fewer of them.
+    smallest = build_nets(recipe, replace(population, users=as_users(population.users[:clusters])), plan)
+    users = list(population.users[: smallest.pass_size.users])
     if len(users) <= clusters:
-        return federate(first)
-    model = first.model.only(range(len(users)))
-    return federate(Clients(model, plan, trainers=users, users=users, batch_source=batch_source.of(users)))
+        return federate(smallest)
+    model = smallest.model.only(range(len(users)))
+    batch_source = cast(SampleBatchSource, smallest.batch_source).of(users)
+    return federate(Clients(model, plan, trainers=users, users=users, batch_source=batch_source))
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
@@ -232,9 +252,14 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
 
 
 def _mixture_slots(net: FloralModel) -> list[Slot]:
-    """Return the slots of adaptors, then of the router: the tensors of each user over a frozen base."""
-    shapes, slots = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
-    for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
-        names = [name for name, role in roles(net).items() if role == wanted]
-        slots += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
+    """Return the slots of a user's tensors over a frozen base: those of the adaptors, then those of the router.
+
+    The first axis of an adaptor has one entry, and thus one role, per cluster.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
+    role_of = roles(net)
+    slots = []
+    for wanted, num_entries in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
+        names = [name for name, role in role_of.items() if role == wanted]
+        slots += [Slot(name=n, shape=shapes[n], roles=(wanted,) * num_entries, init=init_zero) for n in names]
     return slots
