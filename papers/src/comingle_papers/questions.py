@@ -511,21 +511,25 @@ def stream_questions(
 ) -> Generator[EncodedLanguage, None, None]:
     """Draw the questions of each split, and yield them encoded, one language after another.
 
-    Languages are read twice: first to find the questions that are short enough in all of them, then to encode those
-    that are drawn.
+    All users have the same questions, each in its own language. Languages are read twice: first to find the questions
+    that are short enough in all of them, then to encode those that are drawn.
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        languages: The users, in this order.
-        rows: Keeps the questions between the two passes.
+        languages: The users' languages, in this order.
+        rows: Stores the questions on disk between the two passes.
         tokenizer_of_base: Loads the tokenizer; called once all questions were read.
         context: Largest number of tokens of a question with its answer.
         seed: Seed of the draw of the splits.
         path: A file of JSON lines, the folder of ``NAME*.jsonl`` (also .xz or .gz), or ``hub:OWNER/NAME``; None for
             ``$COMINGLE_DATA/NAME`` if it exists, else the hub.
-        train: Questions of a user to train on; None for the published number.
-        valid: Questions to validate on; the paper does not say how many.
-        test: Questions to test on; None for the published number.
+        train: Number of questions to train on; None for the published number.
+        valid: Number of questions to validate on; the paper does not give it.
+        test: Number of questions to test on; None for the published number.
+
+    Yields:
+        The language, its encoded questions by index, and the indices of each split (train, valid, test), which are the
+        same for all languages. An index counts the questions that all languages have.
 
     Raises:
         DataError: unreadable rows, or too few questions that are short enough.
@@ -535,7 +539,7 @@ def stream_questions(
     def read_and_note_keys() -> Iterator[tuple[str, str, tuple[str, Question]]]:
         for language, key, question in iterate_questions(name, path, languages):
             by_language[language][key] = None
-            yield language, "", (key, question)
+            yield language, "", (key, question)  # "": splits are drawn below
 
     rows.fill(read_and_note_keys(), pack=_pack_question, unpack=_unpack_question)
     keys, tokenizer = shared_keys(by_language), tokenizer_of_base()
@@ -544,11 +548,11 @@ def stream_questions(
         encoded = encode(_select_questions(groups, keys), tokenizer)
         is_short = [fits and len(question) <= context for fits, question in zip(is_short, encoded, strict=True)]
     parts = draw_parts(name, languages, is_short, context=context, seed=seed, train=train, valid=valid, test=test)
-    numbers = sorted(number for part in parts for number in part)
-    used_keys = [keys[number] for number in numbers]
+    drawn = sorted(index for part in parts for index in part)
+    drawn_keys = [keys[index] for index in drawn]
     for language, groups in rows.groups(languages):
-        encoded = encode(_select_questions(groups, used_keys), tokenizer)
-        yield language, dict(zip(numbers, encoded, strict=True)), parts
+        encoded = encode(_select_questions(groups, drawn_keys), tokenizer)
+        yield language, dict(zip(drawn, encoded, strict=True)), parts
 
 
 def _pack_question(content: tuple[str, Question]) -> bytes:

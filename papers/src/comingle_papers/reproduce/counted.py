@@ -351,17 +351,18 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
 
     Args:
         plan: The table; a row's ``count`` names the quantity to count.
-        costs: The costs of its methods, in the order of its cells; needed for the quantity ``forward``.
+        costs: The costs of the cells' methods, one entry per cell in the order of ``plan.cells``; needed only for the
+            quantity ``forward``, the extra computation of a forward pass.
 
     Raises:
         RecipeError: A cell's recipe does not have that quantity.
     """
     counts: dict[tuple[str, str], float] = {}
-    for number, cell in enumerate(plan.cells):
+    for index, cell in enumerate(plan.cells):
         quantity = plan.experiment.rows[cell.row].count
         assert quantity is not None, f"{plan.name}: {cell.row} counts no quantity"
         if quantity == "forward":
-            counts[cell.row, cell.column] = _forward_overhead(costs, number)
+            counts[cell.row, cell.column] = _forward_overhead(costs, index)
         else:
             counts[cell.row, cell.column] = _COUNTS[quantity](cell)
     return counts

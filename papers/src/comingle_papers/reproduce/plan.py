@@ -496,7 +496,7 @@ def _build_recipe(
     column_setting, study_column = _column_settings(study, experiment, column)
     scaled_column = _scaled_column(study, experiment, scale, column)
     overlays = [study, study_column, column_setting, scale, scaled_column, row]
-    data, names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
+    data, user_names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
     known_settings = settings_of(row.method)
     # Overlays may have settings of other methods; a row only of its own.
     settings = {key: value for overlay in overlays for key, value in overlay.settings.items() if key in known_settings}
@@ -505,14 +505,14 @@ def _build_recipe(
             f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known_settings)}"
         )
     base = _choose_base(row, selection, scale, study_column).replace("{data}", str(folder))
-    base = resolve_inside(base, folder)
+    base = resolve_inside(base, folder)  # equal models should have equal paths, and runs equal names
     content = merge({"data": data}, *(overlay.recipe for overlay in overlays))
     content = {
         **content,
         "base": base,
         "seed": seed,
         "method": {"name": row.method, **settings},
-        "data": limits_by_name(content["data"], names),
+        "data": limits_by_name(content["data"], user_names),  # limits were lists in the order of the users
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
     # Published runs precede `data.add_bos_token`; completing them as older recipes keeps their names.

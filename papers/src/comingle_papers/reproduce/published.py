@@ -414,19 +414,21 @@ def resolve_inside(path: str, folder: Path | None) -> str:
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Return the reason why a data set cannot be read, for a message; empty if it can.
 
-    A data set without a local folder can be read from the hub unless the scale excludes it.
+    Text is read from the folder, which must then have all of it. Images and questions that the folder lacks, and
+    everything without a folder, is read from the hub, but only at a scale with ``text: real``.
 
     Args:
         data: The column's data set.
         scale: The scale of the runs.
         folder: The folder with local text and images, if there is one.
     """
-    if scale.text == "demo" or folder == ANYWHERE:
+    if scale.text == "demo" or folder == ANYWHERE:  # demo texts are part of the study; ANYWHERE stands for all data
         return ""
     if data.task is not None or data.questions is not None or folder is None:
         lacking = describe_lacking(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
         is_synthetic = data.task is not None and not data.images
-        if is_synthetic or not lacking or scale.text == "real":  # needs no data, or has it, or may read the hub
+        may_use_hub = scale.text == "real"
+        if is_synthetic or not lacking or may_use_hub:
             return ""
         return f"{lacking}, and this scale does not use the hub"
     absent = [path for path in _local_paths(data) if not (folder / path).exists()]

@@ -318,7 +318,8 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
-        users = {name: user.get(metric.removeprefix("mean_")) for name, user in outcome.metrics["users"].items()}
+        key = metric.removeprefix("mean_")  # a user's key for what the metric averages over users
+        users = {name: user.get(key) for name, user in outcome.metrics["users"].items()}
         by_column.setdefault(cell.column, {}).setdefault(cell.row, {})[cell.seed] = users
     return by_column
 

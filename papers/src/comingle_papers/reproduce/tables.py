@@ -66,7 +66,8 @@ def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[s
 def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, lower_is_better: bool = True) -> Order:
     """Compare the paper's order of rows with ours, pair by pair, for the rows that both have.
 
-    A pair agrees if its difference has the same sign in the paper and here, or is zero in both.
+    A pair agrees if its difference has the same sign in the paper and here, or is zero in both. Any other pair is
+    swapped if both differences exceed the sum of the two rows' standard deviations, and unclear otherwise.
 
     Args:
         paper: The paper's numbers by row.
@@ -237,11 +238,15 @@ def build_table(
 ) -> PaperTable:
     """Return a table as plain data, the content of ``table.json``.
 
+    Its key ``about`` has the experiment's notes on the whole table, ``notes`` those on single cells, to which the cells
+    refer by index. A column's ``against`` compares each row with the baseline.
+
     Args:
         plan: The table.
         scores: Every seed's score, by (row, column).
         diverged: Descriptions of runs that diverged.
-        results: Each user's metric, by column; needed to compare rows with the baseline over several seeds.
+        results: Each user's metric, nested by column, row, seed and user; without a column's results its ``against`` is
+            None.
         baseline: A row or a method to compare the others with.
 
     Raises:
@@ -433,17 +438,18 @@ def render(table: PaperTable) -> Table:
 def remarks(table: PaperTable) -> list[str]:
     """Return the remarks below a table.
 
-    They say for each column whether the paper's order holds, what was not run, and what notes say on some cells.
+    They say for each column whether our results have the paper's order of rows, then which seeds and runs are lacking,
+    where the numbers of an archive were measured, and explain the letters of cells with notes.
     """
     lines = [column["sentence"] for column in table["columns"] if column["sentence"]]
     with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
     lines += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in with_fewer_seeds]
-    lines += [f"{text}." for text in table["about"]]
+    lines += [f"{text}." for text in table["about"]]  # notes on the whole table
     if table["missing"]:
         lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
     lines += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
     lines += [f"Diverged: {run}" for run in table["diverged"]]
-    lines += table.get("measured", ())
+    lines += table.get("measured", ())  # sentences on the archive that the runs are from, if they are
     used_notes = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
     return lines + [f"({_note_letter(i)}) {table['notes'][i]}." for i in sorted(used_notes)]
 

@@ -357,7 +357,7 @@ def _make_shifted_task(
 
 
 def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Task:
-    """Return one of FedMerge's image tasks, whose users differ in labels or domains.
+    """Return one of FedMerge's image tasks, which are skewed: users differ in their labels or in their images' domain.
 
     Args:
         name: The task.
@@ -373,7 +373,7 @@ def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Tas
     else:
         images = pool_images(list(_read_splits(name, setting, path).values()), f"task {name!r}")
     users = make_skewed(name, setting, images, **options)
-    return _image_task(setting, users, options["clusters"], None)
+    return _image_task(setting, users, options["clusters"], shift=None)
 
 
 def _image_task(setting: Setting, users: tuple[UserSamples, ...], clusters: int, shift: Shift | None) -> Task:

@@ -59,7 +59,9 @@ class Truth:
 def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
     """Draw the models that generate the targets of all clusters, in float64.
 
-    The models of the first clusters do not depend on the number of clusters.
+    Cluster c has ``H_c(x) = x (W + 2 u_c v_c) + b`` with a change ``u_c v_c`` of rank 1. Targets are the first entries
+    of ``H_c(x)`` (linear) or ``relu(H_c(x)) W_out`` (mlp, mlp-norm). W, b and W_out (``readout``) are common to all
+    clusters. Each change has its own random stream, so it does not depend on the number of clusters.
 
     Args:
         kind: The regression: linear, mlp or mlp-norm.

@@ -361,22 +361,24 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     _format_panel(axes, chosen, num_residuals)
 
 
-def _format_panel(axes: Axes, curve: Curve, num_residuals: int) -> None:
-    """Format the axes and the title of a panel.
+def _format_panel(axes: Axes, curve: Curve, num_steps: int) -> None:
+    """Set limits, labels and title of a panel that shows the residual before every step, relative to the first.
 
     Args:
         axes: The panel.
         curve: The curve that is drawn with its predictions; its scheme is the title.
-        num_residuals: Number of residuals to show.
+        num_steps: Number of steps to show.
     """
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_ylim(FLOOR / 3, 5)
-    axes.set_xlim(-0.02 * num_residuals, num_residuals - 1 + 0.02 * num_residuals)
+    axes.set_ylim(FLOOR / 3, 5)  # a margin below the smallest residual drawn and above the first, which is 1
+    axes.set_xlim(-0.02 * num_steps, num_steps - 1 + 0.02 * num_steps)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(curve.scheme.replace(", ", "\n", 1))
     axes.set_xlabel("step")
-    axes.set_ylabel("distance / first" if curve.scheme.startswith(("quadratic", "coupled")) else "(F − F*) / first")
+    # Quadratics and coupled functions measure the distance from the fixed point, other schemes the objective's excess.
+    is_distance = curve.scheme.startswith(("quadratic", "coupled"))
+    axes.set_ylabel("distance / first" if is_distance else "(F − F*) / first")
     axes.grid(visible=True, color="#E4E4E4", linewidth=0.6)
 
 

@@ -111,7 +111,8 @@ def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
     Args:
         scheme: Name of the scheme.
         statement: The statement.
-        claims: The claims of all instances about it.
+        claims: The claim of each instance; only those count whose instance meets the statement's conditions
+            (``covered``).
     """
     tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
     covered = [claim for claim in claims if claim.covered]

@@ -487,12 +487,15 @@ def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, cluste
 def _rate_bound_of(
     run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of :func:`rate_bound` on the gap of the average after each step, with its A_t and B given.
+    """Return the bound on the gap of the average after each step that Theorems A.9 and A.10 share, once corrected.
 
-    It sums the inequality of a single step (Lemma A.4 or A.7) over all steps so far, with weights ``(t + s)^2``.
+        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
+
+    after T steps ``eta_t = 3 / (mu (t + s))``, with ``B = drifts L H^2 G^2`` and D the distance of the start from the
+    minimum. It sums the inequality of a single step (Lemma A.4 or A.7) over all steps with weights ``(t + s)^2``.
 
     Args:
-        run: Measured quantities of the run, for each step; ``moment`` is G^2.
+        run: Measured quantities of the run, for each step; ``moment`` is G^2, ``squared[0]`` is D^2.
         cluster: The cluster whose clients take part, with moduli mu and L.
         schedule: Step sizes, shift s and local steps H.
         noise: A_t, the noise term of the inequality of step t.
@@ -593,8 +596,10 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
 def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
     """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``.
 
+    It holds for non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
+
     Args:
-        sequences: The sequences.
+        sequences: The sequences a, b and c and the step sizes eta.
         mu: The modulus of strong convexity.
         shift: Shift s of the step sizes ``eta_t = 1 / (mu (t + s))``.
     """
@@ -698,9 +703,10 @@ def logit_step(
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
     """Return two routers: that of a gradient step on the logits, and that of eq. 5, which approximates it (eq. 35).
 
-    The gradient step is on the mixed model's loss, from equal logits; eq. 5 is taken at ``eta = rate / C``. The two
-    are equal if the loss is affine. Otherwise their logits differ, up to a constant, by at most ``rate / C`` times half
-    the largest curvature times the squared distances of the models from their mean.
+    The gradient step is on the loss of the mixed model ``sum_c pi_c w_c``, from equal shares ``pi_c = 1 / C``. Eq. 5 is
+    ``softmax(-eta f(w_c))``, here with ``eta = rate / C``. Both are equal if the loss f is affine. Otherwise entry c of
+    their logits differs, up to a constant, by at most ``rate / C * L / 2 * |w_c - mean w|^2`` with L the largest
+    curvature of f.
 
     Args:
         loss: The user's loss.
@@ -918,8 +924,9 @@ def _check_mismatch(
 ) -> list[Claim]:
     """Check Lemma A.6, and Pinsker's inequality, with which its proof begins, at drawn models.
 
-    Each client has its own models of both clusters. With equal models all clients would have the same router, as
-    eq. 5 computes it from the clusters' losses.
+    Both bound the squared mismatch ``|p_hat - p|_1^2`` of the estimated and the true weights p(k|c) of clients in a
+    cluster: Pinsker's inequality by ``2 KL(p | p_hat)``, Lemma A.6 by the formula of :func:`mismatch_bound`. Each
+    client has its own models of both clusters, since with equal models eq. 5 gives all clients the same router.
 
     Args:
         hessians: Hessian of each client.
@@ -937,20 +944,21 @@ def _check_mismatch(
     minimisers = np.stack([cluster.minimiser for cluster in clusters])
     models = minimisers + rng.standard_normal((len(amounts), *centres[:CLUSTERS].shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
-    final = float(rng.uniform(0.05, 1.0))  # inverse temperature of the true routers
-    rate = float(rng.uniform(0.1, 1.0)) * final
-    truth = aggregators(np.broadcast_to(router(lowest, final), losses.shape), amounts)
-    guessed = aggregators(router(losses, rate), amounts)
-    squared_mismatch = np.abs(truth - guessed).sum(0) ** 2
-    gaps = (truth * (losses - lowest)).sum(0)
+    true_temperature = float(rng.uniform(0.05, 1.0))  # eta_bar, an inverse temperature of routers
+    rate = float(rng.uniform(0.1, 1.0)) * true_temperature  # eta, that of the estimated routers
+    true_routers = np.broadcast_to(router(lowest, true_temperature), losses.shape)  # from the lowest losses, eq. 5
+    true_weights = aggregators(true_routers, amounts)  # p(k|c), (clients, clusters)
+    guessed_weights = aggregators(router(losses, rate), amounts)
+    squared_mismatch = np.abs(true_weights - guessed_weights).sum(0) ** 2
+    gaps = (true_weights * (losses - lowest)).sum(0)  # excess of each cluster's mean loss over its lowest
     bounds = [
-        mismatch_bound(rate, final, float(gap), float(low), len(amounts), CLUSTERS, drift=0.0)
+        mismatch_bound(rate, true_temperature, float(gap), float(low), len(amounts), CLUSTERS, drift=0.0)
         for gap, low in zip(gaps, lowest, strict=True)
     ]
-    divergence = 2 * (truth * np.log(truth / guessed)).sum(0)
+    divergence = (true_weights * np.log(true_weights / guessed_weights)).sum(0)  # KL
     return [
         _tightest_claim(A6, squared_mismatch, np.array(bounds)),
-        _tightest_claim(PINSKER, squared_mismatch, divergence),
+        _tightest_claim(PINSKER, squared_mismatch, 2 * divergence),
     ]
 
 
@@ -962,7 +970,9 @@ def _cluster_loss(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) ->
 
 
 def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
-    """Check Lemma A.8, the bound on a sum of ``b_t`` in a recursion, on drawn sequences.
+    """Check Lemma A.8 on sequences that are drawn with ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
+
+    The lemma bounds ``sum_t b_t`` by ``(s - 1) mu a_0 + sum_t eta_t c_t`` for steps ``eta_t = 1 / (mu (t + s))``.
 
     Args:
         mu: The modulus of strong convexity.

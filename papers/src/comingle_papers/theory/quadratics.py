@@ -184,13 +184,16 @@ class CoupledSettings:
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
     """Yield the curve of each Lipschitz constant and instance, where an instance is a random pair of functions.
 
+    An instance has the same random stream, and so the same functions up to their decay, for all Lipschitz constants.
+
     Args:
         seed: Seed of the random streams.
-        settings: Settings of the coupled functions.
+        settings: Settings of the coupled functions ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>``: ``size`` is the number
+            of entries of x and of y, ``meeting`` that of A(x) and B(y), ``lipschitz`` the constants ``L_A L_B / mu``.
     """
     for lipschitz in settings.lipschitz:
         for instance in range(settings.instances):
-            rng = np.random.default_rng([seed, 3, instance])
+            rng = np.random.default_rng([seed, 3, instance])  # 3: the random streams of coupled functions
             sizes = settings.size, settings.size, settings.meeting
             first, second = (draw_coupled(rng, *sizes, lipschitz) for _ in range(2))
             start = 3 * rng.standard_normal(settings.size)
