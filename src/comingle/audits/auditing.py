@@ -41,7 +41,7 @@ from comingle.reports.audit import Audit, Proof, check_targets, exposure, write_
 from comingle.runs import shortened as in_rounds
 from comingle.runs.api import load
 from comingle.runs.given import NOTHING, AnyBase, Given, given_of
-from comingle.runs.progress import LOADING, Reporter, about, reporting
+from comingle.runs.progress import LOADING, Reporter, format_duration, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.training.backends.launched import require_alone
@@ -260,7 +260,7 @@ class _RunCounter:
         rounds = recipe.training.rounds
         round_seconds = metrics.get("wall_seconds", 0.0) / max(1, metrics.get("rounds", 0))
         seconds = round_seconds * rounds * total
-        estimate = f", about {about(seconds)} at the speed of the audited run" if seconds else ""
+        estimate = f", about {format_duration(seconds)} at the speed of the audited run" if seconds else ""
         reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{estimate}")
 
     def watch(self, what: str) -> Callable[[Clients], list[Observer]]:
@@ -273,7 +273,7 @@ class _RunCounter:
             done = self._begun
             self._begun += 1
             run_seconds = (time.perf_counter() - self._began) / max(1, done)  # mean of the runs so far
-            left = f" (all runs: about {about(run_seconds * (self._total - done))} left)" if done else ""
+            left = f" (all runs: about {format_duration(run_seconds * (self._total - done))} left)" if done else ""
             return [self._reporter.watch(clients, f"run {self._begun} of {self._total} · {what}{left}")]
 
         return begin

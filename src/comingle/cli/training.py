@@ -29,7 +29,7 @@ from comingle.data.streaming import MAX_LISTED_USERS
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
 from comingle.runs.distributed import read_shared, run_sharded
-from comingle.runs.folders import as_begun, check_folder
+from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.session import default_method_note, get_ready, prepare, run_in, warn_unread
@@ -196,7 +196,7 @@ def train_here(
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
             if ranks is not None and ranks.has_opened(folder):
                 resume, force = True, False
-            recipe = each(partial(as_begun, folder, recipe, resume=resume))
+            recipe = each(partial(with_bos_of_run, folder, recipe, resume=resume))
             each(lambda: check_folder(folder, recipe, resume=resume, force=force) if leads else None)
             with reporting(quiet=quiet or not leads) as reporter:
 

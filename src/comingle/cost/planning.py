@@ -36,7 +36,7 @@ from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
 from comingle.privacy.accounting import sample_size
 from comingle.runs.api import without_sums
-from comingle.runs.given import HANDED_OVER, NOTHING
+from comingle.runs.given import NOTHING, USERS_MISSING
 from comingle.runs.session import build, prepare
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
@@ -393,7 +393,7 @@ def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
     """
     NOTHING.check_base(recipe)
     if recipe.data.given and users is None:
-        raise DataError(f"{HANDED_OVER}; to count costs without their data, give the number of users: --users N")
+        raise DataError(f"{USERS_MISSING}; to count costs without their data, give the number of users: --users N")
 
 
 def _check_num_users(recipe: Recipe, users: int | None) -> None:

@@ -72,21 +72,24 @@ class UserForm:
     counts: Callable[[Any], Mapping[str, int]] = lambda user: {}
 
 
+_METADATA = "told"
+"""Name of the array with the fields of :class:`Answers` that are not tensors; old caches have it, so it stays."""
+
+
 def _arrays_of_answers(user: UserAnswers) -> Arrays:
     """Return a user's conversations as arrays by ``SPLIT.NAME``.
 
-    The array ``SPLIT.told`` has the fields that are not tensors, as the bytes of a JSON list.
+    The array ``SPLIT.told`` (:data:`_METADATA`) has the fields that are not tensors, as the bytes of a JSON list.
     """
     arrays: dict[str, Tensor] = {}
     for split in SPLITS:
-        part = user.split(split)
-        content = json.dumps([part.references, part.limit, part.measures, part.ends]).encode()
-        encoded = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+        answers = user.split(split)
+        metadata = json.dumps([answers.references, answers.limit, answers.measures, answers.ends]).encode()
         arrays_of_split = {
-            "windows": part.windows,
-            "owners": part.owners,
-            "prompts": part.prompt_tokens,
-            "told": encoded,
+            "windows": answers.windows,
+            "owners": answers.owners,
+            "prompts": answers.prompt_tokens,
+            _METADATA: torch.from_numpy(np.frombuffer(metadata, dtype=np.uint8).copy()),
         }
         arrays |= {f"{split}.{key}": t for key, t in arrays_of_split.items()}
     return arrays
@@ -97,7 +100,7 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
 
     def of_split(split: str) -> Answers:
         """Return the conversations of one split."""
-        references, limit, measures, ends = json.loads(arrays[f"{split}.told"].numpy().tobytes())
+        references, limit, measures, ends = json.loads(arrays[f"{split}.{_METADATA}"].numpy().tobytes())
         return Answers(
             windows=arrays[f"{split}.windows"],
             owners=arrays[f"{split}.owners"],
@@ -152,6 +155,11 @@ FORMS: dict[type, UserForm] = {
 
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
 """Files of a population besides its names."""
+SUMMARY_WARNINGS, READING_WARNINGS = "told", "heard"
+"""Keys of ``about.json``: warnings for the start of every run, and those that were logged while users were read.
+
+Runs from the cache repeat the latter. The keys are short words of an earlier version, so that its caches stay valid.
+"""
 _ALIGNMENT = 16
 """Alignment of the arrays in ``users.bin``, in bytes."""
 _END_DTYPE = np.dtype([("end", "<i8"), ("sum", "<u4")])
@@ -272,7 +280,10 @@ def _padding_bytes(size: int) -> int:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return the content of ``about.json``.
+    """Return the content of a population's ``about.json``.
+
+    Its keys are ``type``, the class of the users; ``digest`` of their data; ``counts``, totals over them; ``sums``,
+    checksums of the other files; and those that :func:`write_users` adds.
 
     Raises:
         DataError: The file is missing or is not JSON.
@@ -381,8 +392,9 @@ class _WarningRecorder(logging.Handler):
 def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
     """Read all users of a recipe, and write each user with enough data to a folder, one at a time.
 
-    Besides the population, writes the skipped users to ``skipped.jsonl``. Adds to ``about.json`` the warnings that are
-    due at the start of every run (``told``), those that reading logged (``heard``), and the number of skipped users.
+    Besides the population, writes the skipped users to ``skipped.jsonl``. Adds to ``about.json`` the warnings to log at
+    the start of every run (:data:`SUMMARY_WARNINGS`), those that reading logged (:data:`READING_WARNINGS`), the number
+    of skipped users (``skipped``) and the totals of :meth:`StreamingReader.summary`.
 
     Raises:
         DataError: A source cannot be read, or a user has too little data and the reader does not skip users.
@@ -403,8 +415,9 @@ def write_users(reader: StreamingReader[Read, User], folder: Path) -> None:
             rows.remove()
         if small.count:
             raise reader.refuse(small)
-        about, lines = reader.summary()
-        writer.finish({"told": lines, "heard": recorder.repeated, "skipped": reader.left_out.count, **about})
+        totals, warnings = reader.summary()
+        warnings_by_key = {SUMMARY_WARNINGS: warnings, READING_WARNINGS: recorder.repeated}
+        writer.finish({**warnings_by_key, "skipped": reader.left_out.count, **totals})
 
 
 def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[User], dict[str, Any], Mapping[str, str]]:
@@ -426,8 +439,8 @@ def read_cached(reader: StreamingReader[Read, User]) -> tuple[LazyPopulation[Use
         shutil.rmtree(folder, ignore_errors=True)
         folder, was_cached = cached_population(reader)
         users, about = read_population(folder), read_about(folder)
-    warnings_of_reading = about["heard"] if was_cached else []  # otherwise reading has just logged them
-    for line in (*warnings_of_reading, *about["told"]):
+    warnings_of_reading = about[READING_WARNINGS] if was_cached else []  # otherwise reading has just logged them
+    for line in (*warnings_of_reading, *about[SUMMARY_WARNINGS]):
         logger.warning("%s", line)
     return users, about, SkippedUsers(folder / SKIPPED, about["skipped"])
 
@@ -534,10 +547,10 @@ def _source_states(sources: list[str]) -> Iterator[list[object] | None]:
 
 
 def _folder_states(top: Path) -> Iterator[list[object]]:
-    """Yield the state of each file and folder below ``top``.
+    """Yield the state of each file and folder below ``top``: a list that changes when the file does.
 
-    Follows links to folders, since the folder of a class of images may be a link. Visits each folder once, since links
-    may form a cycle.
+    The cache of encoded users is keyed by these states, so that changed files are read again. Follows links to
+    folders, since the folder of a class of images may be a link. Visits each folder once, since links may form a cycle.
     """
     seen = set[str]()
     for place, folders, files in os.walk(top, followlinks=True):

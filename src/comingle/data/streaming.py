@@ -276,18 +276,19 @@ def read_each(
     without_data: Callable[[str], Read],
     *,
     skips: bool,
-    data: str,
+    noun: str,
     report: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield the data of each user, then raise one error that lists all users without data.
+    """Yield the data of each user, then raise one error if users had none; it counts them and names the first.
 
-    Users who are skipped for too little data later are no error, unless all users are without data.
+    With ``skips``, users without data are yielded as empty users, which the caller skips. It is then an error only if
+    no user has data.
 
     Args:
         readers: Name of each user, and the function that reads its data.
         without_data: Returns an empty user with this name.
-        skips: Whether users with too little data are skipped later.
-        data: Noun for what users have, for messages.
+        skips: Whether the caller skips users with too little data.
+        noun: Name of the data in the error, such as "conversations".
         report: Called after the last user; raises an error for bad rows or warns of them.
 
     Raises:
@@ -308,7 +309,7 @@ def read_each(
         return
     if empty.count == 1:
         raise DataError(next(iter(empty.first.values())))
-    raise DataError(f"{empty.count} of {users} users have no {data}: {empty.listed}")
+    raise DataError(f"{empty.count} of {users} users have no {noun}: {empty.listed}")
 
 
 class SmallUserFilter(Generic[User]):

@@ -24,7 +24,7 @@ from comingle.federation.participant import FILE, Participant, save_participant
 from comingle.federation.public import public_part
 from comingle.federation.run_folder import Plan, has_ended
 from comingle.federation.server_session import NetworkSection
-from comingle.runs.folders import as_begun, check_folder
+from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import list_checkpoints, locked
 from comingle.utils.names import as_folder
@@ -146,7 +146,7 @@ def federate(
         ComingleError: The recipe needs all users' data in one place, the folder cannot be used, or the server or a
             client fails.
     """
-    recipe = as_begun(folder, recipe, resume=resume)
+    recipe = with_bos_of_run(folder, recipe, resume=resume)
     plan, owns = split_recipe(recipe, network)
     without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
     check_folder(folder, without_data, resume=resume, force=force)

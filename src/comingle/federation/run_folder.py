@@ -20,7 +20,7 @@ from comingle.federation.public import Public, ServerContext, check_possible, pu
 from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
 from comingle.protocol.messages import LOWEST, verdict
-from comingle.runs.folders import as_begun, open_folder
+from comingle.runs.folders import open_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.training.checkpoints import (
     Clock,
@@ -182,7 +182,7 @@ def run_federation(
             answered.
     """
     check_possible(plan.recipe)
-    plan = replace(plan, recipe=as_begun(folder, plan.recipe, resume=resume))
+    plan = replace(plan, recipe=with_bos_of_run(folder, plan.recipe, resume=resume))
     kind = kind_of(plan.recipe)
     base = Given(date=recorded_date(folder) if resume else "").load_base(plan.recipe) if kind.needs_base else None
     settings = plan.settings | ({} if base is None else kind.settings(kind.reopened(base, (), plan.settings)))

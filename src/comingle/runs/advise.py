@@ -86,10 +86,11 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
 def _warn_of_equal_users(run_data: RunData) -> Iterator[str]:
     """Yield a warning for each pair of users with mostly the same data.
 
-    Together they take more steps on this data, so they gain even though neither has data that the other lacks.
+    Together they take more steps on this data, so they gain even though neither has data that the other lacks. With
+    more than 50 users nothing is compared.
     """
     hashes = _hashes_of_users(run_data)
-    if len(hashes) > _MAX_COMPARED:
+    if len(hashes) > _MAX_COMPARED:  # the number of pairs grows quadratically
         return
     what = "documents" if run_data.texts else "samples"
     for (one, hashes_of_one), (other, hashes_of_other) in combinations(hashes.items(), 2):

@@ -17,7 +17,7 @@ from comingle.methods.base import Method
 from comingle.methods.user_files import check_origin
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
-from comingle.runs.folders import as_begun, check_folder
+from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
@@ -218,7 +218,7 @@ def run(
         read = recipe_with(recipe, given, base=base, method=named, changes=changes)
         folder = Path(out) if out is not None else None
         if folder is not None:
-            read = as_begun(folder, read, resume=resume)
+            read = with_bos_of_run(folder, read, resume=resume)
             check_folder(folder, read, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")

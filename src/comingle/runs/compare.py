@@ -19,7 +19,7 @@ from comingle.config import Recipe
 from comingle.config.files import read_text
 from comingle.methods import make, settings_in_comparison, settings_of
 from comingle.reports.comparisons import folder_name, require_same_users
-from comingle.runs.folders import as_begun, check_folder
+from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import LOADING, Reporter, reporting
 from comingle.runs.results import Run
@@ -314,19 +314,19 @@ def compare_runs(
 def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
     """Return the recipes of a comparison to resume, with the defaults of the version that started it.
 
-    If an older version of this package started one of the runs, all runs get its defaults (:func:`as_begun`), since
-    runs with different defaults cannot be compared.
+    If an older version of this package started one of the runs, all runs get its defaults (:func:`with_bos_of_run`),
+    since runs with different defaults cannot be compared.
 
     Args:
         recipes: The runs.
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes stay.
     """
-    begun = {key: as_begun(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
+    begun = {key: with_bos_of_run(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
     older_run = next((folders[key] for key, recipe in begun.items() if recipe is not recipes[key]), None)
     if older_run is None:
         return recipes
-    return {key: as_begun(older_run, recipe, resume=True) for key, recipe in recipes.items()}
+    return {key: with_bos_of_run(older_run, recipe, resume=True) for key, recipe in recipes.items()}
 
 
 def check_folders(
@@ -388,7 +388,10 @@ def compare_beside(
 
 
 def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
-    """Return groups of runs that share a process: by seed, split further if there are more jobs than seeds.
+    """Return groups of runs; each group runs in one process, which reads the data once.
+
+    Runs with the same seed have the same splits of the data, so they form a group. With more jobs than seeds, the runs
+    of each seed are divided into several groups, so that no job is idle.
 
     Args:
         keys: Method and seed of each run.
@@ -398,8 +401,8 @@ def split_by_seed(keys: Sequence[Key], jobs: int) -> list[list[Key]]:
     groups_per_seed = -(-jobs // len(seeds))  # rounded up
     groups: list[list[Key]] = []
     for seed in seeds:
-        of_seed = [key for key in keys if key[1] == seed]
-        groups += [of_seed[i::groups_per_seed] for i in range(groups_per_seed)]
+        runs_of_seed = [key for key in keys if key[1] == seed]
+        groups += [runs_of_seed[i::groups_per_seed] for i in range(groups_per_seed)]
     return [group for group in groups if group]
 
 

@@ -22,7 +22,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.privacy import secure_sum
 from comingle.privacy.accounting import Work
 from comingle.runs import api
-from comingle.runs.folders import as_begun, check_folder
+from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
@@ -355,23 +355,33 @@ def run(
         raise RunError(f"out: got None in one of {place.size} processes; give out=FOLDER, which all of them see")
     folder, given = Path(out), given_of(users, base, method, loss)
     with joined(place) as ranks, lending([method]) as [named]:
-        read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
+        # `ranks.each` calls a function in every process; if it fails in one of them, all stop.
+        full_recipe = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
         if ranks.has_opened(folder):  # the launcher has restarted the program
             resume, force = True, False
-        read = ranks.each(partial(as_begun, folder, read, resume=resume))
-        ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
+        full_recipe = ranks.each(partial(with_bos_of_run, folder, full_recipe, resume=resume))
+        ranks.each(lambda: check_folder(folder, full_recipe, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(LOADING):
+                # A chat template may write the date into prompts; a resumed run keeps that of its start.
                 given = replace(given, date=recorded_date(folder) if resume else "")
-                made = ranks.each(lambda: method_of(read, checked=run_data is not None))
-                shard = read_shared(read, ranks, made, given, run_data)
+                # A program that passes `run_data` has read it with `prepare`, which checks the recipe.
+                run_method = ranks.each(lambda: method_of(full_recipe, checked=run_data is not None))
+                shard = read_shared(full_recipe, ranks, run_method, given, run_data)
 
             def make_observers(clients: Clients) -> list[Observer]:
-                warn_unread(read, clients.method)
+                warn_unread(full_recipe, clients.method)
                 return [*observers, reporter.watch(clients)]
 
             run_sharded(
-                folder, read, shard, resume=resume, force=force, method=made, observers=make_observers, ranks=ranks
+                folder,
+                full_recipe,
+                shard,
+                resume=resume,
+                force=force,
+                method=run_method,
+                observers=make_observers,
+                ranks=ranks,
             )
     return api.load(folder, users=users, base=_passed_base(base), method=method, loss=loss)
 

@@ -135,11 +135,12 @@ def _has_trained(folder: Path) -> bool:
     return (folder / "metrics.json").exists() or bool(list_checkpoints(folder))
 
 
-def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
+def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     """Return the recipe of a run to resume, with the default of ``data.add_bos_token`` with which the run began.
 
     Versions before this key added no begin-of-text tokens, and the default is now to add them. So a recipe file without
-    the key would differ from the run that was started with the same file. A recipe that sets the key stays.
+    the key would differ from the run that was started with the same file. :func:`load_recipe` reads the key as False
+    from run folders of those versions. A recipe that sets the key stays.
 
     Args:
         folder: The run folder.
@@ -179,16 +180,17 @@ def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
 
 
 def _run_file_names(folder: Path) -> set[str]:
-    """Return the names in a folder, without its lock and the files of a process that stopped before it began a run.
+    """Return the names of the files in a run folder; the set is empty if no run has begun in it.
 
-    Such files are those that are written before the recipe, and drafts of the recipe and of these files. A folder with
-    nothing else counts as empty.
+    A run begins when its ``recipe.yaml`` is written. A process that was killed before that may leave its lock, files
+    that are written earlier, and drafts (temporary files that would have been renamed). None of these is returned, so
+    that such a folder counts as empty and a new run may use it.
     """
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
     if "recipe.yaml" not in names:
         names -= {INPUTS, "federation.yaml", *NETWORK}  # written before the recipe
-    drafts = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
-    return {name for name in names if not (name.startswith(drafts) and name.endswith(DRAFT))}
+    draft_prefixes = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
+    return {name for name in names if not (name.startswith(draft_prefixes) and name.endswith(DRAFT))}
 
 
 def _create_folder(folder: Path) -> None:

@@ -32,7 +32,7 @@ AnyMethod = str | Method | Make | Mapping[str, Any]
 Loss = Callable[..., Tensor]
 """A function of outputs and targets that returns one number per sample."""
 
-HANDED_OVER = "users: a program passed them, so the recipe has no paths; pass users={...} again, in Python"
+USERS_MISSING = "users: a program passed them, so the recipe has no paths; pass users={...} again, in Python"
 _REGISTERED = "base='net:NAME' of a net registered with comingle.models.nets.NETS.register(NAME, FUNCTION)"
 _BASES = "a name, (model, tokenizer) of transformers, or a function that returns an nn.Module"
 
@@ -55,18 +55,20 @@ class Given:
     """Named base models that this process has loaded, by their settings. A base that is not among them is added."""
 
     def check(self, recipe: Recipe) -> None:
-        """Check that all objects that the recipe expects from a program are here.
+        """Check that all objects that the recipe expects from a program are here, and fit it.
 
         Raises:
             DataError: The users are missing.
             BaseModelError: The base is missing, or does not fit the users' kind of data.
-            RecipeError: A function needs samples, and the users have none.
+            RecipeError: A function that makes nets or a loss function is passed for users whose data the recipe names,
+                or for users who have no samples.
         """
-        if recipe.data.given and self.users is None:
-            raise DataError(HANDED_OVER)
+        if recipe.data.given and self.users is None:  # the recipe marks its users as passed by a program
+            raise DataError(USERS_MISSING)
         self.check_base(recipe)
         for name, function in {"base": self.net, "loss": self.loss}.items():
             if function is not None and self.users is None:
+                # A recipe can name a registered net, but not a loss.
                 registered = f", or {_REGISTERED}" if name == "base" else ""
                 raise RecipeError(
                     f"{name}: got a function for users of a recipe; allowed: only with users={{...}}{registered}"
@@ -184,14 +186,18 @@ def recipe_with(
 
 
 def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
-    """Return changes of a recipe in which each mapping is completed by the rest of the recipe's section.
+    """Return changes of a recipe, where a changed section also has the keys that the change does not mention.
 
-    A mapping that names another method, optimiser, rule or other users replaces the section instead. None as the value
-    of a section resets the section to its defaults.
+    For example, the change ``training={"rounds": 5}`` keeps the recipe's other keys of ``training``. A mapping that
+    names another method, optimiser, rule or other users replaces the section instead, since the other keys belong to
+    what it replaces. None as the value of a section resets the section to its defaults.
 
     Args:
         recipe: The recipe.
-        changes: New values by dotted recipe key.
+        changes: New values by dotted recipe key, such as ``training`` or ``training.rounds``.
+
+    Returns:
+        The full new values by the same keys.
     """
     content, full_changes = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
     for key, value in changes.items():

@@ -112,7 +112,7 @@ class Newcomer:
     name: str
     recipe: Recipe
     passed: Mapping[str, Any] | None
-    tuned: int
+    fine_tuning_rounds: int
     """Number of final rounds in which the newcomer fine-tunes the downloaded roles."""
 
 
@@ -144,7 +144,10 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
     total = (rounds or recipe.training.rounds) + local_step
     changes = {"training.rounds": total, "data": _newcomer_section(run, name, data)}
     return Newcomer(
-        name=name, recipe=recipe.with_changes(changes, where="--data"), passed=passed, tuned=int(local_step)
+        name=name,
+        recipe=recipe.with_changes(changes, where="--data"),
+        passed=passed,
+        fine_tuning_rounds=int(local_step),
     )
 
 
@@ -266,7 +269,8 @@ def join_run(
 def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
     """Train the newcomer and its two baselines, and evaluate the downloaded model before training.
 
-    The baselines train on the newcomer's data alone: ``pretrained`` evaluates the base model, ``local`` trains.
+    The baselines are ``pretrained``, the base model without training, and ``local``, trained on the newcomer's data
+    alone.
 
     Args:
         run: The run to join.
@@ -283,11 +287,13 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
         run_data = prepare(new_user.recipe, base=base, given=replace(given, users=new_user.passed))
     _check_alike(run, new_user, run_data)
     federation = build(new_user.recipe, run_data, store="memory")
-    download_state(federation, run, rounds=new_user.recipe.training.rounds - new_user.tuned)
+    download_state(federation, run, rounds=new_user.recipe.training.rounds - new_user.fine_tuning_rounds)
     clients = federation.clients
     shared_scores = clients.scorer.score(_shared_models(clients), [clients.users[0].test], [0])
     measure = measure_of(shared_scores)
-    rows = {"shared": measured(shared_scores[0]) | {"train": 0}}  # train: tokens or samples that training used
+    shared = measured(shared_scores[0])
+    train_key = f"train_{clients.batch_source.unit}"  # tokens or samples that training used
+    rows = {"shared": shared | {train_key: 0}}
     # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
     num_extra_rounds = int(clients.method.client.finetunes)
     rounds = new_user.recipe.training.rounds + num_extra_rounds
@@ -296,12 +302,8 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     done = _run_newcomer(federation, new_user, run_data, folder, reporter)
     amount = _amount_trained(done, clients) + num_extra_rounds * clients.batch_source.seen(0)
     of_user = done.metrics["users"][new_user.name]
-    rows["joined"] = {key: value for key, value in of_user.items() if key in rows["shared"]} | {"train": amount}
-    train_key = f"train_{clients.batch_source.unit}"
-    ordered = {
-        row: {train_key if key == "train" else key: value for key, value in rows[row].items()}
-        for row in ("pretrained", "local", "shared", "joined")
-    }
+    rows["joined"] = {key: value for key, value in of_user.items() if key in shared} | {train_key: amount}
+    ordered = {row: rows[row] for row in ("pretrained", "local", "shared", "joined")}
     joined = Joined(run=done, name=new_user.name, measure=measure, rows=ordered)
     if folder is not None:
         write_json(folder / JOINED, {"user": new_user.name, "measure": measure, "rows": ordered})
@@ -371,7 +373,8 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
         reporter: The progress reporter.
 
     Returns:
-        The test results by key, and in ``train`` the number of tokens or samples that training used.
+        The test results by key, and the number of tokens or samples that training used, in ``train_tokens`` or
+        ``train_samples``.
     """
     recipe = new_user.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, run_data, store="memory")
@@ -379,7 +382,8 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     done = execute(federation, recipe, None, observers=observers)
     of_user = done.metrics["users"][new_user.name]
     scores = {key: of_user[key] for key in of_user if key.startswith("test_") and isinstance(of_user[key], float)}
-    return scores | {"train": _amount_trained(done, federation.clients)}
+    clients = federation.clients
+    return scores | {f"train_{clients.batch_source.unit}": _amount_trained(done, clients)}
 
 
 def _amount_trained(run: Run, clients: Clients) -> int:

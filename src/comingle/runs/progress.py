@@ -76,10 +76,11 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
-    """Return a function that gives the number of cohort steps in the first rounds of a run, from their number.
+    """Return a function from a number ``n`` of rounds to the number of cohort steps in the first ``n`` rounds.
 
-    A cohort step is one local step of one cohort, the unit in which progress is shown. If the recipe lists the
-    participants of its rounds, the list repeats periodically.
+    A cohort step is one local step of one cohort, the unit in which progress is shown. A method may train several
+    copies of each user's tensors; each copy takes a place in a cohort. If the recipe lists the participants of its
+    rounds, the list repeats periodically.
 
     Args:
         clients: The clients of the run, in this process.
@@ -90,9 +91,10 @@ def steps_before(clients: Clients) -> Callable[[int], int]:
         clients.pass_size.users,
         clients.steps.local_steps,
     )
-    if isinstance(plan.participation, float | int) and len(names) == len(clients.trainers):
+    has_all_users = len(names) == len(clients.trainers)  # else several processes share the users
+    if isinstance(plan.participation, float | int) and has_all_users:
         num_rows = sample_size(plan.participation, len(names)) * copies
-        steps_per_round = -(-num_rows // cohort_size) * local_steps
+        steps_per_round = -(-num_rows // cohort_size) * local_steps  # cohorts, rounded up, times steps
         return lambda rounds: rounds * steps_per_round
     names_here = set(clients.names)  # of several processes, each counts its own users
     period = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
@@ -103,7 +105,7 @@ def steps_before(clients: Clients) -> Callable[[int], int]:
     return lambda rounds: rounds // period * sum(steps_of_rounds) + sum(steps_of_rounds[: rounds % period])
 
 
-def about(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in its largest unit of which it has at least two, such as "90 s" or "3 h"."""
     for unit_seconds, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit_seconds:
@@ -141,12 +143,12 @@ class RunProgress:
             self.result = f"test {_test_result(event)}"
 
     def _count_steps(self, advance: int) -> None:
-        """Count cohort steps; at the first one of a resumed run, also those of the rounds before it.
+        """Count cohort steps; at the first event of a resumed run, also those of the rounds before it.
 
         Args:
             advance: The number of cohort steps since the last event.
         """
-        if self.started_at < 0:
+        if self.started_at < 0:  # the first event: the run was not resumed, or starts with round `self.round`
             self.started_at = self.done = self._steps_before(self.round - 1)
             self._began = time.perf_counter()
         self.done += advance
@@ -162,7 +164,7 @@ class RunProgress:
         done, rest = self.done - self.started_at, self.total - self.done
         if self.started_at < 0 or done <= 0 or not rest:
             return ""
-        return f" · about {about(self.seconds * rest / done)} left"
+        return f" · about {format_duration(self.seconds * rest / done)} left"
 
     @property
     def place(self) -> str:
@@ -287,8 +289,8 @@ class Lines:
 
     def __init__(self, write: Callable[[str], None], *, stamped: bool = True):
         self._write, self._stamped = write, stamped
-        self._doing: Callable[[], str] | None = None  # describes the long operation that runs; None without one
-        self._said_at = time.perf_counter()
+        self._describe_operation: Callable[[], str] | None = None  # returns a line; None: no long operation runs
+        self._last_line_at = time.perf_counter()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._print_overdue, name="comingle-progress", daemon=True)
 
@@ -305,27 +307,31 @@ class Lines:
         """Print the message now, and again whenever there was no line for :data:`LONG_SECONDS`."""
         began = time.perf_counter()
         self.say(message)
-        self._doing = lambda: f"still {message} after {about(time.perf_counter() - began)}"
+        self._describe_operation = lambda: f"still {message} after {format_duration(time.perf_counter() - began)}"
         try:
             yield
         finally:
-            self._doing = None
+            self._describe_operation = None
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """Return an observer that prints rounds, with the mean training loss over users, and the end of the run."""
+        """Return an observer that prints rounds, with the mean training loss over users, and the end of the run.
+
+        While a round takes longer than :data:`LONG_SECONDS`, a thread prints the local step that it has reached.
+        """
         run_progress = RunProgress(clients, title)
-        printed_result, begun = "", False
+        printed_result, is_first_round = "", True
 
         def print_event(event: Event) -> None:
             """Print a line when a round ends, unless many short rounds would fill the log, and when the run ends."""
-            nonlocal printed_result, begun
+            nonlocal printed_result, is_first_round
             run_progress(event)
             if event["event"] == "step":
-                self._doing = lambda: f"{run_progress.title} · {run_progress.place}{run_progress.left}"
+                # Called by the thread if no other line is printed for a while.
+                self._describe_operation = lambda: f"{run_progress.title} · {run_progress.place}{run_progress.left}"
             elif event["event"] == "round":
-                is_first, begun = not begun, True
-                may_skip = run_progress.rounds > FEW_ROUNDS and not is_first
-                if may_skip and time.perf_counter() - self._said_at < PAUSE_SECONDS:
+                may_skip = run_progress.rounds > FEW_ROUNDS and not is_first_round
+                is_first_round = False
+                if may_skip and time.perf_counter() - self._last_line_at < PAUSE_SECONDS:
                     return
                 losses = event["train_loss_nats"].values()
                 loss = f"training loss {fmean(losses):.4g}" if losses else "no participants"
@@ -334,8 +340,9 @@ class Lines:
                 round_of = f"round {event['round']}/{run_progress.rounds}"
                 self.say(f"{run_progress.title} · {round_of} · {loss}{result}{run_progress.left}")
             elif event["event"] == "end":
-                self._doing = None
-                self.say(f"{run_progress.title} · done after {about(run_progress.seconds)} · {run_progress.result}")
+                self._describe_operation = None
+                duration = format_duration(run_progress.seconds)
+                self.say(f"{run_progress.title} · done after {duration} · {run_progress.result}")
 
         return print_event
 
@@ -345,14 +352,15 @@ class Lines:
     def say(self, line: str) -> None:
         """Print one line, with the time in front where lines are stamped."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._stamped else ""
-        self._said_at = time.perf_counter()
+        self._last_line_at = time.perf_counter()
         self._write(stamp + printable(line))
 
     def _print_overdue(self) -> None:
         """Print the current operation whenever there was no line for :data:`LONG_SECONDS`, in a thread of its own."""
-        while not self._ended.wait(max(0.01, self._said_at + LONG_SECONDS - time.perf_counter())):
-            if time.perf_counter() - self._said_at < LONG_SECONDS:  # there was a line in the meantime
+        while not self._ended.wait(max(0.01, self._last_line_at + LONG_SECONDS - time.perf_counter())):
+            if time.perf_counter() - self._last_line_at < LONG_SECONDS:  # there was a line in the meantime
                 continue
-            self._said_at = time.perf_counter()
-            if (doing := self._doing) is not None:
-                self.say(doing())
+            self._last_line_at = time.perf_counter()
+            # Read once, since the main thread may set it to None at any time.
+            if (describe_operation := self._describe_operation) is not None:
+                self.say(describe_operation())

@@ -266,24 +266,30 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     """Return the record of a run's base and data that is compared when the run is resumed or opened.
 
-    It has digests of the base model, and for each user the sizes and digests of the splits. For users on disk, who may
-    be millions, it has one digest of all users instead of an entry for each.
+    It has digests of the base model, and for each user the sizes and digests of the splits, the true cluster if it is
+    known, and the user's values from lists in the recipe. For users on disk, who may be millions, it has one digest of
+    all users instead of an entry for each.
     """
     kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
     if not run_data.users.in_memory:
         names = digest_names(run_data.users.names)
         population = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: population})
-    # Settings that may be lists with a value for each user.
-    per_user_keys = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
-    lists = {key: values for key, values in per_user_keys.items() if isinstance(values, list)}
+    # Settings that may be a number for all users or a list with a value for each user, in the order of the users.
+    settings_of_users = {
+        "adapters.rank": recipe.adapters.rank,
+        "specialists": recipe.method.settings.get("specialists"),
+    }
+    lists = {key: values for key, values in settings_of_users.items() if isinstance(values, list)}
     users: dict[str, UserInputs] = {}
+    # In a run of several processes, each one has the data of some users; `numbers` are theirs among all users.
     for number, user in zip(run_data.numbers, run_data.present, strict=True):
+        values_of_user = {key: values[number] for key, values in lists.items() if number < len(values)}
         users[user.name] = UserInputs(
             counts={split: len(getattr(user, split)) for split in SPLITS},
             digests=run_data.digests[user.name],
             cluster=getattr(user, "cluster", None),
-            given={key: values[number] for key, values in lists.items() if number < len(values)},
+            given=values_of_user,
         )
     return Inputs(kind=kind, **base, users=users, settings=settings)
 

@@ -127,7 +127,7 @@ def iterate_users(
         ((name, partial(read, name, seed)) for name, read in readers),
         lambda name: UserConversations(name=name),
         skips=data.on_small_user == "skip",
-        data="conversations",
+        noun="conversations",
         report=report,
     )
 
@@ -459,9 +459,16 @@ def _source_label(source: ConversationRows) -> str:
 
 
 def has_messages(data: object, columns: Columns) -> bool:
-    """Return whether an object may be one user's conversations, judged by its type and first row."""
+    """Return whether an object may be one user's conversations, judged by its type and first row.
+
+    These are a list of rows, a ``datasets.Dataset``, or a mapping from splits to either.
+
+    Args:
+        data: The object.
+        columns: The columns that rows of conversations have.
+    """
     if isinstance(data, Mapping):
-        return bool(data) and all(has_messages(part, columns) for part in data.values())
-    if hasattr(data, "column_names"):
+        return bool(data) and all(has_messages(rows_of_split, columns) for rows_of_split in data.values())
+    if hasattr(data, "column_names"):  # a Dataset
         return columns.has(list(getattr(data, "column_names", None) or ()))
     return isinstance(data, list | tuple) and bool(data) and isinstance(data[0], Mapping) and columns.has(list(data[0]))

@@ -432,7 +432,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self._first: UserSamples | None = None
         self._unchanged: UserSamples | None = None
         """First user as it was read, before class numbers become real numbers."""
-        self._whole, self._num_classes = False, 0
+        self._has_whole_targets, self._num_classes = False, 0
         """Whether targets are whole numbers; the largest class of all users, plus 1."""
         self._seen, self._unseen = set[int](), FirstUsers()
         """Classes of train samples (up to a few), and users with held-out classes that they do not train on."""
@@ -461,15 +461,15 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """
         user = read
         if self._first is None:
-            self._whole, self._unchanged = _has_whole_targets(user), user
-        if self._whole and not _has_whole_targets(user):
-            self._whole = False
+            self._has_whole_targets, self._unchanged = _has_whole_targets(user), user
+        if self._has_whole_targets and not _has_whole_targets(user):
+            self._has_whole_targets = False
             assert self._unchanged is not None
             check([self._unchanged, user], classes=self._class_limit)  # raises the error: the first user has classes
-        if self._whole and not self.loss.classes:
+        if self._has_whole_targets and not self.loss.classes:
             user = with_real_targets(user)
         self._first = self._first or user
-        if self.loss.classes and self._whole:
+        if self.loss.classes and self._has_whole_targets:
             self._count_classes(user)
         return user
 
@@ -485,14 +485,16 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     @property
     def loss(self) -> Loss:
-        """Loss of the program or recipe; by default cross-entropy for whole numbers, which are classes, else MSE.
+        """Loss of the program or recipe; by default cross-entropy if all targets are whole numbers, else MSE.
 
-        It is kept for each kind of targets, since the kind is known only once the first user is read.
+        Whole numbers are taken for classes. Whether the targets are whole is known only once users have been read, so
+        the loss may change while they are read. It is therefore cached for both cases.
         """
-        if self._whole not in self._losses:
-            default = CROSS_ENTROPY if self._whole else MSE
-            self._losses[self._whole] = default if self._loss is None else find_loss(self._loss, classes=self._whole)
-        return self._losses[self._whole]
+        has_classes = self._has_whole_targets
+        if has_classes not in self._losses:
+            default = CROSS_ENTROPY if has_classes else MSE
+            self._losses[has_classes] = default if self._loss is None else find_loss(self._loss, classes=has_classes)
+        return self._losses[has_classes]
 
     @property
     def _class_limit(self) -> int | None:
@@ -521,21 +523,21 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         num_classes = num_named_classes or max(1, self._num_classes)
         outputs = num_classes if is_classification else train.targets.shape[-1]
         lines = [*self._remarks.lines, *([self._classes_note] if self._classes_note else [])]
-        if is_classification and self._whole:
+        if is_classification and self._has_whole_targets:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:
             lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.users))
         about = {
             "shape": list(train.inputs.shape[1:]),
             "outputs": outputs,
-            "whole": self._whole,
+            "whole": self._has_whole_targets,
             "labels": list(self.labels),
         }
         return about, lines
 
     def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
         """Return the users with the task that they share: loss, net, and shapes of inputs and outputs."""
-        shape, self._whole = tuple(about["shape"]), about["whole"]
+        shape, self._has_whole_targets = tuple(about["shape"]), about["whole"]
         return Population(
             users=as_users(users),
             loss=self.loss,

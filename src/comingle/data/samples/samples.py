@@ -415,8 +415,9 @@ def _as_item_tensor(value: object, where: str) -> Tensor:
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or an image")
-    # np.array copies, since a tensor on an image's read-only memory would warn.
-    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
+    if array.dtype == np.float16:  # a half is read as the float32 in which nets compute
+        return torch.from_numpy(array.astype(np.float32))
+    return torch.from_numpy(np.array(array))  # copied, since a tensor on an image's read-only memory would warn
 
 
 def _stack(values: list[Tensor], where: str) -> Tensor:

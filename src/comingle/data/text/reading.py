@@ -151,7 +151,7 @@ def iterate_users(
         duplicates.report()
 
     skips = data.on_small_user == "skip"
-    return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, data="text", report=report)
+    return read_each(readers, lambda name: UserText(name=name, train=()), skips=skips, noun="text", report=report)
 
 
 Reader = Callable[[], UserText]
@@ -254,15 +254,19 @@ def split_source(
     Args:
         name: Name of the user.
         read: Reads the documents.
-        split: The recipe's section with the fractions.
+        split: The recipe's section ``split`` with the fractions ``valid`` and ``test``; the rest is train.
         seed: Seed of the shuffle.
-        limits: Token limits of the user by recipe key, which bound how much is read.
+        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. Not more bytes
+            are read than all splits need to reach their limits.
         duplicates: Drops duplicate documents.
     """
-    train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
+    max_train, max_valid, max_test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     train_fraction = 1 - split.valid - split.test
-    max_bytes = max_read_bytes(train=(train, train_fraction), valid=(valid, split.valid), test=(test, split.test))
-    documents = duplicates.drop(name, {"": read(max_bytes)}, str)[""]  # "": not split yet
+    max_bytes = max_read_bytes(
+        train=(max_train, train_fraction), valid=(max_valid, split.valid), test=(max_test, split.test)
+    )
+    not_split_yet = {"": read(max_bytes)}
+    documents = duplicates.drop(name, not_split_yet, text_of=str)[""]
     return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 
@@ -311,14 +315,16 @@ def split_rows(
     Args:
         name: Name of the user.
         splits: Documents by the data set's splits.
-        split: The recipe's section with fractions and names of splits.
+        split: The recipe's section ``split``. ``given`` says whether to use the data set's splits, whose names are
+            ``train_name``, ``valid_name`` and ``test_name``. Otherwise all documents are split by the fractions
+            ``valid`` and ``test``.
         seed: Seed of the shuffle.
         duplicates: Drops duplicate documents.
         advice: What to do if a split is missing, for the message.
     """
-    splits = duplicates.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
+    splits = duplicates.drop(name, splits, text_of=str, held_out=(split.test_name, split.valid_name or ""))
     if not split.given:
-        documents = [document for of_split in splits.values() for document in of_split]
+        documents = [document for documents_of_split in splits.values() for document in documents_of_split]
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
     return split_given(
         splits,
@@ -326,6 +332,7 @@ def split_rows(
         train=split.train_name,
         valid=split.valid_name,
         test=split.test_name,
+        # A validation split of the data set is used as it is; without one, a fraction is cut from train.
         valid_fraction=0.0 if split.valid_name else split.valid,
         seed=seed,
         advice=advice,
