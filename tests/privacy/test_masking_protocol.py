@@ -145,7 +145,7 @@ def test_who_is_lost_after_masking_is_not_seen_either() -> None:
     left = late.mask(server.sealed_for("user 2"), rehearsal.uploads["user 2"])
     private = server._reconstruct_secret("user 2")
     for name in server.survivors:
-        pair = pair_mask(private, server.roster[name][secure_client.KEY :], ("user 2", name), terms)
+        pair = pair_mask(private, server.roster[name][secure_client.KEY_BYTES :], ("user 2", name), terms)
         left = left - pair if name > "user 2" else left + pair
     assert p_uniform(left.view(np.uint8)) > SURELY
     assert bool(
@@ -199,7 +199,7 @@ def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one()
         known = secure_client.mask(server._reconstruct_secret(name), terms.entries, terms.word)
         for other in colluders:
             private = rehearsal.users[other]._derive_secret("masking")
-            pair = pair_mask(private, server.roster[name][secure_client.KEY :], (other, name), terms)
+            pair = pair_mask(private, server.roster[name][secure_client.KEY_BYTES :], (other, name), terms)
             known = known + pair if name < other else known - pair
         left[name] = masked[name] - known
     for count in (1, 2):
@@ -219,7 +219,7 @@ def completed(held: dict[int, bytes], secret: bytes, point: int) -> bytes:
             if other != at:
                 above, below = above * (point - other) % secure_client.PRIME, below * (at - other) % secure_client.PRIME
         value += y * above * pow(below, -1, secure_client.PRIME)
-    return (value % secure_client.PRIME).to_bytes(secure_client.SHARE)
+    return (value % secure_client.PRIME).to_bytes(secure_client.SHARE_BYTES)
 
 
 def test_shares_of_one_secret_are_uniform() -> None:

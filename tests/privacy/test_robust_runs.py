@@ -137,8 +137,8 @@ def test_it_is_told_whose_uploads_counted(federate: Any, rule: str) -> None:
     for t in sent.values():
         t[2] += 1e3
     federation.server.aggregate(replace(upload, tensors=sent))
-    assert federation.server.mechanisms.judged is not None
-    event = federation.server.mechanisms.judged.as_event(1)
+    assert federation.server.mechanisms.rule_result is not None
+    event = federation.server.mechanisms.rule_result.as_event(1)
     counted = event["counted"]
     assert (event["event"], event["round"], event["rule"]) == ("aggregation", 1, rule)
     assert list(counted) == list(USERS)
@@ -159,8 +159,8 @@ def test_a_change_within_the_bound_counts_whole_and_one_that_is_no_number_does_n
     for name, t in sent.items():
         t[0], t[1] = before[name][0], torch.nan
     federation.server.aggregate(replace(upload, tensors=sent))
-    assert federation.server.mechanisms.judged is not None
-    assert federation.server.mechanisms.judged.counted == {"ann": 1, "bob": 0, "cem": 1, "dan": 1, "eve": 1}
+    assert federation.server.mechanisms.rule_result is not None
+    assert federation.server.mechanisms.rule_result.counted == {"ann": 1, "bob": 0, "cem": 1, "dan": 1, "eve": 1}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -173,8 +173,8 @@ def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) 
     assert federation.server.version == 1
     same = [torch.equal(t, before[name]) for name, t in had(federation).items()]
     assert all(same)
-    assert federation.server.mechanisms.judged is not None
-    event = federation.server.mechanisms.judged.as_event(1)
+    assert federation.server.mechanisms.rule_result is not None
+    event = federation.server.mechanisms.rule_result.as_event(1)
     assert event.pop("reason").startswith(f"1 uploads are too few for {rule}")
     assert event == {"event": "aggregation", "round": 1, "rule": rule}
     federation.server.aggregate(replace(upload, round=2))
@@ -186,7 +186,7 @@ def test_nothing_is_computed_or_kept_without_a_rule(federate: Any) -> None:
     assert not federation.server.mechanisms
     upload = trained(federation)
     federation.server.aggregate(upload)
-    assert federation.server.mechanisms.judged is None
+    assert federation.server.mechanisms.rule_result is None
     for name, t in had(federation).items():
         torch.testing.assert_close(t[0], upload.tensors[name].mean(0))
 

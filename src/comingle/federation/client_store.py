@@ -32,7 +32,7 @@ from comingle.federation.participant import Own, Tells
 from comingle.federation.public import Public
 from comingle.privacy.noise import digest
 from comingle.privacy.secure_client import Record, Session
-from comingle.privacy.secure_sum import KEY
+from comingle.privacy.secure_sum import KEY_BYTES
 from comingle.protocol.wire import unpack
 from comingle.runs.api import of_one_user
 from comingle.runs.session import build, describe
@@ -66,7 +66,7 @@ class Sessions:
             raise MessageError(
                 f"secure aggregation: got round {terms.round}; user {name!r} has already helped to unmask round {known}"
             )
-        return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY), save=self._save)
+        return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=self._save)
 
     def current(self, terms: Terms) -> Session:
         """Return the sum that has begun.

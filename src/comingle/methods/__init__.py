@@ -282,26 +282,31 @@ def settings_of(method: str | Method | Make) -> dict[str, Any]:
     for p in parameters:
         if p.default is p.empty:
             raise PluginError(f"method {_name_of(method)}: {str(p)!r} has no default; each setting needs one")
+    # `name` is the name of the method that is made, as in comigs(name=...), and not a setting.
     return {p.name: p.default for p in parameters if p.name != "name"}
 
 
 def settings_in_comparison(
-    name: str, chosen: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]
+    name: str, recipe_method: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings of a method that is compared with the method of a recipe.
 
-    The recipe's own method keeps its settings; other methods have their defaults. Both take from ``for_all`` what they
-    know, which has precedence.
+    The recipe's own method keeps its settings; other methods have their defaults. Settings in ``for_all`` override both
+    in every method that has a setting of that name, and are left out for the others.
 
     Args:
-        name: The method.
-        chosen: Method of the recipe.
-        settings: Settings of ``chosen`` in the recipe.
-        for_all: Settings for every method that has them.
+        name: The method that is compared.
+        recipe_method: Name of the recipe's method.
+        settings: Settings of the recipe's method in the recipe.
+        for_all: Settings given for all compared methods.
+
+    Returns:
+        The settings that differ from the defaults, by name.
     """
-    known = settings_of(name)
-    from_recipe = {key: value for key, value in settings.items() if key not in for_all} if name == chosen else {}
-    common = {key: value for key, value in for_all.items() if key in known}
+    existing = settings_of(name)
+    # The recipe's value of an overridden setting is dropped even if this method has no such setting.
+    from_recipe = {key: value for key, value in settings.items() if key not in for_all} if name == recipe_method else {}
+    common = {key: value for key, value in for_all.items() if key in existing}
     return {**from_recipe, **common}
 
 

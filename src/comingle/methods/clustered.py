@@ -136,7 +136,7 @@ def fedem(*, models: Models = 3) -> Method:
 
     Source: Marfoq et al. 2021, "Federated Multi-Task Learning under a Mixture of Distributions", arXiv:2108.10252,
     Algorithm 2 (FedEM), eq. 7, 8 and 11.
-    Shared: M models with their statistics.  Local: the mixture pi, M numbers.  Frozen: nothing.
+    Shared: M models with their running statistics.  Local: the mixture pi, M numbers.  Frozen: nothing.
     Client: q_m(s) ~ pi_m exp(-loss_m(s)) for all training samples s under the downloaded models, then pi = mean_s q(s),
     then joint steps on sum_m q_m(s) loss_m(s) with q fixed.  Server: mean of each model over users.
     Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x); for a regression, the mean of the outputs.

@@ -136,14 +136,15 @@ def comigs_1gxs(
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
     Shared: attention, 1 generalist per MLP.  Local: each user's specialists, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: as ``comigs``.
+    Differs from the paper: the routers' period and the load-balancing penalty, as for ``comigs``.
 
     Args:
-        specialists: Local experts per MLP, one number or one for each user, without the generalist: the paper's n_i -
-            1.
+        specialists: Local experts per MLP, one number or one for each user. The generalist is not counted, so it is
+            ``n_i - 1`` in the paper's notation.
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-1gxs", phases, specialists=specialists)

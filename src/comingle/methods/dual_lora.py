@@ -170,17 +170,19 @@ def feddpa(
     arXiv:2403.19211, and its public code (Lydia-yang/FedDPA), whose defaults these are.
     Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP; for each MLP the mean direction of
     ``instances`` training prompts (a router that is not trained).  Frozen: the base.
-    Client: FedDPA-T, a step on the local LoRA, with the frozen global one at one half each; a step on the global LoRA
-    alone.  With ``afterwards`` FedDPA-F: rounds train the global LoRA; at each evaluation and at the end a local round
-    trains the local one, starting from the global one, and discards it after use.  At inference the local LoRA's weight
-    is ``scaling`` times the mean cosine between the text's hidden state and those at the end of ``instances`` training
+    Client: by default FedDPA-T, which alternates two steps: one on the local LoRA, in a model that weighs the local and
+    the frozen global LoRA by one half each; and one on the global LoRA, in a model without the local one.  With
+    ``afterwards`` FedDPA-F: rounds train the global LoRA; at each evaluation and at the end a local round trains the
+    local one, starting from the global one, and discards it after use.  At inference the local LoRA's weight is
+    ``scaling`` times the mean cosine between the text's hidden state and those at the end of ``instances`` training
     prompts; the global one has the rest.
     Server: mean over users.
     Differs from the paper: the weight is computed at every token, from the hidden state there, which covers the text so
     far: at the end of a prompt that is the paper's instance, and no later token can leak into a prediction, as it would
     with a whole window of text without prompts.  It is computed in each MLP from that MLP's input, where the public
-    code has one weight from the last layer's states under the local LoRA; a negative cosine counts as 0.  Instances are
-    read with both LoRA at one half, for FedDPA-F with the global one; in plain text they are random windows.  Both LoRA
+    code has one weight from the last layer's states under the local LoRA; a negative cosine counts as 0.  The hidden
+    states of the training prompts are computed with both LoRA at one half, for FedDPA-F with the global one; in plain
+    text without prompts, random windows take their place.  Both LoRA
     are experts of a whole MLP whose outputs are mixed (in the linears with ``adapters: {mix: linear}``, as in the
     paper), and attention has a global one only.  Steps on the two alternate from the first round on, where the code
     trains the local LoRA first, for all of its epochs, from the second round on.  We had the public code, which covers
@@ -272,12 +274,10 @@ class Similarity(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set the routers to ``scaling`` times the mean of the instances' unit vectors.
-
-        The product of that mean with x / |x| is the mean cosine.
-        """
-        for name, mean in cohort.router_directions(self.instances).items():
-            cohort.tensors[name][:, 0] = self.scaling * mean
+        """Set the routers to ``scaling / S sum_s x_s / |x_s|``, whose product with ``x / |x|`` is the local weight."""
+        for name, mean_direction in cohort.router_directions(self.instances).items():
+            # A router is (users, 1, width): one row, for the local LoRA. The global one has the weight that is left.
+            cohort.tensors[name][:, 0] = self.scaling * mean_direction
 
 
 def sdflora() -> Method:

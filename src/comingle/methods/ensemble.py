@@ -53,8 +53,14 @@ def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Local Adaptor.
     Shared: the base where it is trained, with its running statistics.  Local: one adaptor a layer, with its own running
     statistics.  Frozen: a language model's base.
-    Client: joint descent on base and adaptors.  Server: mean, or Adam as for ``floral`` with ``server_adam_rate``.
-    Differs from the paper: p(k) and the adaptors' initial values as for ``floral``.
+    Client: joint descent on base and adaptors.  Server: mean, or with ``server_adam_rate`` above 0 a step of Adam
+    towards the mean.
+    Differs from the paper: the weights p(k) of the mean over users k, and the adaptors' initial values, as for
+    ``floral``.
+
+    Args:
+        precondition: Whether to precondition the adaptors' gradients as in eq. 36.
+        server_adam_rate: Learning rate of the server's Adam; 0 for the mean.
     """
     mixture = ClientMixture(clusters=1, precondition=precondition)
     return client_mixture(

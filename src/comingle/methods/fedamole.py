@@ -261,7 +261,7 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
     users_of_expert = kron(eye_array(experts), np.ones((1, users)))
     experts_of_user = kron(np.ones((1, experts)), eye_array(users))
     result = milp(
-        -gain / max(float(np.abs(gain).max()), 1e-300),
+        -gain / max(float(np.abs(gain).max()), 1e-300),  # 1e-300: scores may all be equal
         integrality=np.ones(gain.size),
         bounds=Bounds(0, 1),
         constraints=[

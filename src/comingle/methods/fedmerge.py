@@ -311,11 +311,16 @@ class Merge(Server):
             soup[name].sub_(gradient, alpha=self.global_rate)
 
     def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        """Take a step of the participants' merging weights or logits, in place (eq. 6); its largest entry is fixed.
+        """Take a gradient step on the participants' merging weights, or on their logits, in place (eq. 6).
+
+        The gradient for user i and model j is ``p_i <Theta_j, g_i>``, or for logits ``p_i w_ij <Theta_j - theta_i,
+        g_i>`` with the merged model theta_i. The step is scaled so that its largest entry is just above
+        ``weight_step``, whatever the gradient's size. Inner products are over the tensors that the setting ``keys``
+        names, and over the ``share`` of an update's largest numbers.
 
         Args:
-            soup: Models ``(models, *shape)``.
-            logits: Merging weights of the participants, or their logits; changed in place.
+            soup: Models Theta, ``(models, *shape)``.
+            logits: Merging weights w of the participants, or their logits; ``(users, models)``, changed in place.
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.
         """

@@ -172,7 +172,10 @@ class Redistribute(Server):
         return {name: t[0].clone() for name, t in setup.models.items()} | {SCALES: setup.scales.clone()}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set the factors of each linear to those of the mean change."""
+        """Set the factors A, B of each linear to those of ``sum_u p_u s_u B_u A_u``, the mean change of its weight.
+
+        p_u are aggregation weights, s_u LoRA scales (:func:`mean_factors`).
+        """
         for name, a, b in lora_pairs(received.tensors):
             factors = mean_factors(a, b, received.weights, received.scales)
             for factor, t in zip("ab", factors, strict=True):

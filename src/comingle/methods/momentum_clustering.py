@@ -177,7 +177,7 @@ class Momentum(ClientHook):
         x is the model at the start of the round, g its decrease over the local steps. The momentum becomes
         ``m = decay m + (1 - decay) g``, and ``m = g`` in a user's first round.
         """
-        decay = self.decay * cohort.kept[BEGUN]
+        decay = self.decay * cohort.kept[BEGUN]  # 0 for a user without momentum yet, whose flag BEGUN is 0
         for name in (n.removeprefix(OWN_MOMENTUM) for n in cohort.kept if n.startswith(OWN_MOMENTUM)):
             momentum, before, now = cohort.kept[OWN_MOMENTUM + name], cohort.began[name], cohort.tensors[name]
             weight = decay.to(momentum).view(-1, *[1] * (momentum.dim() - 1))

@@ -54,7 +54,7 @@ class Controlled(ClientHook):
 
     def start_like(self, tensors: Tree) -> Tree:
         """Return zeros for c_i and c."""
-        return {kind + name: torch.zeros_like(t) for kind in (OWN, ALL) for name, t in tensors.items()}
+        return {prefix + name: torch.zeros_like(t) for prefix in (OWN, ALL) for name, t in tensors.items()}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """Store c and return the model.
@@ -130,15 +130,16 @@ class ControlledMean(Mean):
         return model | {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Update the average control variate c and the model.
+        """Update the average control variate, ``c = c + 1/N sum_i (s_i - c)``, then the model, ``x = x + eta (y - x)``.
 
-        A user's c_i changes by its mean step minus c, which the server computes from the upload and the sum of learning
-        rates. So c comes first: it needs the model as users had downloaded it.
+        ``s_i = (x - y_i) / sum of rates`` is the mean local step of a participant i, s_i - c the change of its c_i, N
+        the number of all users and y the mean upload. c is updated first, because s_i needs the x that users
+        downloaded.
 
         Args:
             kept: State of the server, updated in place.
-            sums: Mean upload.
-            received: The uploads.
+            sums: Mean upload y.
+            received: The uploads y_i, with each user's sum of learning rates.
         """
         for name, mean in sums.items():
             model, control, sent = kept[KEPT + name], kept[CONTROL + name], received.tensors[name]

@@ -201,7 +201,9 @@ class Mean(Server):
         return dict.fromkeys(received.tensors, received.weights)
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """Set the model to the weighted sums of the uploads, or take a step of Adam towards them.
+        """Set the model to the weighted sums of the uploads, or with ``adam_rate`` take a step of Adam towards them.
+
+        Running statistics have no moments, so they are set to the sums in any case.
 
         Args:
             kept: State of the server, updated in place.

@@ -64,7 +64,9 @@ def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor,
         return ((first - second) / (w * first + (1 - w) * second)).sum(1) > 0
 
     low, high = bisect(rises, torch.zeros_like(margin[:, 0]), torch.ones_like(margin[:, 0]), BISECTIONS)
-    return torch.where((margin == 0).all(1), 0.5, torch.where(low == 0, low, high))
+    # Exactly 0 if the likelihood never rises (low has not moved), exactly 1 if it always rises (high has not moved).
+    root_or_end = torch.where(low == 0, low, high)
+    return torch.where((margin == 0).all(1), 0.5, root_or_end)
 
 
 def bisect(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, times: int) -> tuple[Tensor, Tensor]:

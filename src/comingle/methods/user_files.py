@@ -50,7 +50,8 @@ _DIGEST_CHARACTERS = 8
 def load_file(path: Path) -> list[str]:
     """Run a Python file, register its methods and return their names; a file is loaded only once.
 
-    The file may also register nets and losses, or these alone.
+    The file may also register nets and losses, or these alone. Its path is added to the environment variable
+    :data:`FILES`, so that subprocesses load it too.
 
     Raises:
         PluginError: The file does not exist, cannot be run or registers nothing, or a method's name is taken.
@@ -60,16 +61,17 @@ def load_file(path: Path) -> list[str]:
         return _loaded[path]
     if not path.is_file():
         raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
-    before, others = set(REGISTRY), (set(NETS), set(LOSSES))
+    methods_before, nets_and_losses_before = set(REGISTRY), (set(NETS), set(LOSSES))
     module = _import_file(path, where)
     for name, method in _methods(module):
-        registered_itself = name in REGISTRY and name not in before and REGISTRY[name] is method
+        registered_itself = name in REGISTRY and name not in methods_before and REGISTRY[name] is method
         if name in REGISTRY and not registered_itself:
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
-    names = [name for name in REGISTRY if name not in before]
+    names = [name for name in REGISTRY if name not in methods_before]
+    # By function: its place, and whether its code names the class Method, so that it is probably meant as a method.
     skipped = _functions_without_annotation(module, [REGISTRY[name] for name in names])
-    if not names and (set(NETS), set(LOSSES)) == others:
+    if not names and (set(NETS), set(LOSSES)) == nets_and_losses_before:
         found = f" Functions without `-> Method`: {list_names(skipped)}." if skipped else ""
         raise PluginError(
             f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
@@ -77,12 +79,12 @@ def load_file(path: Path) -> list[str]:
         )
     _loaded[path] = names
     SKIPPED.update({name: place for name, (place, _) in skipped.items()})
-    known = os.environ.get(FILES, "").split(os.pathsep)
-    if str(path) not in known:  # otherwise the command that started this process has warned
+    paths_of_command = os.environ.get(FILES, "").split(os.pathsep)
+    if str(path) not in paths_of_command:  # else this is a subprocess, and the main process has already warned
         for name in [name for name, (_, names_method) in skipped.items() if names_method]:
             advice = f"write `def {name}(...) -> Method:`, or begin its name with _ if it is a helper"
             _log.warning("%s: %s is no method, as its return value is not annotated; %s", SKIPPED[name], name, advice)
-    os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, known), str(path)]))
+    os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, paths_of_command), str(path)]))
     return names
 
 
@@ -103,26 +105,29 @@ def write_origin(folder: Path, method: str) -> None:
 
 
 def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
-    """Check that the method of a run folder is registered; warn if its file has changed since.
+    """Check that the method of a run folder is registered; warn if its Python file has changed since the run began.
+
+    The folder's file :data:`ORIGIN` has the path and the SHA-256 of the Python file that defined the method.
 
     Args:
         folder: Run folder.
         method: Name of its method.
-        begun: Whether the run has trained anything; without training there is no warning.
+        begun: Whether the run has trained anything. If not, a change of the file does not matter and is not reported.
 
     Raises:
-        RunError: The method is not registered; the message names the file that it came from.
+        RunError: The method is not registered; the message names the Python file. Or ``ORIGIN`` is damaged.
     """
     path = folder / ORIGIN
     try:
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        file, digest = str(kept.get("file", "")), str(kept.get("sha256", ""))
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        file, digest = str(record.get("file", "")), str(record.get("sha256", ""))
     except (OSError, ValueError, AttributeError) as error:
         raise RunError(f"{path}: damaged ({error}); delete it and give --plugin FILE") from None
     if method in REGISTRY:
-        now = _file_of(method)
-        if file and now is not None and begun and _digest(now) != digest:
-            _warn_changed(method, now, digest[:_DIGEST_CHARACTERS], _digest(now)[:_DIGEST_CHARACTERS], folder)
+        current_file = _file_of(method)
+        if file and current_file is not None and begun and (current_digest := _digest(current_file)) != digest:
+            old, new = digest[:_DIGEST_CHARACTERS], current_digest[:_DIGEST_CHARACTERS]
+            _warn_changed(method, current_file, old, new, folder)
         return
     hint = "if it is your own method, give --plugin FILE"
     if file:
@@ -131,13 +136,13 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
 
 
-def _warn_changed(method: str, file: Path, was: str, now: str, folder: Path) -> None:
-    """Warn, once per command, that a method's file has changed since the run began."""
-    known = os.environ.get(CHANGED, "").split()
-    if (change := f"{was}-{now}") not in known:
-        os.environ[CHANGED] = " ".join([*known, change])
+def _warn_changed(method: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
+    """Warn that a method's file has changed since the run began, once per command, subprocesses included."""
+    reported = os.environ.get(CHANGED, "").split()  # subprocesses inherit it
+    if (change := f"{old_digest}-{new_digest}") not in reported:
+        os.environ[CHANGED] = " ".join([*reported, change])
         message = "%s: method %r has changed since the run began: %s had sha256 %s, now %s"
-        _log.warning(message, folder, method, file, was, now)
+        _log.warning(message, folder, method, file, old_digest, new_digest)
 
 
 def _import_file(path: Path, where: str) -> ModuleType:

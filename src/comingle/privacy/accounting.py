@@ -270,11 +270,11 @@ class Account(ABC):
     @classmethod
     @abstractmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what a round reveals of a user; the noise multiplier must be known.
+        """Return noise and sampling of a round, from which the epsilon of a user follows.
 
         Args:
-            privacy: Settings.
-            participation: Share of the users that take part in a round, or the users of each round.
+            privacy: Settings, with a known noise multiplier.
+            participation: Fraction of the users drawn for each round, or lists of the users of each round.
             users: Number of users of the run.
         """
 
@@ -345,11 +345,13 @@ class UploadAccount(Account):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what a round reveals of a user; if participants are drawn in secret, it reveals less.
+        """Return noise and sampling of a round, from which the epsilon of a user follows.
+
+        Participants who are drawn in secret are sampled, which lowers epsilon.
 
         Args:
             privacy: Settings.
-            participation: Share of the users that take part in a round, or the users of each round.
+            participation: Fraction of the users drawn for each round, or lists of the users of each round.
             users: Number of users of the run.
         """
         multiplier = privacy.multiplier
@@ -424,7 +426,7 @@ class ReplacingAccount(UploadAccount):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return what an upload reveals: replacing a user's data moves it by twice the clip norm.
+        """Return the release of one upload: half the noise, as replacing a user's data moves it by twice the clip norm.
 
         Args:
             privacy: Settings.

@@ -156,7 +156,7 @@ class RuleResult:
 
 @dataclass(kw_only=True)
 class PrivacyMechanism:
-    """Hooks of a privacy mechanism, on a client or on the server; each does nothing unless it is overridden.
+    """Hooks of a privacy mechanism, on a client or on the server; a hook that is not overridden changes nothing.
 
     Args:
         key: Secret from which noise and sampling are drawn. A client's is never the server's.
@@ -165,7 +165,7 @@ class PrivacyMechanism:
     key: str = ""
     account: Account | None = field(init=False, default=None)
     """Account of what has been revealed so far, for mechanisms with noise."""
-    judged: RuleResult | None = field(init=False, default=None)
+    rule_result: RuleResult | None = field(init=False, default=None)
     """Result of the mechanism on the last round's uploads, for its event."""
 
     # ---------------------------------------------------------------- before a run
@@ -208,7 +208,12 @@ class PrivacyMechanism:
         return False
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return each user's mean loss and the gradients of its shared tensors for one optimiser step.
+        """Return each user's mean loss and the noisy gradients of its shared tensors for one optimiser step.
+
+        Only for mechanisms that add noise to gradients (DP-SGD); others are never asked.
+
+        Args:
+            step: The users' models and data, and the loss of an example.
 
         Returns:
             Losses ``(users,)`` and gradients ``(users, *shape)``, float64.
@@ -235,13 +240,13 @@ class PrivacyMechanism:
         """Return tensors ``(users, 1)`` for users to download with their models."""
         return {}
 
-    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+    def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
         """Return the uploads that the server aggregates instead of those received; None leaves its state unchanged."""
         return received
 
     def skip_round(self, received: Sequence[int]) -> None:
         """End a round without aggregation; ``received`` are the users whose uploads arrived."""
-        self.judged = None
+        self.rule_result = None
 
     def warn(self, numbers: int, rounds: int) -> str | None:
         """Return a warning for a run that cannot work, else None.

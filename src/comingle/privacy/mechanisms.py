@@ -289,18 +289,18 @@ class Central(DifferentialPrivacy):
         """Return the clip norm, if it is adaptive."""
         return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)} if self.privacy.adaptive else {}
 
-    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+    def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
         """Return the model plus the mean change with noise, as one upload.
 
         Uploads are clipped again here, so the server need not trust users. Without participants the sum is noise only.
         """
-        model, uploads, users = about.model, received.tensors, len(about.names)
+        model, uploads, users = server_round.model, received.tensors, len(server_round.names)
         downloads: Tree = {}
         if uploads:
             downloads = {name: t.unsqueeze(0).expand(users, *t.shape) for name, t in model.items()}
         downloads = without_padding(downloads, received.ranks)
         changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
-        mean = self.mean(changes, model, about.number, received.reports.get(WITHIN))
+        mean = self.mean(changes, model, server_round.number, received.reports.get(WITHIN))
         return mean_as_upload(model, mean, received.roles)
 
     def mean(self, changes: Tree, like: Tree, number: int, within: Tensor | None) -> Tree:

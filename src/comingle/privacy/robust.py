@@ -67,7 +67,7 @@ def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
 
 
 def krum(uploads: Tree, hostile: int) -> Combined:
-    """Return the first upload in :func:`krum_order`.
+    """Return the upload with the smallest sum of squared distances to its ``n - hostile - 2`` nearest other uploads.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757.
     """
@@ -75,7 +75,9 @@ def krum(uploads: Tree, hostile: int) -> Combined:
 
 
 def multi_krum(uploads: Tree, hostile: int) -> Combined:
-    """Return the mean of the first ``n - hostile - 2`` uploads in :func:`krum_order`.
+    """Return the mean of the ``n - hostile - 2`` uploads with the smallest scores of Krum.
+
+    The score of an upload is the sum of squared distances to its ``n - hostile - 2`` nearest other uploads.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; the number is the largest that Damaskinos et al. 2019
     (AggregaThor) allow.
@@ -263,7 +265,16 @@ class RobustRule(PrivacyMechanism):
             )
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
-        """Check that rounds of ``sizes`` users are large enough, and that uploads have the same coordinates."""
+        """Check that each round has enough users for the rule, and that all uploads have the same coordinates.
+
+        Args:
+            sizes: All numbers of users that a round may have.
+            same_ranks: Whether all users have the same LoRA rank. If not, a user's missing ranks are padded with zeros,
+                which rules that compare uploads coordinate by coordinate would take for values.
+
+        Raises:
+            RecipeError: A check fails.
+        """
         aggregation, rule = self.aggregation, self.aggregation.rule
         for size in sorted(sizes):
             if not aggregation.enough(size):
@@ -279,15 +290,15 @@ class RobustRule(PrivacyMechanism):
                 "allowed: one rank, or norm-bound"
             )
 
-    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+    def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
         """Return the result of the rule; None if too few uploads have arrived."""
-        self.judged = None
+        self.rule_result = None
         if not received.tensors:
             return received
-        started = about.server.starts(about.kept, received)
-        aggregated, self.judged = apply_rule(self.aggregation, received, started, about.names)
+        started = server_round.server.starts(server_round.kept, received)
+        aggregated, self.rule_result = apply_rule(self.aggregation, received, started, server_round.names)
         if aggregated is None:
-            _log.warning("%s", self.judged.reason)
+            _log.warning("%s", self.rule_result.reason)
         return aggregated
 
 
@@ -360,7 +371,7 @@ def _as_single_upload(received: Received, tensors: Tree) -> Received:
         users=[],
         tensors={name: t.to(received.tensors[name].dtype).unsqueeze(0) for name, t in tensors.items()},
         weights=torch.ones(1, dtype=torch.float64),
-        ranks=received.ranks[:1],
+        ranks=received.ranks[:1],  # the same for all users: combining rules need equal ranks (check_rounds)
         scales=received.scales[:1],
         roles=received.roles,
     )

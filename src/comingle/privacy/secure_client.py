@@ -31,11 +31,11 @@ from torch import Tensor
 from comingle.config.settings import Terms
 from comingle.privacy.secure_sum import (
     DTYPES,
-    KEY,
+    KEY_BYTES,
     KEYS,
-    PUBLIC,
-    SEALED,
-    SHARE,
+    PUBLIC_KEYS_BYTES,
+    SEALED_BYTES,
+    SHARE_BYTES,
     SHARES,
     VECTOR,
     as_tensor,
@@ -50,88 +50,91 @@ from comingle.utils.trees import Tree
 # ---------------------------------------------------------------- messages from a user
 
 
-def keys_message(name: str, done: int, public: bytes) -> Upload:
+def keys_message(name: str, round_number: int, public_keys: bytes) -> Upload:
     """Return the message with which a user sends its public keys to the server.
 
     Args:
         name: The user.
-        done: Number of the round, from 1.
-        public: The keys.
+        round_number: Number of the round, from 1.
+        public_keys: The two keys, one after the other.
     """
-    return upload(name, done, {KEYS: _as_byte_tensor([public])})
+    return upload(name, round_number, {KEYS: _as_byte_tensor([public_keys])})
 
 
-def shares_message(name: str, done: int, given: Mapping[str, bytes]) -> Upload:
+def shares_message(name: str, round_number: int, shares: Mapping[str, bytes]) -> Upload:
     """Return the message with which a user sends secret shares to the server.
 
     They are sealed shares of its own secrets for the other users, or, to unmask the sum, its shares of their secrets.
 
     Args:
         name: The user.
-        done: Number of the round, from 1.
-        given: Shares by user, in the order in which the server expects them.
+        round_number: Number of the round, from 1.
+        shares: Shares by user, in the order in which the server expects them.
     """
-    return upload(name, done, {SHARES: _as_byte_tensor(list(given.values()))})
+    return upload(name, round_number, {SHARES: _as_byte_tensor(list(shares.values()))})
 
 
-def masked_message(name: str, done: int, masked: np.ndarray) -> Upload:
+def masked_message(name: str, round_number: int, masked: np.ndarray) -> Upload:
     """Return the message with which a user sends its masked upload to the server.
 
     Args:
         name: The user.
-        done: Number of the round.
+        round_number: Number of the round.
         masked: The upload, integers modulo ``2^word``.
     """
-    return upload(name, done, {VECTOR: as_tensor(masked).unsqueeze(0)})
+    return upload(name, round_number, {VECTOR: as_tensor(masked).unsqueeze(0)})
 
 
-def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
+def read_keys(message: Upload | Download | None, name: str, round_number: int) -> bytes:
     """Return the public keys in a user's message to the server.
 
     Args:
         message: The message.
         name: The user.
-        done: Number of the round.
+        round_number: Number of the round.
 
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    return _byte_strings(_single_tensor(message, name, done, KEYS), 1, PUBLIC)[0]
+    return _byte_strings(_single_tensor(message, name, round_number, KEYS), 1, PUBLIC_KEYS_BYTES)[0]
 
 
 def read_shares(
-    message: Upload | Download | None, name: str, done: int, of: Sequence[str], *, sealed: bool
+    message: Upload | Download | None, name: str, round_number: int, others: Sequence[str], *, sealed: bool
 ) -> dict[str, bytes]:
-    """Return the secret shares in a user's message to the server, by the other user that they are for or of.
+    """Return the secret shares in a user's message to the server, by the name of the other user that they belong to.
 
     Args:
         message: The message.
         name: The user.
-        done: Number of the round, from 1.
-        of: The other users, in the order of the message.
-        sealed: Whether they are sealed shares for the others, or else plain shares of the others' secrets.
+        round_number: Number of the round, from 1.
+        others: The other users, in the order of the message.
+        sealed: True in step "share": shares of the user's own secrets, encrypted for each of the others. False in step
+            "unmask": plain shares of the others' secrets.
 
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    parts = _byte_strings(_single_tensor(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
-    return dict(zip(of, parts, strict=True))
+    parts = _byte_strings(
+        _single_tensor(message, name, round_number, SHARES), len(others), SEALED_BYTES if sealed else SHARE_BYTES
+    )
+    return dict(zip(others, parts, strict=True))
 
 
-def read_masked(message: Upload | Download | None, name: str, done: int, entries: int, word: int) -> np.ndarray:
+def read_masked(message: Upload | Download | None, name: str, round_number: int, entries: int, word: int) -> np.ndarray:
     """Return the masked upload in a user's message to the server, as unsigned integers.
 
     Args:
         message: The message.
         name: The user.
-        done: Number of the round.
+        round_number: Number of the round.
         entries: Number of entries of the upload.
         word: Bits of an entry.
 
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    t = _single_tensor(message, name, done, VECTOR)
+    t = _single_tensor(message, name, round_number, VECTOR)
     if t.dtype != DTYPES[word] or tuple(t.shape) != (1, entries):
         raise MessageError(
             f"secure aggregation: got {t.dtype} of shape {tuple(t.shape)}; allowed: {DTYPES[word]}, {(1, entries)}"
@@ -142,84 +145,84 @@ def read_masked(message: Upload | Download | None, name: str, done: int, entries
 # ---------------------------------------------------------------- messages from the server
 
 
-def roster_message(name: str, done: int, roster: Mapping[str, bytes]) -> Download:
+def roster_message(name: str, round_number: int, roster: Mapping[str, bytes]) -> Download:
     """Return the server's message to a user with the users who advertised and their public keys.
 
     Args:
         name: The receiving user. Its own keys are dropped when the message is packed, as it knows them.
-        done: Number of the round, from 1.
+        round_number: Number of the round, from 1.
         roster: Public keys by user.
     """
-    return download(name, done, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
+    return download(name, round_number, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
 
 
-def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Download:
+def sealed_message(name: str, round_number: int, sealed: Mapping[str, bytes]) -> Download:
     """Return the server's message to a user with the shares that others sealed for it.
 
     Args:
         name: The receiving user.
-        done: Number of the round.
+        round_number: Number of the round.
         sealed: Sealed shares by user.
     """
-    return download(name, done, sealed, {SHARES: _as_byte_tensor(list(sealed.values()))})
+    return download(name, round_number, sealed, {SHARES: _as_byte_tensor(list(sealed.values()))})
 
 
-def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Download:
+def survivors_message(name: str, round_number: int, survivors: Sequence[str]) -> Download:
     """Return the server's message to a user with the names of the users in the sum, which it needs to unmask it.
 
     Args:
         name: The receiving user.
-        done: Number of the round.
+        round_number: Number of the round.
         survivors: Users in the sum.
     """
-    return download(name, done, survivors, {})
+    return download(name, round_number, survivors, {})
 
 
-def read_roster(message: Upload | Download | None, name: str, done: int, own: bytes) -> dict[str, bytes]:
-    """Return the users who advertised, with their public keys, from the server's message.
+def read_roster(message: Upload | Download | None, name: str, round_number: int, own_keys: bytes) -> dict[str, bytes]:
+    """Return the public keys by name of the user, this one included, from the server's message.
 
     Args:
         message: The message.
         name: The receiving user.
-        done: Number of the round.
-        own: Public keys of the receiving user, which the message leaves out.
+        round_number: Number of the round.
+        own_keys: Public keys of the receiving user, which the message leaves out because the user knows them.
 
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _senders_and_tensors(message, name, done)
+    senders, tensors = _senders_and_tensors(message, name, round_number)
     others = [sender for sender in senders if sender != name]
-    keys = dict(zip(others, _byte_strings(tensors.get(KEYS), len(others), PUBLIC), strict=True))
-    return {sender: own if sender == name else keys[sender] for sender in senders}
+    keys = dict(zip(others, _byte_strings(tensors.get(KEYS), len(others), PUBLIC_KEYS_BYTES), strict=True))
+    return {sender: own_keys if sender == name else keys[sender] for sender in senders}
 
 
-def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict[str, bytes]:
+def read_sealed(message: Upload | Download | None, name: str, round_number: int) -> dict[str, bytes]:
     """Return the shares that others sealed for this user, by sender, from the server's message.
 
     Args:
         message: The message.
         name: The receiving user.
-        done: Number of the round.
+        round_number: Number of the round.
 
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _senders_and_tensors(message, name, done)
-    return dict(zip(senders, _byte_strings(tensors.get(SHARES), len(senders), SEALED), strict=True))
+    senders, tensors = _senders_and_tensors(message, name, round_number)
+    return dict(zip(senders, _byte_strings(tensors.get(SHARES), len(senders), SEALED_BYTES), strict=True))
 
 
-def read_survivors(message: Upload | Download | None, name: str, done: int) -> list[str]:
+def read_survivors(message: Upload | Download | None, name: str, round_number: int) -> list[str]:
     """Return the names of the users in the sum from the server's message.
 
     Args:
         message: The message.
         name: The receiving user.
-        done: Number of the round.
+        round_number: Number of the round.
 
     Raises:
         MessageError: The message is not for this user and round.
     """
-    return list(_senders_and_tensors(message, name, done)[0])
+    return list(_senders_and_tensors(message, name, round_number)[0])
 
 
 # ---------------------------------------------------------------- messages as tensors
@@ -247,40 +250,44 @@ def _byte_strings(t: Tensor | None, count: int, width: int) -> list[bytes]:
     return [row.tobytes() for row in t.reshape(count, width).numpy()]
 
 
-def _single_tensor(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
+def _single_tensor(message: Upload | Download | None, name: str, round_number: int, tensor_name: str) -> Tensor:
     """Return the only tensor of a user's upload.
 
     Args:
         message: The message.
         name: The user.
-        done: Number of the round.
-        what: Required name of the tensor.
+        round_number: Number of the round.
+        tensor_name: Required name of the tensor.
 
     Raises:
         MessageError: The message is not of this user and round, or has other tensors.
     """
-    if not isinstance(message, Upload) or message.users != (name,) or message.round != done or message.reports:
-        raise MessageError(f"secure aggregation: not a message from user {name!r} in round {done}")
-    if message.tensors.keys() != {what}:
-        raise MessageError(f"secure aggregation: got tensors {sorted(message.tensors)[:3]}; allowed: {what}")
-    return message.tensors[what]
+    if not isinstance(message, Upload) or message.users != (name,) or message.round != round_number or message.reports:
+        raise MessageError(f"secure aggregation: not a message from user {name!r} in round {round_number}")
+    if message.tensors.keys() != {tensor_name}:
+        raise MessageError(f"secure aggregation: got tensors {sorted(message.tensors)[:3]}; allowed: {tensor_name}")
+    return message.tensors[tensor_name]
 
 
-def _senders_and_tensors(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
+def _senders_and_tensors(
+    message: Upload | Download | None, name: str, round_number: int
+) -> tuple[tuple[str, ...], Tree]:
     """Return the names of the users that a download's contents come from, and its tensors.
 
     Args:
         message: The message.
         name: The receiving user.
-        done: Number of the round.
+        round_number: Number of the round.
 
     Raises:
         MessageError: The message is not for this user and round, or names a user twice.
     """
-    if not isinstance(message, Download) or message.users != (name,) or message.version != done:
-        raise MessageError(f"secure aggregation: not a message for user {name!r} in round {done}")
+    if not isinstance(message, Download) or message.users != (name,) or message.version != round_number:
+        raise MessageError(f"secure aggregation: not a message for user {name!r} in round {round_number}")
     if twice := [sender for sender, count in Counter(message.senders).items() if count > 1]:
-        raise MessageError(f"secure aggregation: user {twice[0][:70]!r} occurs twice in round {done}; allowed: once")
+        raise MessageError(
+            f"secure aggregation: user {twice[0][:70]!r} occurs twice in round {round_number}; allowed: once"
+        )
     return message.senders, message.tensors
 
 
@@ -385,7 +392,9 @@ class Session:
         self._record_step("mask", request, after="share", sealed=dict(sealed))
         masked = upload + mask(self._derive_secret("own mask"), self.terms.entries, self.terms.word)
         for name in sealed:
-            pair = pair_mask(self._derive_secret("masking"), self.roster[name][KEY:], (self.name, name), self.terms)
+            pair = pair_mask(
+                self._derive_secret("masking"), self.roster[name][KEY_BYTES:], (self.name, name), self.terms
+            )
             masked = masked + pair if self.name < name else masked - pair
         # Fails if another upload was masked before: the difference of both would not be hidden.
         self._record_step("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
@@ -417,15 +426,15 @@ class Session:
 
     # ---------------------------------------------------------------- secrets
 
-    def _derive_secret(self, purpose: str, *about: str) -> bytes:
+    def _derive_secret(self, purpose: str, *context: str) -> bytes:
         """Derive a secret of this user and sum from its seed; the same purpose always gives the same secret."""
-        return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *about)
+        return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *context)
 
     def _all_shares(self) -> dict[str, bytes]:
         """Split this user's two secrets; return each user's share of the own mask's seed and of the masking key.
 
-        Both shares are concatenated. The polynomials depend on the roster, so that shares for another roster tell
-        nothing about them.
+        Both shares are concatenated. The polynomials' coefficients are derived from the roster too: with shares of one
+        polynomial for two rosters, colluding users could collect more of them than the threshold allows.
         """
         points = {name: point for point, name in enumerate(self.roster, start=1)}
         roster_text = json.dumps({name: key.hex() for name, key in self.roster.items()})
@@ -445,7 +454,7 @@ class Session:
             which: 0 for the seed of its own mask, 1 for its masking key.
         """
         both = self._all_shares()[name] if name == self.name else self._unseal_shares(name, self.sealed[name])
-        return both[which * SHARE :][:SHARE]
+        return both[which * SHARE_BYTES :][:SHARE_BYTES]
 
     def _unseal_shares(self, name: str, sealed: bytes) -> bytes:
         """Decrypt the shares that the user ``name`` sealed for this user: of its own mask and of its masking key.
@@ -453,14 +462,14 @@ class Session:
         Raises:
             MessageError: They were not sealed by that user for this sum, or have a wrong length.
         """
-        text = unseal(self._sealing_key(name, sends=False), sealed, self.terms.digest)
-        if len(text) != 2 * SHARE:
+        both_shares = unseal(self._sealing_key(name, sends=False), sealed, self.terms.digest)
+        if len(both_shares) != 2 * SHARE_BYTES:
             raise MessageError("secure aggregation: shares of the wrong length")
-        return text
+        return both_shares
 
     def _sealing_key(self, name: str, *, sends: bool) -> bytes:
         """Return the key that seals shares between this user and the user ``name``; each direction has its own key."""
-        common = shared_secret(self._derive_secret("sealing"), self.roster[name][:KEY], name)
+        common = shared_secret(self._derive_secret("sealing"), self.roster[name][:KEY_BYTES], name)
         sender, receiver = (self.name, name) if sends else (name, self.name)
         return derive(common, "seal", self.terms.digest, sender, receiver)
 
@@ -555,7 +564,7 @@ def _primitives(name: str) -> Any:
 
 def derive(secret: bytes, *purpose: str | int) -> bytes:
     """Derive a key of 32 bytes for one purpose from a secret (HKDF-SHA256)."""
-    hkdf = _primitives("kdf.hkdf").HKDF(_primitives("hashes").SHA256(), KEY, None, json.dumps(purpose).encode())
+    hkdf = _primitives("kdf.hkdf").HKDF(_primitives("hashes").SHA256(), KEY_BYTES, None, json.dumps(purpose).encode())
     return hkdf.derive(secret)
 
 
@@ -602,31 +611,31 @@ def stream(key: bytes, count: int) -> bytes:
     return cipher.encryptor().update(bytes(count))
 
 
-def seal(key: bytes, text: bytes, about: str) -> bytes:
+def seal(key: bytes, text: bytes, context: str) -> bytes:
     """Encrypt and authenticate bytes with ChaCha20-Poly1305. The nonce is constant, so use a key for one text only.
 
     Args:
         key: Key of this text.
         text: The bytes to encrypt.
-        about: Context, not encrypted, without which the text cannot be decrypted.
+        context: Not encrypted; without it the text cannot be decrypted. Here the digest of the sum's terms.
     """
-    return _primitives("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, about.encode())
+    return _primitives("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, context.encode())
 
 
-def unseal(key: bytes, sealed: bytes, about: str) -> bytes:
+def unseal(key: bytes, sealed: bytes, context: str) -> bytes:
     """Decrypt a sealed text.
 
     Args:
         key: Key of the text.
         sealed: The sealed text.
-        about: Context that it was sealed with.
+        context: Context that it was sealed with.
 
     Raises:
         MessageError: It was sealed with another key or context, or was changed.
     """
     invalid = importlib.import_module("cryptography.exceptions").InvalidTag
     try:
-        return _primitives("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, about.encode())
+        return _primitives("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, context.encode())
     except invalid:
         raise MessageError("secure aggregation: a share was not sealed by its sender") from None
 
@@ -650,13 +659,13 @@ def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> d
     Returns:
         The share of each point.
     """
-    assert len(secret) == KEY
+    assert len(secret) == KEY_BYTES
     assert all(0 < point < PRIME for point in points)
     random_bytes = stream(key, _COEFFICIENT_BYTES * (threshold - 1))
     coefficients = [int.from_bytes(secret)]
     for start in range(0, len(random_bytes), _COEFFICIENT_BYTES):
         coefficients.append(int.from_bytes(random_bytes[start : start + _COEFFICIENT_BYTES]) % PRIME)
-    return {point: _evaluate_polynomial(coefficients, point).to_bytes(SHARE) for point in points}
+    return {point: _evaluate_polynomial(coefficients, point).to_bytes(SHARE_BYTES) for point in points}
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -681,9 +690,9 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 numerator = numerator * other % PRIME
                 denominator = denominator * (other - point) % PRIME
         secret = (secret + values[point] * numerator * pow(denominator, -1, PRIME)) % PRIME
-    if any(value >= PRIME for value in values.values()) or secret >= 1 << 8 * KEY:
+    if any(value >= PRIME for value in values.values()) or secret >= 1 << 8 * KEY_BYTES:
         raise MessageError("secure aggregation: the shares belong to no secret")
-    return secret.to_bytes(KEY)
+    return secret.to_bytes(KEY_BYTES)
 
 
 def _evaluate_polynomial(coefficients: Sequence[int], point: int) -> int:

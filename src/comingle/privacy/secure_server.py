@@ -11,7 +11,7 @@ import numpy as np
 from comingle.config.settings import Terms, no_sum
 from comingle.privacy import secure_client
 from comingle.privacy.secure_client import Session, pair_mask
-from comingle.privacy.secure_sum import KEY, PUBLIC
+from comingle.privacy.secure_sum import KEY_BYTES, PUBLIC_KEYS_BYTES
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.utils.errors import MessageError, NoSumError
@@ -45,7 +45,7 @@ class SumCollector:
         Raises:
             MessageError: They have a wrong length or are another user's.
         """
-        if len(public) != PUBLIC or public in self.roster.values():
+        if len(public) != PUBLIC_KEYS_BYTES or public in self.roster.values():
             raise MessageError("secure aggregation: keys of the wrong length, or those of another user")
         self.roster[name] = public
 
@@ -81,7 +81,7 @@ class SumCollector:
         """Check that enough users have completed a step to continue with the sum.
 
         Args:
-            completed: Users who have.
+            completed: Users who have completed the step, or a mapping by these users.
             step: Name of the step, for the message.
 
         Raises:
@@ -95,6 +95,9 @@ class SumCollector:
 
     def total(self, largest: int) -> np.ndarray:
         """Remove the masks from the sum of masked uploads; return the sum of the survivors' uploads, int64.
+
+        Masks of two survivors have cancelled. Left are the own mask of each survivor, and the masks that survivors have
+        in common with users who shared secrets but then sent no upload.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
@@ -111,6 +114,7 @@ class SumCollector:
         for name in self.sharers:
             if name not in self.survivors:
                 self._remove_pair_masks(total, name)
+        # Uploads are signed integers modulo 2^word, so their sum is read as a signed number of the same size.
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
         if max(int(signed.max()), -int(signed.min())) > largest * len(self.survivors):
             raise NoSumError(f"round {self.terms.round}: the result is out of range; a user sent wrong data")
@@ -127,10 +131,10 @@ class SumCollector:
             NoSumError: The shares do not give the user's masking key.
         """
         private = self._reconstruct_secret(dropped)
-        if secure_client.public_of(private) != self.roster[dropped][KEY:]:
+        if secure_client.public_of(private) != self.roster[dropped][KEY_BYTES:]:
             raise NoSumError(f"round {self.terms.round}: the shares of user {dropped!r} give another key")
         for name in self.survivors:
-            pair = pair_mask(private, self.roster[name][KEY:], (dropped, name), self.terms)
+            pair = pair_mask(private, self.roster[name][KEY_BYTES:], (dropped, name), self.terms)
             if name < dropped:  # the first of two users by name has added their common mask
                 total -= pair
             else:
@@ -177,7 +181,7 @@ class SimulatedSum:
     def __post_init__(self) -> None:
         self.server = SumCollector(terms=self.terms)
         self.users = {
-            name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY), save=lambda record: None)
+            name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=lambda record: None)
             for name in self.uploads
         }
 
@@ -190,47 +194,51 @@ class SimulatedSum:
         Raises:
             NoSumError: Too few users have answered in a step.
         """
-        server, done = self.server, self.terms.round
+        server, round_number = self.server, self.terms.round
         for name, user in self.users.items():
             if self.answers("advertise", name):
-                keys = secure_client.keys_message(name, done, user.advertise())
+                keys = secure_client.keys_message(name, round_number, user.advertise())
                 message = self._transmit_upload("advertise", name, keys)
-                server.advertised(name, secure_client.read_keys(message, name, done))
+                server.advertised(name, secure_client.read_keys(message, name, round_number))
         server.require(server.roster, "advertise")
         for name in [user for user in server.roster if self.answers("share", user)]:
-            self._run_share_step(name, done)
+            self._run_share_step(name, round_number)
         server.require(server.sealed, "share")
         for name in [user for user in server.sharers if self.answers("mask", user)]:
-            self._run_mask_step(name, done)
+            self._run_mask_step(name, round_number)
         server.require(server.survivors, "mask")
         for name in [user for user in server.survivors if self.answers("unmask", user)]:
-            self._run_unmask_step(name, done)
+            self._run_unmask_step(name, round_number)
         return server.total(largest)
 
-    def _run_share_step(self, name: str, done: int) -> None:
+    def _run_share_step(self, name: str, round_number: int) -> None:
         """Send the public keys to a user, and give the server the shares that it seals for others."""
         user, others = self.users[name], [other for other in self.server.roster if other != name]
-        request = self._transmit_download("share", name, secure_client.roster_message(name, done, self.server.roster))
-        sealed = user.share(secure_client.read_roster(request, name, done, user.advertise()))
-        message = self._transmit_upload("share", name, secure_client.shares_message(name, done, sealed))
-        self.server.shared(name, secure_client.read_shares(message, name, done, others, sealed=True))
+        request = self._transmit_download(
+            "share", name, secure_client.roster_message(name, round_number, self.server.roster)
+        )
+        sealed = user.share(secure_client.read_roster(request, name, round_number, user.advertise()))
+        message = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed))
+        self.server.shared(name, secure_client.read_shares(message, name, round_number, others, sealed=True))
 
-    def _run_mask_step(self, name: str, done: int) -> None:
+    def _run_mask_step(self, name: str, round_number: int) -> None:
         """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
         terms = self.terms
-        sealed = secure_client.sealed_message(name, done, self.server.sealed_for(name))
+        sealed = secure_client.sealed_message(name, round_number, self.server.sealed_for(name))
         request = self._transmit_download("mask", name, sealed)
-        masked = self.users[name].mask(secure_client.read_sealed(request, name, done), self.uploads[name])
-        message = self._transmit_upload("mask", name, secure_client.masked_message(name, done, masked))
-        self.server.added(name, secure_client.read_masked(message, name, done, terms.entries, terms.word))
+        masked = self.users[name].mask(secure_client.read_sealed(request, name, round_number), self.uploads[name])
+        message = self._transmit_upload("mask", name, secure_client.masked_message(name, round_number, masked))
+        self.server.added(name, secure_client.read_masked(message, name, round_number, terms.entries, terms.word))
 
-    def _run_unmask_step(self, name: str, done: int) -> None:
+    def _run_unmask_step(self, name: str, round_number: int) -> None:
         """Send a user the names of the users in the sum, and give the server the shares that it reveals."""
-        survivors = secure_client.survivors_message(name, done, self.server.survivors)
+        survivors = secure_client.survivors_message(name, round_number, self.server.survivors)
         request = self._transmit_download("unmask", name, survivors)
-        opened = self.users[name].unmask(secure_client.read_survivors(request, name, done))
-        message = self._transmit_upload("unmask", name, secure_client.shares_message(name, done, opened))
-        self.server.unmasked(name, secure_client.read_shares(message, name, done, self.server.sharers, sealed=False))
+        opened = self.users[name].unmask(secure_client.read_survivors(request, name, round_number))
+        message = self._transmit_upload("unmask", name, secure_client.shares_message(name, round_number, opened))
+        self.server.unmasked(
+            name, secure_client.read_shares(message, name, round_number, self.server.sharers, sealed=False)
+        )
 
     def _transmit_upload(self, step: str, name: str, message: Upload) -> Upload | Download:
         """Return a user's message after packing and unpacking; record its bytes in ``received``."""

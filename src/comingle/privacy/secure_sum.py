@@ -103,42 +103,42 @@ def as_tensor(words: np.ndarray) -> Tensor:
 KEYS, SHARES, VECTOR = "keys", "shares", "sum"
 """Names of tensors in messages: public keys, shares, and the masked upload."""
 
-KEY = 32
+KEY_BYTES = 32
 """Bytes of every key and seed."""
-PUBLIC = 2 * KEY
+PUBLIC_KEYS_BYTES = 2 * KEY_BYTES
 """Bytes of a user's two public keys, for sealing and for masks."""
-SHARE = KEY + 1
+SHARE_BYTES = KEY_BYTES + 1
 """Bytes of a share."""
-SEALED = 2 * SHARE + 16
+SEALED_BYTES = 2 * SHARE_BYTES + 16
 """Bytes of a sealed message between two users: two shares, encrypted and authenticated."""
 
 _NO_RANKS = torch.zeros(1, dtype=torch.int64)
 """LoRA rank in messages of the protocol: none, as padding is masked too."""
 
 
-def upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
+def upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upload:
     """Return a user's message to the server in the protocol of a secure sum.
 
     Args:
         name: The user.
-        done: Number of the round, from 1.
+        round_number: Number of the round, from 1.
         tensors: Contents.
     """
-    return Upload(round=done, users=(name,), tensors=tensors, ranks=_NO_RANKS)
+    return Upload(round=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS)
 
 
 def download(
-    name: str, done: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
+    name: str, round_number: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
 ) -> Download:
     """Return a message from the server to a user in the protocol of a secure sum.
 
     Args:
         name: The user.
-        done: Number of the round, from 1.
+        round_number: Number of the round, from 1.
         senders: Users that the contents come from.
         tensors: Contents.
     """
-    return Download(version=done, users=(name,), tensors=tensors, ranks=_NO_RANKS, senders=tuple(senders))
+    return Download(version=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS, senders=tuple(senders))
 
 
 def sent_bytes(terms: Terms, name: str, count: int) -> int:
@@ -151,17 +151,17 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
     """
     vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
     contents = (
-        {KEYS: _meta_bytes(1, PUBLIC)},
-        {SHARES: _meta_bytes(count - 1, SEALED)},
+        {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)},
+        {SHARES: _meta_bytes(count - 1, SEALED_BYTES)},
         {VECTOR: vector},
-        {SHARES: _meta_bytes(count, SHARE)},
+        {SHARES: _meta_bytes(count, SHARE_BYTES)},
     )
     return sum(packed_bytes(upload(name, terms.round, tensors))[0] for tensors in contents)
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
     """Return the bytes that a user sends for a sum that fails after the first step."""
-    return packed_bytes(upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC)}))[0]
+    return packed_bytes(upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)}))[0]
 
 
 def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
@@ -172,11 +172,11 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
         name: The user.
         names: All users of the sum.
     """
-    done, others = terms.round, [other for other in names if other != name]
+    round_number, others = terms.round, [other for other in names if other != name]
     messages = (
-        download(name, done, names, {KEYS: _meta_bytes(len(names), PUBLIC)}),
-        download(name, done, others, {SHARES: _meta_bytes(len(others), SEALED)}),
-        download(name, done, names, {}),
+        download(name, round_number, names, {KEYS: _meta_bytes(len(names), PUBLIC_KEYS_BYTES)}),
+        download(name, round_number, others, {SHARES: _meta_bytes(len(others), SEALED_BYTES)}),
+        download(name, round_number, names, {}),
     )
     return sum(packed_bytes(message)[0] for message in messages)
 
@@ -230,47 +230,47 @@ class Sums:
         """Bits of the numbers that are sent."""
         return self.secure.word(len(self.users))
 
-    def expected(self, done: int) -> int:
-        """Return the number of users that round ``done`` selects."""
-        return int(expected_participants(self.privacy, self.participation, len(self.users), done - 1))
+    def expected(self, round_number: int) -> int:
+        """Return the number of users that round ``round_number`` selects."""
+        return int(expected_participants(self.privacy, self.participation, len(self.users), round_number - 1))
 
-    def least(self, done: int) -> int:
-        """Return the smallest number of uploads in the sum of round ``done``; with fewer there is no sum."""
-        return self.secure.least(self.expected(done))
+    def least(self, round_number: int) -> int:
+        """Return the smallest number of uploads in the sum of round ``round_number``; with fewer there is no sum."""
+        return self.secure.least(self.expected(round_number))
 
-    def deviation(self, done: int) -> float:
-        """Return the standard deviation of each user's part of the noise in round ``done``.
+    def deviation(self, round_number: int) -> float:
+        """Return the standard deviation of each user's part of the noise in round ``round_number``.
 
         The parts of the smallest sum without those of colluding users, who know theirs, add up to the noise that the
         account assumes.
         """
         if not self.privacy.noisy:
             return 0.0
-        num_parts = self.least(done) - self.secure.colluders
+        num_parts = self.least(round_number) - self.secure.colluders
         return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(num_parts)
 
-    def grid(self, done: int) -> Grid:
-        """Return the grid for the uploads of round ``done``, large enough for a clipped change and its noise."""
+    def grid(self, round_number: int) -> Grid:
+        """Return the grid for a round's uploads, large enough for a clipped change and its noise."""
         bound = self.secure.range or RANGE
         if self.privacy.noisy:
-            bound = self.privacy.first_bound + TAIL * self.deviation(done)
+            bound = self.privacy.first_bound + TAIL * self.deviation(round_number)
         return Grid(bound=bound, bits=self.secure.bits)
 
-    def terms(self, run: str, done: int, size: int, selected: tuple[str, ...]) -> Terms:
+    def terms(self, run: str, round_number: int, size: int, selected: tuple[str, ...]) -> Terms:
         """Return the public terms of a round's sum, on which users and server agree.
 
         Args:
             run: Name of the run.
-            done: Number of the round, from 1.
+            round_number: Number of the round, from 1.
             size: Number of shared parameters.
             selected: Users selected for the round.
         """
         return Terms(
             run=run,
-            round=done,
+            round=round_number,
             users=selected,
-            expected=self.expected(done),
-            threshold=self.least(done),
+            expected=self.expected(round_number),
+            threshold=self.least(round_number),
             word=self.word,
             entries=size + int(self.weighted),
         )
@@ -283,8 +283,8 @@ class Sums:
         """
         rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
-        for done in range(1, rounds + 1):
-            num_users, least = self.expected(done), self.least(done)
+        for round_number in range(1, rounds + 1):
+            num_users, least = self.expected(round_number), self.least(round_number)
             if num_users < least:
                 raise RecipeError(f"{where}: {num_users} user(s) in a round, too few to hide in a sum; needed: {least}")
             if least - secure.colluders < LEAST:
@@ -292,7 +292,7 @@ class Sums:
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {least} users; allowed: up to "
                     f"{least - LEAST}"
                 )
-            if self.privacy.noisy and self.deviation(done) < LEAST_STEPS * self.grid(done).step:
+            if self.privacy.noisy and self.deviation(round_number) < LEAST_STEPS * self.grid(round_number).step:
                 raise RecipeError(f"{where}.bits: got {secure.bits}, too few for such small noise; use more bits")
 
     def check_size(self, size: int) -> None:
@@ -321,7 +321,7 @@ class Sums:
     # ---------------------------------------------------------------- on clients
 
     def uploads(
-        self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, done: int
+        self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, round_number: int
     ) -> Int[Tensor, "users entries"]:
         """Return each user's upload before masks: integers modulo ``2^word``.
 
@@ -330,19 +330,19 @@ class Sums:
             weights: Weights of the users, up to 1.
             names: Names of the users.
             key: Key of the noise.
-            done: Number of the round, from 1.
+            round_number: Number of the round, from 1.
         """
-        grid = self.grid(done)
+        grid = self.grid(round_number)
         if self.privacy.noisy:
-            levels = self._clip_and_add_noise(changes, weights, names, key, done)
+            levels = self._clip_and_add_noise(changes, weights, names, key, round_number)
         else:
-            levels = self._clamp_to_range(changes, weights, names, done)
+            levels = self._clamp_to_range(changes, weights, names, round_number)
         if self.weighted:
             levels = torch.cat([levels, self._integer_weights(weights, grid).unsqueeze(1)], 1)
         return levels.to(DTYPES[self.word])
 
     def _clamp_to_range(
-        self, changes: Tree, weights: Tensor, names: Sequence[str], done: int
+        self, changes: Tree, weights: Tensor, names: Sequence[str], round_number: int
     ) -> Int[Tensor, "users entries"]:
         """Return each user's weighted change as grid points, for sums without noise.
 
@@ -352,20 +352,20 @@ class Sums:
             changes: Changes ``(users, *shape)``.
             weights: Weights of the users, up to 1.
             names: Names of the users.
-            done: Number of the round, from 1.
+            round_number: Number of the round, from 1.
         """
-        grid, values = self.grid(done), flat(changes).cpu()
+        grid, values = self.grid(round_number), flat(changes).cpu()
         for name, beyond in zip(names, grid.beyond(values), strict=True):
             if beyond:
                 logger.warning(
                     "user %r, round %d: %d of %d entries of its change are clipped to the range %g "
-                    "(privacy.secure_aggregation.range)", name, done, beyond, values.shape[1], grid.bound,
+                    "(privacy.secure_aggregation.range)", name, round_number, beyond, values.shape[1], grid.bound,
                 )  # fmt: skip
         weight = self._integer_weights(weights, grid).double() / grid.levels
         return grid.place(values.nan_to_num(0.0).clamp(-grid.bound, grid.bound) * weight.unsqueeze(1))
 
     def _clip_and_add_noise(
-        self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, done: int
+        self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, round_number: int
     ) -> Int[Tensor, "users entries"]:
         """Return each user's clipped, weighted change plus its part of the noise, as grid points.
 
@@ -376,14 +376,14 @@ class Sums:
             weights: Weights of the users, up to 1.
             names: Names of the users.
             key: Key of the noise.
-            done: Number of the round, from 1.
+            round_number: Number of the round, from 1.
         """
-        grid, entries = self.grid(done), sum(t[0].numel() for t in changes.values())
+        grid, entries = self.grid(round_number), sum(t[0].numel() for t in changes.values())
         bound = self.privacy.first_bound - grid.slack(entries)
         levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
-        deviation_steps = self.deviation(done) / grid.step
+        deviation_steps = self.deviation(round_number) / grid.step
         noises = [
-            gaussian((entries,), key, name, done, "noise share", digest({"": row}))
+            gaussian((entries,), key, name, round_number, "noise share", digest({"": row}))
             for name, row in zip(names, levels, strict=True)
         ]
         return grid.cut(levels + (torch.stack(noises) * deviation_steps).round().long())
@@ -394,17 +394,17 @@ class Sums:
 
     # ---------------------------------------------------------------- on the server
 
-    def require(self, num_advertised: int, done: int) -> None:
-        """Check that enough users have advertised keys for the sum of round ``done``.
+    def require(self, num_advertised: int, round_number: int) -> None:
+        """Check that enough users have advertised keys for the sum of round ``round_number``.
 
         Raises:
             NoSumError: They are too few.
         """
-        if num_advertised < (least := self.least(done)):
-            fact = f"{num_advertised} of {self.expected(done)} users completed step 'advertise'"
-            raise NoSumError(no_sum(done, fact, least))
+        if num_advertised < (least := self.least(round_number)):
+            fact = f"{num_advertised} of {self.expected(round_number)} users completed step 'advertise'"
+            raise NoSumError(no_sum(round_number, fact, least))
 
-    def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, done: int) -> Tree:
+    def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, round_number: int) -> Tree:
         """Return the mean change of the users, float64, from the sum of their uploads.
 
         The sum is divided by the number of uploads, or by the sum of weights if users have weights. With noise it is
@@ -414,14 +414,14 @@ class Sums:
             total: Sum of the uploads, integers.
             like: The model, for its shapes.
             senders: Number of uploads in the sum.
-            done: Number of the round, from 1.
+            round_number: Number of the round, from 1.
         """
-        numbers, grid = torch.as_tensor(total), self.grid(done)
+        numbers, grid = torch.as_tensor(total), self.grid(round_number)
         divisor = float(senders)
         if self.weighted:
             divisor = float(numbers[-1]) / grid.levels
         if self.privacy.noisy:
-            divisor = float(self.expected(done))
+            divisor = float(self.expected(round_number))
         entries = sum(t.numel() for t in like.values())
         return shaped(numbers[:entries].double() * grid.step / divisor, like)
 

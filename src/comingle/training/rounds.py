@@ -211,8 +211,8 @@ def run_rounds(
         if plan.exchanges:
             if reason := backend.aggregate():  # 4
                 observe({"event": "no_sum", "round": plan.done, "reason": reason})
-            if (judged := backend.server.mechanisms.judged) is not None:
-                observe(judged.as_event(plan.done))
+            if (rule_result := backend.server.mechanisms.rule_result) is not None:
+                observe(rule_result.as_event(plan.done))
         if account is not None and (plan.exchanges or not backend.remote):
             observe({"event": "privacy", "round": plan.done, **account.spent})
         if plan.evaluates == "exchanged":

@@ -77,18 +77,18 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
             admitted = None if admitted is None else mechanism.admit(admitted, number, releases=releases)
         return admitted
 
-    def server_sum(self, received: Received, about: ServerRound) -> Received | None:
+    def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
         """Pass the uploads of a round through all mechanisms, and return them as the method aggregates them.
 
         A mechanism may replace the uploads, for example by a noised sum; None stands for nothing to aggregate.
 
         Args:
             received: Uploads of the round.
-            about: The round and the method's server state.
+            server_round: The round and the method's server state.
         """
         protected: Received | None = received
         for mechanism in self:
-            protected = None if protected is None else mechanism.server_sum(protected, about)
+            protected = None if protected is None else mechanism.server_sum(protected, server_round)
         return protected
 
     def charge(self, numbers: Sequence[int]) -> None:
@@ -112,9 +112,9 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         return next((one.account for one in self if one.account is not None), None)
 
     @property
-    def judged(self) -> RuleResult | None:
+    def rule_result(self) -> RuleResult | None:
         """Judgement of a robust aggregation rule on the last round's uploads."""
-        return next((one.judged for one in self if one.judged is not None), None)
+        return next((one.rule_result for one in self if one.rule_result is not None), None)
 
     @property
     def metrics(self) -> dict[str, object]:
