@@ -485,7 +485,11 @@ class QuestionsDataSection(DataSection):
     }
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the key ``questions`` after applying ``anchor`` to its path."""
+        """Return the key ``questions`` with its path, if it has one, replaced by ``anchor(path)``.
+
+        Args:
+            anchor: Makes a path that is relative to the recipe's file absolute.
+        """
         content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
         if (path := content["questions"].get("path")) is not None:
             content["questions"]["path"] = anchor(path)

@@ -245,7 +245,7 @@ def test_at_scale_cpu_images_of_domains_have_group_norm() -> None:
 
 def test_a_plot_of_usage_says_of_what() -> None:
     for content in ({"kind": "usage"}, {"kind": "curves", "usage": ["server"]}):
-        with pytest.raises(ValueError, match="kind usage and what usage: give both or neither"):
+        with pytest.raises(ValueError, match="kind: usage and a list usage: give both or neither"):
             Plot.model_validate(content)
 
 

@@ -70,7 +70,7 @@ def test_the_mismatch_bound_needs_its_logarithm() -> None:
     truth, guessed = (aggregators(router(found, 1.0), even) for found in (np.zeros((2, 2)), losses))
     apart = float(np.abs(truth - guessed)[:, 0].sum() ** 2)
     assert apart == pytest.approx((2 / 6) ** 2, rel=1e-3)  # p = (1/2, 1/2), p_hat = (2/3, 1/3)
-    bound = mismatch_bound(rate=1.0, final=1.0, gap=0.0, lowest=0.0, users=2, clusters=2, drift=0.0)
+    bound = mismatch_bound(rate=1.0, true_temperature=1.0, gap=0.0, lowest=0.0, users=2, clusters=2, drift=0.0)
     assert bound - 4 * np.log(4) < apart <= bound
 
 

@@ -186,11 +186,11 @@ def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
     Raises:
         RecipeError: As :func:`comingle_papers.reproduce.plan.plan`.
     """
-    planned = plan(name, replace(selection, data=ANYWHERE))
+    planned = plan(name, replace(selection, data=ANYWHERE))  # as from a folder, wherever it is
     if planned.experiment.kind == "cost":
         raise RecipeError(f"--measured: {name} is counted without runs; omit --measured")
     if not any(cell.folder in records for cell in planned.cells):
-        with suppress(RecipeError):
+        with suppress(RecipeError):  # raised where nothing can be run here; the plan above then says what is missing
             return plan(name, selection)
     return planned
 

@@ -82,7 +82,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
         RecipeError: The method does not support nets.
     """
     user = _reduce_samples(task.users[0])
-    recipe = with_method(recipe, recipe.method.name)  # participation may name other methods
+    recipe = with_method(recipe, recipe.method.name)  # all take part: a list of participants may lack this user
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means send a count of samples, which is not a parameter.
     plan = make_plan(recipe, method, [user.name]).updated("training", weighting="uniform")
@@ -90,16 +90,18 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     clients = federation.clients
     sent_tensors: tuple[Tensor, ...] = ()
     received_tensors: tuple[Tensor, ...] = ()
-    if clients.shares:
+    if clients.shares:  # else the method trains locally and sends nothing
         upload = upload_of(federation, 0)
         reported = [t for name, t in upload.reports.items() if name != LOSS]
         sent_tensors = (*upload.tensors.values(), *reported)
         received_tensors = tuple(download_of(federation, 0, [user.name]).tensors.values())
+    user_parameters = int(clients.mask[0].sum())  # without the padding of smaller ranks
+    user_state = sum(t.numel() for t in clients.state.kept.values())  # such as control variates
     return Usage(
         server=_count_server_state(federation.server, len(task.users)),
         communicate=sum(t.numel() for t in sent_tensors),
         received=sum(t.numel() for t in received_tensors),
-        client=int(clients.mask[0].sum()) + sum(t.numel() for t in clients.state.kept.values()),
+        client=user_parameters + user_state,
     )
 
 
@@ -368,15 +370,16 @@ def count_cells(plan: Plan, costs: Costs | None = None) -> dict[tuple[str, str],
     return counts
 
 
-def _forward_overhead(costs: Costs | None, number: int) -> float:
-    """Return the cost that adapters and routers add to the frozen base's forward pass, in per cent.
+def _forward_overhead(costs: Costs | None, cell_index: int) -> float:
+    """Return the cost that adapters and routers add to the frozen base's forward pass, in per cent of its FLOPs.
 
     Args:
-        costs: The costs of the plan's methods.
-        number: The index of the method; its users all cost the same.
+        costs: The costs of the cells' methods, in the order of the plan's cells.
+        cell_index: Position of the cell in the plan.
     """
     assert costs is not None
-    return 100 * (costs.methods[number].users[0].forward.total / costs.base_flops - 1)
+    any_user = costs.methods[cell_index].users[0]  # all users of a method cost the same
+    return 100 * (any_user.forward.total / costs.base_flops - 1)
 
 
 def _count_users(cell: Cell) -> float:

@@ -97,30 +97,36 @@ def _text_work(recipe: Recipe, method: Method) -> float:
 def _conversations_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on conversations, in tokens.
 
-    All conversations are assumed to fill the context and to be training data. If the recipe does not say how many there
-    are, four users and 1,000 conversations of each are assumed.
+    It is the number of passes over all data, of local epochs and of evaluations alike, times the data's tokens. All
+    conversations are assumed to fill the context and to be training data. If the recipe does not give their number,
+    four users (as in CoMiGS) and 1,000 conversations of each are assumed.
     """
     training, dataset = recipe.training, cast(ConversationsSection, recipe.data).dataset
     users = len(dataset.users) if dataset is not None and isinstance(dataset.users, list) else 4
     conversations = (dataset.max_conversations if dataset is not None else None) or 1_000
     rounds = training.rounds if method.trains else 0
-    passes = rounds * training.local_epochs + rounds // _evaluation_interval(recipe) + 1
+    evaluations = rounds // _evaluation_interval(recipe) + 1
+    passes = rounds * training.local_epochs + evaluations
     return users * conversations * training.context * passes
 
 
 def _questions_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on questions, in tokens, as if every question filled the context.
 
-    Scoring a question takes about as long as training on it: it is read twice and answered token by token.
+    Scoring a question takes about as long as training on it: it is read twice and answered token by token. So trained
+    and scored questions count alike: ``users * context * (trained + evaluations * scored)``. Without a number of test
+    questions all are for testing, which are assumed to be as many as for training.
     """
     section = cast(QuestionsDataSection, recipe.data).questions
     setting, training = QUESTIONS[section.name], recipe.training
     users = len(section.languages or setting.languages)
     train = section.train or setting.train
+    test = section.test or setting.test or train
     rounds = training.rounds if method.trains else 0
-    evaluations = max(1, ceil(rounds / _evaluation_interval(recipe)) + (rounds > 0 and recipe.evaluation.first))
-    questions_read = rounds * training.local_epochs * train + evaluations * (section.test or setting.test or train)
-    return users * training.context * questions_read
+    evaluates_start = rounds > 0 and recipe.evaluation.first
+    evaluations = max(1, ceil(rounds / _evaluation_interval(recipe)) + evaluates_start)
+    trained, scored = rounds * training.local_epochs * train, evaluations * test
+    return users * training.context * (trained + scored)
 
 
 def _task_work(recipe: Recipe, method: Method) -> float:

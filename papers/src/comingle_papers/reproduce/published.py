@@ -194,10 +194,14 @@ class Plot(Section):
 
     @model_validator(mode="after")
     def _check_kind_of_plot(self) -> Plot:
-        """Check that ``usage`` and ``tokens`` are given for plots of these kinds and for no others."""
+        """Check that the list ``usage`` is given for a plot of kind ``usage`` only, and likewise ``tokens``.
+
+        Raises:
+            ValueError: A plot of such a kind lacks its list, or a plot of another kind has it.
+        """
         for kind, values in (("usage", self.usage), ("tokens", self.tokens)):
             if (self.kind == kind) != bool(values):
-                raise ValueError(f"kind {kind} and what {kind}: give both or neither")
+                raise ValueError(f"kind: {kind} and a list {kind}: give both or neither")
         return self
 
 
@@ -368,6 +372,10 @@ ANYWHERE = Path("{data}")
 def data_folder(given: Path | None) -> Path | None:
     """Return the folder with local text and images: the given one, else ``$COMINGLE_DATA``, else None.
 
+    Args:
+        given: The folder of ``--data``, or ``ANYWHERE``, a placeholder for a folder that need not exist, with which
+            archived runs are named; None without the option.
+
     Raises:
         RecipeError: The folder does not exist.
     """
@@ -476,7 +484,9 @@ def _local_paths(data: DataSet) -> list[str]:
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the recipe's section ``data`` for a data set, and the users' names.
 
-    Text comes from the folder if there is one, else from the hub; or all users get the study's demo texts.
+    Text comes from the folder if there is one, else from the hub; or all users get the study's demo texts. Text is
+    limited to the paper's numbers of tokens, a list with one number per user for each split. Images and questions come
+    from the folder if it has them, else from the hub.
 
     Args:
         study: The settings that all experiments of the paper share, with the demo texts.
@@ -485,7 +495,7 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         demo: Whether users get the study's demo texts.
 
     Returns:
-        The section, and the users' names in the order of the paper's numbers; no names for tasks and questions.
+        The section, and the users' names in the order of these lists; no names for tasks and questions.
     """
     if data.task is not None or data.questions is not None:
         path = _find_in_folder(data, folder) if data.images or data.questions else None
@@ -500,7 +510,8 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         return section, data.users
     section = data.hub if folder is None else _anchor_paths(data.local, folder)
     names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
-    limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS if not data.chats}
+    # Papers give no numbers of tokens for conversations.
+    limits = {} if data.chats else {f"max_{split}_tokens": data.tokens[split] for split in SPLITS}
     return {**section, **limits}, names
 
 

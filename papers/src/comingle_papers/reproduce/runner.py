@@ -286,12 +286,12 @@ def experiment_folder(out: Path, name: str, *, resume: bool, force: bool) -> Pat
 def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
     """Return the values of a metric over all seeds, by (row, column); missing and diverged runs are left out.
 
-    Accuracies are in per cent, as papers print them. A metric that does not rank models is averaged over users.
+    Each value is a run's mean over users. Accuracies are in per cent, as papers print them.
 
     Args:
         outcomes: The outcomes by run name.
         cells: The cells of the table.
-        metric: The metric's key.
+        metric: The metric's key, as ``mean_test_accuracy``.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
     by_cell: dict[tuple[str, str], list[float]] = {}
@@ -452,11 +452,11 @@ def _offline_commands(plan: Plan) -> str:
     ways = []
     if "cpu" in plan.study.scales:
         ways.append("--scale cpu --data FOLDER runs it on local files (layout: papers/docs/results.md)")
-    paper = plan.name.partition("/")[0]
+    prefix = plan.name.partition("/")[0] + "-"  # an archive of published runs is named after paper and scale
     ways += [
-        f"--scale {name.removeprefix(f'{paper}-')} --measured {name} prints published runs"
-        for name in published_runs()
-        if name.startswith(f"{paper}-")
+        f"--scale {archive.removeprefix(prefix)} --measured {archive} prints published runs"
+        for archive in published_runs()
+        if archive.startswith(prefix)
     ]
     return "; ".join(ways) or "--scale smoke runs it on text that comes with comingle"
 

@@ -306,7 +306,8 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
         baseline: The baseline row, or several with commas between them.
 
     Returns:
-        None if the metric does not rank models, the baseline was not run, or there is nothing to compare.
+        None if the metric is not one by which models are compared, as ROUGE-1, if the baseline was not run, or if there
+        is nothing to compare.
     """
     measure = plan.experiment.metric.removeprefix("mean_test_")
     if measure not in MEASURES or not results.keys() >= {*baseline_methods(baseline)}:

@@ -475,12 +475,15 @@ def _group_images(
 
 
 def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
-    """Group images by domain, with about the same number of users for each; results are as of :func:`_group_images`.
+    """Group images by domain, with about the same number of users for each.
 
     Args:
         images: All images, with domains.
         users: Number of users.
-        key: Key of the random stream, whose first part is the name of the task.
+        key: Key of the random stream, whose first part is the name of the task; only the name is used, for the error.
+
+    Returns:
+        For each domain the indices of its images and its number of users, and the domains' names for error messages.
 
     Raises:
         RecipeError: There are fewer users than domains.

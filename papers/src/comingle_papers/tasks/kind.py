@@ -187,8 +187,8 @@ def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> T
     """Keep a fraction of the train samples, hold out validation samples, and check the users.
 
     Args:
-        task: The task, whose users have train and test samples. In a task with a partition, users already have the
-            fraction only.
+        task: The task, whose users have train and test samples. In a task with a partition (FedMerge's), users were
+            dealt their fraction only; it has some of each label, so labels are checked too.
         setting: The task's defaults.
         fraction: Share of their train samples that users keep.
         valid: Share of the kept train samples that become validation samples.
@@ -514,7 +514,14 @@ class TaskKind(NetKind):
     def reopened(
         self, base: Base | None, users: Sequence[Any], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return the data of a finished run's task from what the run folder stores: its users and its settings."""
+        """Return the data of a finished run's task from what the run folder stores.
+
+        Args:
+            base: The base model; None for a net.
+            users: The users; their samples are read on first use (``unread``).
+            settings: The task's attributes besides its users, as :meth:`settings` returned them.
+            net: Ignored, since the settings name the net.
+        """
         input_shape = tuple(settings["input_shape"])  # a list in JSON
         task = Task(users=as_users(users), **{**settings, "input_shape": input_shape})
         return RunData(kind=self, base=base, users=task.users, common=task, unread=True)

@@ -119,7 +119,7 @@ def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]
     for mismatch in settings.mismatches:
         objectives = "f_valid = f_train" if mismatch == 0 else f"f_valid ≠ f_train, mismatch {mismatch:g}"
         for instance in range(settings.instances):
-            rng = np.random.default_rng([seed, 0, instance])
+            rng = np.random.default_rng([seed, 0, instance])  # 0: the random streams of quadratics
             sizes = settings.experts_size, settings.router_size, settings.condition
             valid, other = quadratics.draw_quadratic(rng, *sizes), quadratics.draw_quadratic(rng, *sizes)
             train = quadratics.perturb(valid, other, mismatch)
@@ -193,7 +193,7 @@ def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
     for name in settings.losses:
         for multiple in settings.decays:
             for instance in range(settings.instances):
-                rng = np.random.default_rng([seed, 1, instance])
+                rng = np.random.default_rng([seed, 1, instance])  # 1: the random streams of linear experts
                 problem = linear.draw_linear(
                     rng,
                     samples=settings.samples,
@@ -220,7 +220,11 @@ def linear_curve(
 ) -> Curve:
     """Alternate between shares, router and experts on one problem (eq. 28), and check Theorem F.2 and Proposition 1.
 
-    The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares.
+    The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares. The
+    claims are: bounds on the factor by which a step shrinks it, from each block's constants and from joint ones (F.2);
+    a lower bound on the smallest eigenvalue of the Hessian (Proposition 1); and that all shares are ``1 / (N + 1)`` at
+    the solution. The last one follows where F is strongly convex in experts and router: renumbering the experts does
+    not change F, so its only minimiser has equal experts.
 
     Args:
         scheme: Name of the scheme.
@@ -240,7 +244,7 @@ def linear_curve(
     residuals = np.array(descent.values) - lowest
     eigenvalue = _smallest_eigenvalue(problem, descent.points)
     measured = worst_step(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
-    modulus = bounds.modulus if bounds.modulus > 0 else None
+    modulus = bounds.modulus if bounds.modulus > 0 else None  # else strong convexity is not proved
     uniform = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
     rates = {BLOCKS: bounds.block_rate, F2: bounds.theorem_rate, LOCAL: linear.local_rate(problem, solution)}
     return Curve(
@@ -286,9 +290,10 @@ SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", 
 
 
 def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
-    """Write ``residuals.png`` and ``residuals.svg``: one panel for each scheme, residuals relative to the first.
+    """Write ``residuals.png`` and ``residuals.svg``, with one panel for each scheme.
 
-    The first instance with a bound is drawn with its predicted rates, the others as thin lines.
+    Its curves show the residual (distance from the solution, or excess of the objective) before every step, relative to
+    the first. The first instance with a bound is drawn with its predicted rates, the others as thin lines.
 
     Args:
         curves: The curves of all schemes.
@@ -330,7 +335,8 @@ def _legend_entries(place: Axes) -> Any:
 def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     """Draw the measured residuals of one scheme on a logarithmic axis.
 
-    The first instance with a proved rate is drawn with all its predicted rates, the others as thin grey lines.
+    The first instance with a proved rate is drawn with all its predicted rates, the others as thin grey lines. The rate
+    ``LOCAL`` is not proved: it holds close to the solution.
 
     Args:
         axes: The panel.
@@ -340,7 +346,7 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     num_residuals = max(3, _count_visible(chosen))
     for curve in curves:
         if curve is not chosen:
-            num_thin = max(2, _count_visible(curve))
+            num_thin = max(2, _count_visible(curve))  # a line needs two points
             axes.semilogy(
                 range(num_thin),
                 _relative_residuals(curve)[:num_thin],

@@ -269,12 +269,13 @@ def descend(
     """Run FLoRAL's local SGD (eq. 4) on one cluster in many replicas at once, and measure it before every step.
 
     In each step each client takes an SGD step on the loss of a client that it draws with probability p(k|c). After
-    every H local steps all clients' models are replaced by their mean with the estimated weights ``p_hat``.
+    every H local steps all clients' models are replaced by their mean with the estimated weights ``p_hat``, which
+    approach the true weights p from round to round. :class:`Descent` defines the measured quantities.
 
     Args:
-        cluster: The cluster whose clients take part.
+        cluster: The cluster whose clients take part, with the true weights p.
         schedule: Step sizes and local steps.
-        guessed: First estimate of the weights, p_hat.
+        guessed: First estimate p_hat of the weights.
         decay: Exponent with which the squared mismatch decreases.
         start: First model of all clients.
         steps: Number of steps.
@@ -284,38 +285,38 @@ def descend(
     mu, smoothness = cluster.moduli
     num_clients, weights, optimum = len(cluster.weights), cluster.weights, cluster.minimiser
     models = np.broadcast_to(start, (replicas, num_clients, len(start))).copy()
-    trusted, weight_sum, weighted_sum = guessed, 0.0, np.zeros((replicas, len(start)))
+    estimated, weight_sum, weighted_sum = guessed, 0.0, np.zeros((replicas, len(start)))
     rows: list[tuple[float, ...]] = []
     variance = moment = 0.0
     for step in range(steps):
         if step % schedule.local_steps == 0:
-            trusted = guess(cluster, guessed, step, schedule.shift, decay)
+            estimated = guess(cluster, guessed, step, schedule.shift, decay)  # p_hat
         rate = schedule.scale / (mu * (step + schedule.shift))
-        average = np.einsum("k,rki->ri", trusted, models)  # w~
+        average = np.einsum("k,rki->ri", estimated, models)  # w~, for each replica r
         mean, gradient_variance, second_moment = cluster.moments(models)
         # Theorems A.9 and A.10 bound the gap of the average with weights (t + s)^2.
         weight_sum = weight_sum + (step + schedule.shift) ** 2
         weighted_sum = weighted_sum + (step + schedule.shift) ** 2 * average
         # Expectations over the draws of this step: clients draw independently, so their variances add up.
-        noise = (trusted**2 * gradient_variance).sum(-1)
-        error = _squared_norms(np.einsum("k,rki->ri", weights - trusted, mean)) + noise
-        next_mean = average - rate * np.einsum("k,rki->ri", trusted, mean)
-        gaps = cluster.gap(models)
-        slack = ((4 * smoothness * rate * weights - trusted) * gaps).sum(-1)
-        drift = (trusted * _squared_norms(average[:, None] - models)).sum(-1)
+        noise = (estimated**2 * gradient_variance).sum(-1)
+        error = _squared_norms(np.einsum("k,rki->ri", weights - estimated, mean)) + noise  # squared bias plus variance
+        next_mean = average - rate * np.einsum("k,rki->ri", estimated, mean)
+        gaps = cluster.gap(models)  # f_c(w^k) - f_c(w*) of each client
+        slack = ((4 * smoothness * rate * weights - estimated) * gaps).sum(-1)  # the last sum of Lemma A.4
+        drift = (estimated * _squared_norms(average[:, None] - models)).sum(-1)
         next_squared = _squared_norms(next_mean - optimum) + rate**2 * noise
         averaged_gap = cluster.gap(weighted_sum / weight_sum)
-        measurements = (
+        measurements = (  # in the order of _BY_STEP, after rate and mismatch
             _squared_norms(average - optimum),
             next_squared,
             error,
             drift,
             gaps @ weights,
-            gaps @ trusted,
+            gaps @ estimated,
             slack,
             averaged_gap,
         )
-        mismatch = float(np.abs(trusted - weights).sum())
+        mismatch = float(np.abs(estimated - weights).sum())
         rows.append((rate, mismatch, *(float(part.mean()) for part in measurements)))  # means over replicas
         variance = max(variance, float(gradient_variance.max()))
         moment = max(moment, float(second_moment.max()))
@@ -323,7 +324,7 @@ def descend(
         offsets = models - cluster.centres[drawn]
         models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], offsets)
         if (step + 1) % schedule.local_steps == 0:
-            models = np.broadcast_to(np.einsum("k,rki->ri", trusted, models)[:, None], models.shape).copy()
+            models = np.broadcast_to(np.einsum("k,rki->ri", estimated, models)[:, None], models.shape).copy()
     return Descent(**dict(zip(_BY_STEP, np.array(rows).T, strict=True)), variance=variance, moment=moment)
 
 
@@ -391,11 +392,12 @@ def routed_descent_bound(
 
     Unlike :func:`descent_bound` it does not use the mismatch ``delta``. For K clients and C clusters it is
 
-        (1 - eta mu) |w~ - w*|^2 - eta / 2 E_hat [f_c(w^k) - f_c*]
+        (1 - eta mu) |w~ - w*|^2 - eta / 2 sum_k p_hat^k [f_c(w^k) - f_c*]
             + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
 
-    It follows from Lemma A.4 where ``eta <= U / (8 L)``, as ``|delta|_1^2 <= 4 <= 4 log(K C)`` for ``K C >= 3``. The
-    lemma asks for ``eta <= gamma / max(5/2, 16 G^2, 4 L)``; its own eq. 23 has ``5/2`` as a factor of the others.
+    It follows from Lemma A.4 where ``eta <= U / (8 L)`` with U from :func:`uniformity`, as ``|delta|_1^2 <= 4 <= 4
+    log(K C)`` for ``K C >= 3``. The lemma as printed has another condition, ``eta <= gamma / max(5/2, 16 G^2, 4 L)``,
+    while its own eq. 23 has ``5/2`` as a factor of the others.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -451,13 +453,15 @@ def uniformity(weights: Weights, start: Weights) -> float:
 
 
 def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
-    """Return the corrected bound of Theorem A.10 on the gap of the average after each step.
+    """Return the corrected bound of Theorem A.10, after each step, on the loss of the average model above the minimum.
 
-    For ``eta_t = 3 / (mu (t + s))`` and ``s >= max(H, 24 kappa / U)`` it is
+    The average is of all ``w~`` so far with weights ``(t + s)^2``. After T steps ``eta_t = 3 / (mu (t + s))`` it is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the distance of the start.
+    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the start's distance from the
+    minimum. sigma^2 and G^2 are variance and second moment of gradients, ``delta_t = p_hat - p`` the mismatch of the
+    weights. It holds for ``s >= max(H, 24 kappa / U)`` with ``kappa = L / mu`` and U from :func:`uniformity`.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -513,20 +517,24 @@ def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: floa
     """Return the bound of Theorem A.10 as printed, on the gap of the average after each step; it can be violated.
 
     It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``. :func:`rate_bound` is the correction.
+    After T steps, with ``P = sigma^2 |p|^2``, first mismatch ``D = |delta_0|_1^2`` and its decay beta, it is
+
+        12 P (1 / (mu T) + (2 s - 1) / (mu T^2)) + 48 G^2 D / (mu T^(1 + beta))
+            + 24 G^2 (s - 1 + 2 D / s^beta) s^2 / (mu T^3) + 48 L H^2 G^2 / (mu^2 T^2).
 
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
-        decay: Exponent with which the squared mismatch decreases.
+        decay: Exponent beta with which the squared mismatch decreases.
     """
     mu, smoothness = cluster.moduli
     s, steps = schedule.shift, np.arange(1, len(run.rates) + 1)
     noise, moment = run.variance * _squared_norms(cluster.weights), run.moment
-    first_mismatch = run.mismatch[0] ** 2
+    squared_mismatch = run.mismatch[0] ** 2
     noise_term = 12 * noise * (1 / (mu * steps) + (2 * s - 1) / (mu * steps**2))
-    mismatch_term = 48 * moment * first_mismatch / (mu * steps ** (1 + decay))
-    start_term = 24 * moment * (s - 1 + 2 * first_mismatch * s**-decay) * s**2 / (mu * steps**3)
+    mismatch_term = 48 * moment * squared_mismatch / (mu * steps ** (1 + decay))
+    start_term = 24 * moment * (s - 1 + 2 * squared_mismatch * s**-decay) * s**2 / (mu * steps**3)
     drift_term = 48 * smoothness * schedule.local_steps**2 * moment / (mu**2 * steps**2)
     return noise_term + mismatch_term + start_term + drift_term
 
@@ -537,7 +545,9 @@ def printed_routed_rate(
     """Return the bound of Theorem A.9 as printed, on the gap of the average after each step; it can be violated.
 
     It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``, and for all routers.
-    :func:`routed_rate_bound` is the correction.
+    :func:`routed_rate_bound` is the correction. After T steps, with ``P = 8 sigma^2 |p|^2 + 32 G^2 log(K C)``, it is
+
+        P (1 / (mu T) + (2 s - 1) / (mu T^2)) + 18 L H^2 G^2 / (mu^2 T^2) + 24 (s - 1) s^2 G^2 / (mu T^3).
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -640,7 +650,7 @@ def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.n
 
 
 def mismatch_bound(
-    rate: float, final: float, gap: float, lowest: float, users: int, clusters: int, drift: float
+    rate: float, true_temperature: float, gap: float, lowest: float, users: int, clusters: int, drift: float
 ) -> float:
     """Return the bound of Lemma A.6 on ``|delta_c|_1^2``, the mismatch of estimated and true weights p(k|c).
 
@@ -649,14 +659,14 @@ def mismatch_bound(
 
     Args:
         rate: Step size eta, also the inverse temperature of the estimated routers (eq. 5).
-        final: eta_bar, the inverse temperature of the true routers.
+        true_temperature: eta_bar, the inverse temperature of the true routers.
         gap: By how much the cluster's mean loss exceeds its lowest loss.
         lowest: Lowest loss of the cluster, f_c*.
         users: Number of users, K.
         clusters: Number of clusters, C.
         drift: The term ``10 L eta^3 H^2 G^2`` of the drift between averages; 0 right after one.
     """
-    return 4 * rate * gap + final * lowest + 4 * float(np.log(users * clusters)) + drift
+    return 4 * rate * gap + true_temperature * lowest + 4 * float(np.log(users * clusters)) + drift
 
 
 def mixed_loss(
@@ -762,7 +772,7 @@ def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
     for mismatch in settings.mismatches:
         start = "right" if mismatch == 0 else f"wrong, mismatch {mismatch:g}"
         for instance in range(settings.instances):
-            rng = np.random.default_rng([seed, 2, instance])
+            rng = np.random.default_rng([seed, 2, instance])  # 2: the random streams of clusters
             yield cluster_curve(f"clusters, routers start {start}", instance, mismatch, settings, rng)
     yield printed_curve(f"clusters, one client, L / μ = {settings.condition:g}", settings)
 
@@ -788,10 +798,14 @@ def cluster_curve(
 ) -> Curve:
     """Draw clients of two clusters, run local SGD on the first cluster, and check the paper's statements on the run.
 
+    Checked are bounds on the run's quantities in each step (Lemmas A.2 to A.5 and A.7) and on its convergence (Theorems
+    A.9 and A.10 as corrected), then statements on models and sequences that are drawn for them: on the base that
+    clusters share (eq. 31), on the mismatch of routers (Lemma A.6) and on sums (Lemma A.8).
+
     Args:
         scheme: Name of the scheme.
         instance: Number of the instance.
-        mismatch: Distance of the initial routers from the truth, from 0 to 1.
+        mismatch: How far the initial routers are from the true ones: 0 are the true ones, 1 uniform routers.
         settings: Settings of the clusters.
         rng: Source of the draws.
     """
@@ -804,13 +818,14 @@ def cluster_curve(
     mu, smoothness = cluster.moduli
     # The smallest shift for which the corrected Theorem A.10 holds, see :func:`rate_bound`.
     shift = max(settings.local_steps, 24 * smoothness / mu / uniformity(weights, guessed))
-    schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)
+    schedule = Schedule(scale=3, shift=shift, local_steps=settings.local_steps)  # steps 3 / (mu (t + shift))
     start = 3 * rng.standard_normal(settings.size)
     run = _descend_by_settings(cluster, schedule, settings, guessed, start, settings.replicas, rng)
     claims = [
         _tightest_claim(A2, run.error, error_bound(run, cluster)),
         _tightest_claim(A3, run.drift, drift_bound(run, settings.local_steps)),
         _tightest_claim(A4, run.next_squared, descent_bound(run, cluster, settings.local_steps)),
+        # Corollary A.5 is for true routers.
         *([_tightest_claim(A5, run.next_squared, local_sgd_bound(run, cluster))] if mismatch == 0 else []),
         _tightest_claim(A7, run.next_squared, routed_descent_bound(run, cluster, settings.local_steps, CLUSTERS)),
         _tightest_claim(A9, run.averaged, routed_rate_bound(run, cluster, schedule, CLUSTERS)),
@@ -836,7 +851,7 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
     rng, start = np.random.default_rng(0), np.array([1.0, 0.0])
-    run = _descend_by_settings(cluster, schedule, settings, np.ones(1), start, 1, rng, longer=20)
+    run = _descend_by_settings(cluster, schedule, settings, np.ones(1), start, 1, rng, steps_factor=20)
     routed = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, 1))
     if schedule.shift < 16 * run.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
         routed = replace(routed, bound=None)
@@ -852,19 +867,19 @@ def _descend_by_settings(
     start: Float[np.ndarray, " size"],
     replicas: int,
     rng: np.random.Generator,
-    longer: int = 1,
+    steps_factor: int = 1,
 ) -> Descent:
-    """Run :func:`descend` with the decay and the number of steps of the settings.
+    """Run local SGD on one cluster (:func:`descend`) with the decay and the number of steps of the settings.
 
     Args:
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
-        settings: The settings.
-        guessed: First estimate of the weights.
+        settings: Gives the exponent with which the routers' error decays, and the number of steps.
+        guessed: First estimate of the clients' weights p(k|c).
         start: First model of all clients.
         replicas: Number of independent runs that are averaged.
-        rng: Generator of the gradient noise.
-        longer: Factor of the number of steps.
+        rng: Generator of the drawn clients.
+        steps_factor: Take this many times the settings' number of steps.
     """
     return descend(
         cluster,
@@ -872,7 +887,7 @@ def _descend_by_settings(
         guessed=guessed,
         decay=settings.decay,
         start=start,
-        steps=longer * settings.steps,
+        steps=steps_factor * settings.steps,
         replicas=replicas,
         rng=rng,
     )

@@ -325,7 +325,7 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 def minimum(problem: LinearProblem, near: Point) -> Point:
     """Return the minimum of the objective F (eq. 25) to machine precision, from a point near it.
 
-    First up to 500 more steps of eq. 28, then root finding on the gradient of ``min_Lambda F`` in (Theta, Phi). That is
+    Take up to 500 more steps of eq. 28, then find a root of the gradient of ``min_Lambda F`` in (Theta, Phi), which is
     the gradient of F at the best shares. If F is strongly convex the point is its only minimiser; otherwise it is a
     stationary point to which the steps converge.
 
@@ -336,7 +336,7 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
     Raises:
         DivergenceError: A convex step failed, or the objective at the stationary point is above that of the steps.
     """
-    for _ in range(_MAX_APPROACHES):
+    for _ in range(_MAX_APPROACHES):  # of ten steps each
         nearer = alternate(problem, near.experts, near.router, 10).points[-1]
         change = float(np.abs(nearer.shares - near.shares).max())
         near = nearer
@@ -351,7 +351,7 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
     experts, router = _find_stationary(gradient_at_best_shares, None, start, "the minimum")
     point = _point_at_best_shares(problem, experts, router)
     excess = decoupled_objective(problem, point) - decoupled_objective(problem, near)
-    if excess > _NEAR_TOLERANCE**2:
+    if excess > _NEAR_TOLERANCE**2:  # a distance of the tolerance from a minimum changes the value by its square
         raise DivergenceError(
             f"the minimum: the point found is {excess:.1e} above a point of the descent; 0 is allowed"
         )
@@ -589,7 +589,8 @@ class LinearConstants:
     def block_rate(self) -> float | None:
         """Bound on the factor by which a step shrinks ``F - F*``, from each block's own constants; None if unproved.
 
-        It is ``(1 - m_Y / L_Y) (1 - m_X / L_X)``, without the second factor if m_X is not positive.
+        It is ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` with the moduli m of strong convexity and the largest curvatures L in
+        experts and router (Y) and in the shares (X). The second factor counts only if m_X is positive.
         """
         if self.modulus_weights <= 0:
             return None
@@ -630,8 +631,9 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
 def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
     """Return the smallest weight decay alpha that satisfies eq. 27, the condition of Proposition 1.
 
-    The condition contains rho, a bound on the loss's slope, which itself depends on alpha and falls as alpha grows.
-    So alpha is the root of a scalar equation, solved for ``log(alpha)``.
+    The condition ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)`` contains rho, a bound on the loss's slope along the descent
+    from the initial point. It depends on alpha, since more decay keeps the descent's outputs smaller. So alpha is the
+    root of a scalar equation, solved for ``log(alpha)``.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.

@@ -67,7 +67,8 @@ class Coupled:
     def max_negative_curvature(self) -> float:
         """Bound on the negative curvature of ``<A(x), B(y)>`` along y for all x: no eigenvalue lies below its negative.
 
-        The Hessian in y is ``S^T diag(tanh''(S y) * R^T A(x)) S``, with ``|A(x)| <= |P| sqrt(left)``.
+        The Hessian in y is ``S^T diag(tanh''(S y) * R^T A(x)) S``. An entry of ``R^T A(x)`` is at most ``|A(x)|`` times
+        the norm of a column of R, and ``|A(x)| <= |P| sqrt(left)``, since every sine is at most 1.
         """
         max_left_norm = _spectral_norm(self.outer_left) * np.sqrt(self.inner_left.shape[0])
         max_column_norm = float(np.linalg.norm(self.outer_right, axis=0).max())  # of R
@@ -335,7 +336,9 @@ def alternate(
 def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
     """Return the matrix of one whole step from experts to experts, ``T = u_2 u_1`` without its constant part (eq. 18).
 
-    It is ``A^-1 C^T B^-1 C`` with A and C^T of the training objective and B and C of the validation objective.
+    u_1 takes experts to the router that is best on the validation objective, u_2 this router to the experts that are
+    best on the training objective. The matrix is ``A^-1 C^T B^-1 C`` with A, the curvature in the experts, and C^T of
+    the training objective, and B, the curvature in the router, and C, the mixed one, of the validation objective.
     """
     inner = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
     return linalg.solve(train.experts_block, train.cross_block.T @ inner, assume_a="pos")
@@ -346,16 +349,17 @@ def fixed_point(
 ) -> tuple[Float[np.ndarray, " experts"], Float[np.ndarray, " router"]]:
     """Return experts and router that a step of eq. 12 does not change (Assumption 1, eq. 5 and 15).
 
-    The experts solve ``Theta = T(Theta)`` with ``T = u_2 u_1``, and the router is ``u_1(Theta)``. A contraction always
+    A step takes the best router for the experts, ``u_1(Theta)``, then the best experts for it, ``T(Theta) =
+    u_2(u_1(Theta))``. T is affine, so the fixed experts solve ``(I - matrix of T) Theta = T(0)``. A contraction always
     has such a point, so where Theorem F.1 applies, Assumption 1 asks for nothing more. If both objectives have the same
     minimiser, the point is that minimiser. Otherwise it minimises neither, contrary to the text below eq. 5.
 
     Args:
-        valid: The validation objective.
-        train: The training objective.
+        valid: The validation objective, which the router minimises.
+        train: The training objective, which the experts minimise.
     """
-    start = np.zeros(train.experts_size)
-    offset = best_experts(train, best_router(valid, start))  # T(0)
+    zero_experts = np.zeros(train.experts_size)
+    offset = best_experts(train, best_router(valid, zero_experts))  # T(0)
     experts = linalg.solve(np.eye(train.experts_size) - composition(valid, train), offset)
     return experts, best_router(valid, experts)
 
@@ -389,9 +393,10 @@ class QuadraticConstants:
     def example_rate(self) -> float | None:
         """Bound ``(L - mu) / L`` of Example 1 on a step's contraction; None if the two objectives differ.
 
-        The paper states it for the spectral norm, by ``|A^-1 M| = |A^-1/2 M A^-1/2|``. These two matrices are similar,
-        so they share eigenvalues, not norms. The bound holds in the norm ``|Theta|_A``, in which the right-hand side is
-        the norm of T, and for the spectral radius. In the Euclidean norm a step may even expand.
+        A step multiplies the experts' offset by ``T = A^-1 M`` with ``M = C^T B^-1 C`` (:func:`composition`). The paper
+        states the bound for the spectral norm of T, by ``|A^-1 M| = |A^-1/2 M A^-1/2|``. These two matrices are
+        similar, so they share eigenvalues, not norms. The bound holds for the spectral radius, and in the norm
+        ``|Theta|_A``, in which T has the right-hand side as its norm. In the Euclidean norm a step may even expand.
         """
         return 1 - self.smallest / self.largest if self.same_function else None
 
