@@ -133,16 +133,27 @@ class Geometry:
         return self.d_out * self.d_in // self.groups * math.prod(self.kernel)
 
     def inner_matrix(self, inner: Clustered) -> Float[Tensor, "... groups width columns"]:
-        """Return the inner factor as one matrix per group."""
+        """Return the factor that reads the input as one matrix per group of channels.
+
+        Rows are the inner width (the rank); columns are a group's input channels times the kernel positions that this
+        factor holds.
+        """
         lead = inner.shape[: inner.ndim - len(self.inner_shape)]
         return inner.reshape(*lead, self.groups, self.width, self.columns)
 
     def inner_from_matrix(self, matrix: Float[Tensor, "... groups width columns"]) -> Clustered:
-        """Return the inner factor of matrices per group; the inverse of :meth:`inner_matrix`."""
+        """Return the factor that reads the input in its stored shape, from one matrix per group of channels.
+
+        The inverse of :meth:`inner_matrix`.
+        """
         return matrix.reshape(*matrix.shape[:-3], *self.inner_shape)
 
     def outer_matrix(self, outer: Clustered) -> Float[Tensor, "... groups rows width"]:
-        """Return the outer factor as one matrix per group."""
+        """Return the factor that writes the output as one matrix per group of channels.
+
+        Rows are a group's output channels times the kernel positions that this factor holds; columns are the inner
+        width (the rank).
+        """
         lead = outer.shape[: outer.ndim - len(self.outer_shape)]
         if self.kind == "conv":
             # The rank is the second axis of a convolution kernel, but the last axis of the matrix.
@@ -150,7 +161,11 @@ class Geometry:
         return outer.reshape(*lead, self.groups, self.rows, self.width)
 
     def outer_from_matrix(self, matrix: Float[Tensor, "... groups rows width"]) -> Clustered:
-        """Return the outer factor of matrices per group; the inverse of :meth:`outer_matrix`."""
+        """Return the factor that writes the output in its stored shape, from one matrix per group of channels.
+
+        The inverse of :meth:`outer_matrix`. Rows are a group's output channels times the kernel positions that the
+        factor holds; columns are the inner width (the rank).
+        """
         lead = matrix.shape[:-3]
         if self.kind == "conv":
             matrix = matrix.reshape(*lead, self.d_out, -1, self.width).transpose(-1, -2)
@@ -178,9 +193,10 @@ class Geometry:
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
-    """Return the cheapest geometry of a convolution's form, at rank 1.
+    """Return the shapes of a convolution's low-rank adaptor of a form at rank 1, those with the fewest parameters.
 
-    App. F.1 chooses the split that allows the largest rank. A convolution with one kernel dimension has nothing to
+    A form is a way to divide the kernel's dimensions among the two factors, and several divisions may fit it. App. F.1
+    chooses the split that allows the largest rank. A convolution with one kernel dimension has nothing to
     balance, so "balanced-2d" and "filter" put it into the cheaper factor.
 
     Args:
@@ -394,7 +410,11 @@ class LowRankLayer(AdaptedLayer):
         return factors if self.bias is None else {**factors, "bias": init_zero}
 
     def pairs(self, prefix: str) -> Pairs:
-        """Return at most one pair and one offset."""
+        """Return the names of the layer's adaptors: of its weight (two factors) and of its bias, as far as it has them.
+
+        Args:
+            prefix: Prefix of the names, such as "model.layers.0.".
+        """
         factors: tuple[Pair, ...] = ()
         if self.geometry is not None:
             names = {"inner": f"{prefix}a", "outer": f"{prefix}b", "weight": f"{prefix}base.weight"}
@@ -414,7 +434,10 @@ class LowRankLayer(AdaptedLayer):
 
 
 def linear_geometry(base: nn.Module) -> Geometry:
-    """Return the geometry of a linear layer or GPT-2's Conv1D at rank 1."""
+    """Return the shapes of the low-rank adaptor of a linear layer or of GPT-2's Conv1D, at rank 1.
+
+    Its factors are matrices, ``(1, d_in)`` and ``(d_out, 1)``. Conv1D stores its weight as ``(d_in, d_out)``.
+    """
     shape = tuple(base.get_parameter("weight").shape)
     transposed = not isinstance(base, nn.Linear)
     d_out, d_in = reversed(shape) if transposed else shape
@@ -451,12 +474,18 @@ class AdaptedConv(LowRankLayer):
     """
 
     def low_rank(self, x: Float[Tensor, "*inputs"], shares: Float[Tensor, " clusters"]) -> Tensor:
-        """Return ``sum_c shares_c U_c V_c x`` with two convolutions; the shares scale the outer kernel."""
+        """Return ``sum_c shares_c U_c V_c x`` with two convolutions, for all clusters at once.
+
+        V_c reads the input and U_c writes the output. The kernel of U holds the shares as factors. Each kernel
+        dimension belongs to V or to U, and only there the base's stride, padding and dilation apply.
+        """
         inner, outer = self._kernels(shares)
         geometry = self.geometry
         assert geometry is not None
-        z = convolve(cast(Conv, self.base), x, inner, geometry.inside)
-        return convolve(cast(Conv, self.base), z, outer, tuple(not inside for inside in geometry.inside))
+        base, inner_dims = cast(Conv, self.base), geometry.inside
+        outer_dims = tuple(not is_inner for is_inner in inner_dims)
+        z = convolve(base, x, inner, inner_dims)
+        return convolve(base, z, outer, outer_dims)
 
     def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Return inner and outer kernel of two convolutions that compute the adaptors of all clusters at once.
@@ -468,10 +497,13 @@ class AdaptedConv(LowRankLayer):
         assert geometry is not None
         assert self.a is not None
         assert self.b is not None
-        inner = geometry.inner_matrix(self.a).transpose(0, 1)  # (groups, clusters, width, columns)
+        # (groups, clusters, width, columns) -> (groups * clusters * width, d_in of a group, *inner_kernel)
+        inner = geometry.inner_matrix(self.a).transpose(0, 1)
         inner = inner.reshape(-1, geometry.d_in // geometry.groups, *geometry.inner_kernel)
+        # (clusters, groups, rows, width) -> (groups, rows, clusters * width); rows are channels and kernel positions
         outer = geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
-        outer = outer.permute(1, 2, 0, 3).flatten(2)  # (groups, rows, clusters * width)
+        outer = outer.permute(1, 2, 0, 3).flatten(2)
+        # -> (d_out, kernel positions, clusters * width) -> (d_out, clusters * width, *outer_kernel)
         outer = outer.reshape(geometry.d_out, -1, outer.shape[-1]).mT
         return inner, outer.reshape(geometry.d_out, -1, *geometry.outer_kernel)
 
@@ -517,9 +549,14 @@ Gram = Float[Tensor, "... groups width width"]
 def precondition(
     pairs: Pairs, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], eps: float = 1e-5
 ) -> dict[str, Tensor]:
-    """Return preconditioned gradients (formulas at the top of the module).
+    """Return gradients of low-rank factors, each preconditioned by the other factor of its adaptor (FLoRAL eq. 36).
 
-    Cost: one solve of width x width per adaptor.
+    With inner factor I, outer factor O and their gradients G_I and G_O::
+
+        linear        G_I <- (O^T O + eps)^-1 G_I            G_O <- G_O (I I^T + eps)^-1
+        convolution   G_I <- G_I / (||O^T O||_F + eps)       G_O <- G_O / (||I I^T||_F + eps)
+
+    Cost: for a linear two solves of rank x rank per adaptor.
 
     Args:
         pairs: The adaptors.
@@ -538,7 +575,9 @@ def precondition(
 
 
 def _precondition_inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float) -> Tensor:
-    """Return the preconditioned gradient G_I of an inner factor.
+    """Return the preconditioned gradient of an inner factor I, by the Gram matrix of the outer factor O.
+
+    For a linear ``(O^T O + eps)^-1 G_I``, for a convolution ``G_I / (||O^T O||_F + eps)``.
 
     Args:
         pair: The adaptor.
@@ -553,7 +592,9 @@ def _precondition_inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float)
 
 
 def _precondition_outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float) -> Tensor:
-    """Return the preconditioned gradient G_O of an outer factor.
+    """Return the preconditioned gradient of an outer factor O, by the Gram matrix of the inner factor I.
+
+    For a linear ``G_O (I I^T + eps)^-1``, for a convolution ``G_O / (||I I^T||_F + eps)``.
 
     Args:
         pair: The adaptor.
@@ -585,7 +626,13 @@ def _block_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
 
 @torch.no_grad()
 def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " clusters"]) -> dict[str, Tensor]:
-    """Move the mean of the adaptors into the base (formulas at the top of the module).
+    """Move the mean of the clusters' adaptors into the base, so that adaptors hold differences only (FLoRAL eq. 37).
+
+    With E_c the mean under p(c) and the low-rank change ``O_c I_c`` of cluster c::
+
+        W        <- W + alpha E_c[O_c I_c]
+        O_c I_c  <- O_c I_c - E_c[O_c I_c]    truncated to the rank of the adaptor by an SVD
+        bias     <- bias + alpha E_c[bias_c], bias_c <- bias_c - E_c[bias_c];  gains and shifts of norms likewise
 
     Args:
         pairs: The adaptors.
@@ -629,15 +676,17 @@ def _centre_factors(
         shares: The clusters' p(c).
     """
     dtype = torch.promote_types(inner.dtype, torch.float32)
-    rows = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
-    columns = geometry.outer_matrix(outer.to(dtype))  # (..., clusters, groups, rows, width)
-    wide_rows = rows.movedim(-4, -3).flatten(-3, -2)  # (..., groups, clusters * width, columns)
-    wide_columns = columns.movedim(-4, -2).flatten(-2)  # (..., groups, rows, clusters * width)
-    shares_by_column = shares.to(rows).repeat_interleave(geometry.width)
-    mean = geometry.weight((wide_columns * shares_by_column) @ wide_rows).to(inner.dtype)
+    inner_matrices = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
+    outer_matrices = geometry.outer_matrix(outer.to(dtype))  # (..., clusters, groups, rows, width)
+    # The factors of all clusters side by side: I is (..., groups, clusters * width, columns), O (..., groups, rows,
+    # clusters * width).
+    all_inner = inner_matrices.movedim(-4, -3).flatten(-3, -2)
+    all_outer = outer_matrices.movedim(-4, -2).flatten(-2)
+    shares_by_column = shares.to(inner_matrices).repeat_interleave(geometry.width)
+    mean = geometry.weight((all_outer * shares_by_column) @ all_inner).to(inner.dtype)
 
-    left, left_core = torch.linalg.qr(wide_columns)
-    right, right_core = torch.linalg.qr(wide_rows.mT)
+    left, left_core = torch.linalg.qr(all_outer)  # Q_O and R_O
+    right, right_core = torch.linalg.qr(all_inner.mT)  # Q_I and R_I
     # R_O D_c R_I^T of each cluster c: (..., clusters, groups, m, n)
     core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
     u, values, v = _truncated_svd(core, geometry.width)
@@ -648,7 +697,7 @@ def _centre_factors(
     # Both factors get the square roots of the singular values, so that they have equal norms.
     # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
     # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
-    new_inner = torch.where(is_zero.unsqueeze(-1), rows, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
+    new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
     return (
         mean,
         geometry.inner_from_matrix(new_inner).to(inner.dtype),

@@ -69,12 +69,13 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
     }
     _check_names(layers)
     owners = _parameter_owners(model)
-    chosen = {id(module) for module in layers.values()}
-    partners = {name: _sharing_layers(module, owners) for name, module in layers.items()}
-    # Leave out layers that share a parameter with a layer without adaptors.
-    unshared = {name: module for name, module in layers.items() if set(partners[name]) <= chosen}
-    for name in unshared:
-        others = [other for key, other in partners[name].items() if other != name and key != id(unshared[name])]
+    chosen_ids = {id(module) for module in layers.values()}
+    # For each layer the modules with a common parameter, itself included: their ``id`` and name.
+    sharing = {name: _sharing_layers(module, owners) for name, module in layers.items()}
+    # Leave out layers that share a parameter with a module without adaptors.
+    unshared = {name: module for name, module in layers.items() if set(sharing[name]) <= chosen_ids}
+    for name, module in unshared.items():
+        others = [other for module_id, other in sharing[name].items() if other != name and module_id != id(module)]
         if others:
             raise RecipeError(f"floral: layers {name!r} and {others[0]!r} share a parameter; give each its own")
     return unshared

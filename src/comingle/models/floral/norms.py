@@ -127,20 +127,30 @@ class AdaptedBatchNorm(AdaptedNorm):
         return y + F.batch_norm(x, self.running_mean, self.running_var, gain, shift, False, 0.0, base.eps)
 
     def _gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
-        """Return the mixed gain and shift; for BatchNorA ``s gamma_c`` and ``beta_c + m sg(gamma_c)``."""
+        """Return gain and shift of the adaptors' norm, mixed over clusters.
+
+        BatchNorA (FLoRAL eq. 42) changes them to ``gain sigma_local / sigma`` and ``shift + sg(gain) (mu_local - mu) /
+        sigma`` with the running statistics of the base and the local ones. The stop-gradient sg applies to the
+        adaptors' values but not to the mixture weights.
+        """
         gain, shift = self.mixed()
         if not self.nora or self.running_mean is None:
             return gain, shift
         ratio, drift = self._relative_statistics()
-        fixed = mix(self.shares(self.weight), self.weight.detach())  # gradients reach only the mixture weights
-        return ratio * gain, _add_present(shift, drift * fixed)
+        detached_gain = mix(self.shares(self.weight), self.weight.detach())  # has gradients of the mixture weights only
+        return ratio * gain, _add_present(shift, drift * detached_gain)
 
     def _relative_statistics(self) -> tuple[Tensor, Tensor]:
-        """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``."""
-        mean, var, own_mean, own_var = self._statistics()
+        """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``.
+
+        With both, an output of the local norm can be written as one of the base's norm, or the reverse. mu and sigma
+        are the mean and standard deviation of the base's running statistics, mu_local and sigma_local those of the
+        adaptors'.
+        """
+        mean, var, local_mean, local_var = self._statistics()
         eps = cast(_BatchNorm, self.base).eps
         deviation = (var + eps).sqrt()
-        return (own_var + eps).sqrt() / deviation, (own_mean - mean) / deviation
+        return (local_var + eps).sqrt() / deviation, (local_mean - mean) / deviation
 
     def _normalise_by_batch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Normalise by the batch's statistics; in training update the base's and the local running statistics.
@@ -157,43 +167,50 @@ class AdaptedBatchNorm(AdaptedNorm):
         base.num_batches_tracked.add_(1)
         # Without momentum PyTorch keeps the plain mean over all batches.
         rate = base.momentum if base.momentum is not None else 1.0 / float(base.num_batches_tracked)
-        differences = self._local_differences()
+        # Computed first, because F.batch_norm updates the base's running statistics in place.
+        local_minus_base = self._local_minus_base()
         y = F.batch_norm(x, base.running_mean, base.running_var, weight, bias, True, rate, base.eps)
-        self._update_local_statistics(differences, 1.0 - rate)
+        self._update_local_statistics(local_minus_base, keep=1.0 - rate)
         return y
 
-    def _local_differences(self) -> list[Tensor]:
-        """Return the local mean and variance minus the base's."""
-        mean, var, own_mean, own_var = self._statistics()
-        return [own_mean - mean, own_var - var]
+    def _local_minus_base(self) -> tuple[Tensor, Tensor]:
+        """Return the differences of the local running mean and variance from the base's."""
+        mean, var, local_mean, local_var = self._statistics()
+        return local_mean - mean, local_var - var
 
     def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the base's running mean and variance, then the local ones."""
         names = ("running_mean", "running_var")
         mean, var = (tensor(self.base, name) for name in names)
-        own_mean, own_var = (tensor(self, name) for name in names)
-        return mean, var, own_mean, own_var
+        local_mean, local_var = (tensor(self, name) for name in names)
+        return mean, var, local_mean, local_var
 
-    def _update_local_statistics(self, differences: list[Tensor], keep: float) -> None:
-        """Update the local mean and variance after an update of the base's.
+    def _update_local_statistics(self, local_minus_base: tuple[Tensor, Tensor], *, keep: float) -> None:
+        """Update the local running mean and variance after ``F.batch_norm`` has updated the base's.
 
-        Both are moving averages with the same rate over the same batch, so their difference shrinks by ``1 - rate``.
-        So the batch's statistics are computed only once.
+        Both are moving averages with the same rate over the same batch, so their difference shrinks by the factor
+        ``1 - rate`` and the batch's own statistics are not needed again.
 
         Args:
-            differences: Local mean and variance minus the base's, before the update.
-            keep: ``1 - rate`` of the moving averages.
+            local_minus_base: Local mean and variance minus the base's, before the update.
+            keep: ``1 - rate``, the weight of the old value in the moving averages.
         """
-        mean, var, own_mean, own_var = self._statistics()
+        mean, var, local_mean, local_var = self._statistics()
         with torch.no_grad():
-            own_mean.copy_(mean + keep * differences[0])
-            own_var.copy_(var + keep * differences[1])
+            local_mean.copy_(mean + keep * local_minus_base[0])
+            local_var.copy_(var + keep * local_minus_base[1])
 
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the mixed adaptor to the base as eval mode applies it, and return the base.
+        """Add the mixed adaptor to the base's gamma and beta, and return the base, a plain batch norm.
 
-        Plain: ``gamma += g sigma / sigma_local`` and ``beta += s + (mu - mu_local) / sigma_local g``, which is the sum
-        of both norms. BatchNorA: ``gamma += g``, ``beta += s``.
+        In eval mode the base then computes what both computed together, the base's norm plus the adaptors' norm::
+
+            plain       gamma += gain sigma / sigma_local
+                        beta  += shift + gain (mu - mu_local) / sigma_local
+            BatchNorA   gamma += gain,  beta += shift
+
+        Gain and shift are the means of the clusters' adaptors under ``shares``, mu and sigma the base's running mean
+        and standard deviation, mu_local and sigma_local those of the adaptors' norm.
 
         Raises:
             RecipeError: The plain form needs a bias for the difference of the means, but the base has none.

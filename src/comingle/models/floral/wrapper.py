@@ -44,7 +44,11 @@ logger = logging.getLogger("comingle")
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Settings of one call of :func:`floral`."""
+    """Settings of one call of :func:`floral`.
+
+    Either ``rank`` or ``budget`` is set. ``budget`` is the largest number of parameters of a layer's low-rank adaptor,
+    as a fraction of the parameters of the layer's weight.
+    """
 
     num_clusters: int
     rank: int | None
@@ -65,8 +69,11 @@ class _Plan:
             return low_rank or (self.bias and module._parameters.get("bias") is not None)
         return self.norm
 
-    def rank_one(self, module: nn.Module) -> Geometry | None:
-        """Return the geometry of a layer's low-rank adaptor at rank 1; None if it gets none."""
+    def rank_one_geometry(self, module: nn.Module) -> Geometry | None:
+        """Return the shapes that a layer's low-rank adaptor would have at rank 1; None if the layer gets none.
+
+        The final rank may follow from these shapes: a budget of parameters buys so much of it.
+        """
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
         if not isinstance(module, CONVS) or self.conv == "none":
@@ -79,28 +86,39 @@ class _Plan:
             groups=module.groups,
         )
 
-    def sized(self, module: nn.Module) -> Geometry | None:
-        """Return :meth:`rank_one` at the rank of the settings, or at the one that the budget allows."""
-        rank_one = self.rank_one(module)
+    def geometry(self, module: nn.Module) -> Geometry | None:
+        """Return the shapes of a layer's low-rank adaptor; None if the layer gets none.
+
+        The rank is the one of the settings, or the largest one within the budget of parameters, but at least 1. It is
+        limited to the largest rank that the layer's weight can have.
+        """
+        rank_one = self.rank_one_geometry(module)
         if rank_one is None:
             return None
         rank = self.rank if self.budget is None else max(1, affordable_rank(rank_one, self.budget))
         assert rank is not None
-        return rank_one.with_rank(rank, self.conv if type(module) in CONVS else "channel")
+        form = self.conv if type(module) in CONVS else "channel"  # a linear has no kernel to divide: any form will do
+        return rank_one.with_rank(rank, form)
 
     def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers in which even rank 1 exceeds the budget; none without a budget."""
+        """Return the names of the layers in which even a low-rank adaptor of rank 1 exceeds the budget of parameters.
+
+        These layers get rank 1 nevertheless. Without a budget there are none.
+        """
         if self.budget is None:
             return []
-        rank_ones = {name: self.rank_one(module) for name, module in layers.items()}
+        rank_ones = {name: self.rank_one_geometry(module) for name, module in layers.items()}
         return [name for name, rank_one in rank_ones.items() if rank_one and affordable_rank(rank_one, self.budget) < 1]
 
     def limited(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers whose weights are too small for the rank that was asked for."""
+        """Return the names of the layers whose adaptors have a smaller rank than the settings.
+
+        Their weights cannot have that rank. A geometry's width is the rank times its width at rank 1.
+        """
         names = []
         for name, module in layers.items():
-            rank_one, sized = self.rank_one(module), self.sized(module)
-            if rank_one and sized and sized.width < (self.rank or 0) * rank_one.width:
+            rank_one, final = self.rank_one_geometry(module), self.geometry(module)
+            if rank_one and final and final.width < (self.rank or 0) * rank_one.width:
                 names.append(name)
         return names
 
@@ -112,7 +130,7 @@ class _Plan:
         if not is_linear(base) and type(base) not in CONVS:
             return AdaptedNorm(base, **common)
         kind = AdaptedLinear if is_linear(base) else AdaptedConv
-        return kind(base, geometry=self.sized(base), bias=self.bias, **common)
+        return kind(base, geometry=self.geometry(base), bias=self.bias, **common)
 
 
 def floral(
@@ -193,22 +211,22 @@ def adaptor_size(
 
     Args:
         model: Any module, without adaptors.
-        rank: As in :func:`floral`.
-        budget: As in :func:`floral`.
-        conv: As in :func:`floral`.
-        lora: As in :func:`floral`.
-        bias: As in :func:`floral`.
-        norm: As in :func:`floral`.
+        rank: Rank of every low-rank adaptor, limited to the rank of its layer's weight. Either this or ``budget``.
+        budget: Parameters of an adaptor divided by those of its base weight, in (0, 1].
+        conv: Form of convolutions; "none" adds no low-rank adaptors to them.
+        lora: Add low-rank adaptors to linear layers.
+        bias: Add bias adaptors; they are not counted, but :func:`floral` takes the same argument.
+        norm: Add gain and shift adaptors to norms; not counted either.
 
     Raises:
-        RecipeError: As in :func:`floral`.
+        RecipeError: Not exactly one of rank and budget is given, one is out of range, or layers share parameters.
     """
     check_size(rank, budget)
     plan = _Plan(
         num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
         batch_nora=False, mixture=Mixture(),
     )  # fmt: skip
-    geometries = [plan.sized(module) for module in find_layers(model, plan.wants).values()]
+    geometries = [plan.geometry(module) for module in find_layers(model, plan.wants).values()]
     return sum(geometry.size for geometry in geometries if geometry is not None)
 
 
@@ -279,7 +297,7 @@ def check_flags(**flags: bool) -> None:
     """Check that the settings are booleans.
 
     Raises:
-        RecipeError: One is not, such as the text "no", which Python takes for true.
+        RecipeError: A setting is not a boolean. The text "no", for example, would count as true in an ``if``.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -311,15 +329,15 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows."""
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
-    low_rank = sum(plan.rank_one(base) is not None for base in bases.values())
+    num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())  # layers, without norms
     if plan.rank is not None:
-        log_limited(plan.rank, plan.limited(bases), low_rank)
+        log_limited(plan.rank, plan.limited(bases), num_low_rank)
         return
     if not plan.warn:
         return
     assert plan.budget is not None
-    counts = sizes(model)
+    parameters = sizes(model)
     log_excess(
-        plan.budget, plan.over_budget(bases), low_rank,
-        clusters=plan.num_clusters, growth=counts.adaptors / counts.base,
+        plan.budget, plan.over_budget(bases), num_low_rank,
+        clusters=plan.num_clusters, growth=parameters.adaptors / parameters.base,
     )  # fmt: skip
