@@ -93,7 +93,16 @@ class TritonBackend:
         b: Sequence[Factor],
         a: Factor,
     ) -> tuple[SharedHidden, Last, Last]:
-        """Compute :func:`comingle.models.kernels.expert_mlp.forward` with Triton. Args: as there."""
+        """Compute the hidden layer of a mixture of LoRA experts, ``sum_j p_j h_j``, with Triton.
+
+        Each Triton program sums ``A_j h_j`` over one chunk of hidden columns only.
+
+        Args: As in :func:`comingle.models.kernels.expert_mlp.forward`.
+
+        Returns:
+            The mixture of the experts' hidden activations h_j, the products ``z_last_j = s A_j h_j`` with the last
+            layer's factors A, and ``p_j z_last_j``.
+        """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
         chunks = -(-hidden // COLUMNS)  # rounded up
@@ -124,9 +133,12 @@ class TritonBackend:
         d_gated: Last,
         factors: bool,
     ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
-        """Compute :func:`comingle.models.kernels.expert_mlp.backward` with Triton. Args: as there.
+        """Return the gradients of ``bases``, ``z``, ``gates``, ``b`` and ``a`` of :meth:`forward`, with Triton.
 
         A plain MLP has one pre-activation, a gated one two: the first and last of ``bases`` and ``b`` may be the same.
+        Each program writes partial sums over a chunk of hidden columns or a range of tokens, which are added up here.
+
+        Args: As in :func:`comingle.models.kernels.expert_mlp.backward`.
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
@@ -159,9 +171,18 @@ class TritonBackend:
 def _leading_arguments(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
 ) -> tuple[object, ...]:
-    """Return the kernels' first arguments: a plain MLP's layer twice, and any tensor for a missing bias.
+    """Return the arguments with which all Triton kernels begin, always two first layers and two biases.
 
-    Arguments are as in :func:`comingle.models.kernels.expert_mlp.forward`.
+    The kernels are written for the first layers of a gated MLP (gate and up). For a plain MLP, ``up`` is passed twice
+    and the second one is not read. In place of a missing bias any tensor is passed, which is not read either.
+
+    Args:
+        bases: The base's pre-activations without bias, one ``(users, n, hidden)`` per first layer.
+        biases: Their biases.
+        z: Products of the input with A of the first layers.
+        gates: The experts' probabilities.
+        b: B of each first layer.
+        a: A of the last layer.
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1
@@ -217,9 +238,16 @@ class RecordedModel(AdaptedModel):
     recordings: dict[Key, Recording | None] = field(default_factory=dict)
 
     def states(self, tensors: Tree, present: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return :meth:`AdaptedModel.states`, replayed from a recording in training. Args: as there.
+        """Return the last hidden states and the load-balancing penalty, in training by replaying CUDA graphs.
 
-        The pass runs without a recording if gates are watched, or while another replay awaits its backward pass.
+        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times; later ones are replayed. A
+        pass runs as usual outside of training, if gates are recorded or cannot be captured, and while another replay
+        awaits its backward pass, because all recordings share memory.
+
+        Args:
+            tensors: The users' tensors.
+            present: The experts that each user has.
+            inputs: Token ids ``(users, batch, context)``.
         """
         is_training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         record_gates = any(mlp.router.record_gates for mlp in self.adapters.experts.values())
@@ -315,7 +343,7 @@ class Recording:
 
 
 class ForwardReplay:
-    """One replay of a forward pass; ``done`` after its backward pass."""
+    """One replay of a forward pass; ``done`` after its backward pass. Alive as long as autograd may need that pass."""
 
     done = False
 
@@ -330,6 +358,7 @@ class _Replayed(torch.autograd.Function):
             static.detach().copy_(t)
         recording.forward()
         ctx.recording, ctx.replay = recording, ForwardReplay()
+        # Until the backward pass, or until autograd drops ``ctx``, no other replay may overwrite the static memory.
         recording.last_replay = weakref.ref(ctx.replay)
         return tuple(t.detach().clone() for t in recording.outputs)
 

@@ -74,7 +74,7 @@ def supports(x: Tensor) -> bool:
 
 @contextmanager
 def accepting_fakes() -> Iterator[None]:
-    """Accept fake tensors while the context is active: steps allocate memory but compute nothing."""
+    """Accept fake tensors in the context, to estimate a pass's memory: it allocates memory but computes nothing."""
     global _accepts_fakes
     before, _accepts_fakes = _accepts_fakes, True
     try:
@@ -93,8 +93,9 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
         **tensors: Tensors by their field in ``step``.
     """
     assert _library is not None
-    if _accepts_fakes:
-        step.d_weight = int(tensors.get("d_weight") is not None)  # only whether it is null matters
+    if _accepts_fakes:  # tensors without data, to estimate memory: compute nothing
+        # The scratch memory depends on whether the weight's gradient is wanted, that is whether its address is not 0.
+        step.d_weight = int(tensors.get("d_weight") is not None)
         _allocate_scratch(step, next(t for t in tensors.values() if t is not None))
         return
     for key, tensor in tensors.items():
@@ -103,7 +104,14 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
 
 
 def _allocate_scratch(step: StepStruct, like: Tensor) -> None:
-    """Allocate and free the largest scratch memory of native code: ``Needs`` of layers.cpp for each thread."""
+    """Allocate as much scratch memory as native code would, and free it, so that a memory estimate counts it.
+
+    Native code computes the bytes of one thread (``room_float`` and ``room_double`` in layers.cpp).
+
+    Args:
+        step: Sizes of the step.
+        like: A fake tensor with the step's device and dtype.
+    """
     assert _library is not None
     scratch_bytes = getattr(_library, f"room_{DTYPES[like.dtype]}")
     scratch_bytes.restype = ctypes.c_int64
@@ -203,19 +211,23 @@ class Step:
         return results
 
     @property
-    def given(self) -> bool:
+    def uses_running_statistics(self) -> bool:
         """Whether the norm uses running statistics (a batch norm in eval mode)."""
         return isinstance(self.norm, nn.BatchNorm2d) and not self.norm.training
 
     def _statistics(self, x: Maps) -> tuple[Any, Any]:
-        """Return mean and 1 / standard deviation of the norm, ``(users, channels, lanes)``; None without a norm.
+        """Return mean and 1 / standard deviation for the norm, ``(users, channels, lanes)``; None without a norm.
 
-        They are uninitialised memory, which the kernel fills, unless running statistics are used.
+        A batch norm in eval mode has them already: its running statistics, repeated for every lane (image). For other
+        norms the tensors are uninitialised, and native code writes the statistics of the batch or group to them.
+
+        Args:
+            x: Input of the convolution, ``(users, lanes, channels, height, width)``.
         """
         norm, shape = self.norm, (len(x), self.convolution.out_channels, x.shape[1])
         if norm is None:
             return None, None
-        if not self.given:
+        if not self.uses_running_statistics:
             return x.new_empty(shape), x.new_empty(shape)
         mean, rstd = norm.running_mean, (norm.running_var + norm.eps).rsqrt()  # type: ignore[union-attr,operator]
         return tuple(t.detach().unsqueeze(2).expand(shape).contiguous() for t in (mean, rstd))  # type: ignore[union-attr]
@@ -247,7 +259,10 @@ class Step:
         return high, wide
 
     def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
-        """Return the struct with sizes and strides for native code.
+        """Return the C struct that describes this step to native code: sizes, settings and strides, without addresses.
+
+        ``height`` and ``width`` are those of the convolution's input, ``high`` and ``wide`` those of its output.
+        ``given`` says that the norm's statistics are inputs. Strides are between the users of a parameter.
 
         Args:
             x: Input of the convolution.
@@ -261,8 +276,8 @@ class Step:
             users=users, images=self.pass_shape.images, lanes=lanes, threads=torch.get_num_threads(),
             height=height, width=width, channels=channels, high=high, wide=wide, outputs=c.out_channels,
             norm=kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,
-            given=self.given, relu=self.relu, pool=self.pool, eps=0.0 if norm is None else norm.eps,
-            weight_stride=weight.stride(0),
+            given=self.uses_running_statistics, relu=self.relu, pool=self.pool,
+            eps=0.0 if norm is None else norm.eps, weight_stride=weight.stride(0),
         )  # fmt: skip
         for axis in range(2):
             step.kernel[axis], step.stride[axis] = c.kernel_size[axis], c.stride[axis]
@@ -321,13 +336,23 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dz: Outputs, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the needed gradients; ``dz`` is that of the outputs, ``passed`` that of the returned ``x``."""
+        """Return the gradients that autograd needs, in the order of the arguments of :meth:`forward`.
+
+        Saved are the convolution's output ``y`` (the norm's input), the step's output ``z`` if its zeros are needed for
+        the ReLU, and ``taken``, the place of each pooled number in its window.
+
+        Args:
+            ctx: Autograd context.
+            dz: Gradient of the step's outputs.
+            passed: Gradient of ``x`` from its other uses, if :meth:`forward` has returned ``x``; added to the result.
+        """
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
         wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
         gradients = [t.new_empty(t.shape) if wants else None for wants, t in wanted]
         names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
         dz_memory = _to_memory_order(dz)
-        # The ReLU masks the gradient of ``added``; without a ReLU that gradient is ``dz`` itself.
+        # With a ReLU native code computes the gradient of the forward pass's ``added`` by masking ``dz`` where z is 0;
+        # for that the field ``added`` only has to be set, here to z. Without a ReLU the gradient is ``dz`` itself.
         masks = ctx.adds and ctx.step.relu
         d_added = torch.empty_like(dz_memory) if masks else dz_memory
         run(

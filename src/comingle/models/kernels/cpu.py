@@ -76,7 +76,9 @@ class _Softmax(ctypes.Structure):
 def softmax(
     logits: Float[Tensor, "n vocab"], targets: Integer[Tensor, " n"], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Compute :func:`comingle.models.loss.softmax_parts` with native code.
+    """Return the cross-entropy of each row in nats with native code, and parts of the softmax for its gradient.
+
+    The unnormalised softmax is ``exp(logit - max)``, its denominator the sum over the vocabulary.
 
     Args:
         logits: Overwritten with the unnormalised softmax if ``keep``, else unchanged.
@@ -84,7 +86,8 @@ def softmax(
         keep: Compute the unnormalised softmax, which the backward pass needs.
 
     Returns:
-        The losses, ``logits``, and the softmax denominators; None if native code does not support the tensors.
+        The losses ``(n,)``, ``logits``, and the softmax denominators ``(n,)``; None if native code does not support
+        the tensors.
 
     Raises:
         IndexError: A target is not a column of the logits.
@@ -129,7 +132,7 @@ class _Attention(ctypes.Structure):
 
 
 def use_attention(network: PreTrainedModel) -> None:
-    """Register this attention for ``network`` if its family is known to work with it.
+    """Let ``network`` use :func:`attend`, native causal attention for CPUs, if its family is known to work with it.
 
     Some families do not: they check the name of the attention and apply sparse attention themselves unless it is
     "eager", or declare their attention non-causal although the mask is. ``KNOWN_FAMILIES`` lists the tested ones.
@@ -312,12 +315,15 @@ def _run_attention(name: str, scale: float, sums: Tensor, **tensors: Tensor) -> 
         name: "forward" or "backward".
         scale: Factor of the scores.
         sums: Softmax statistics: written by the forward pass, read by the backward pass.
-        **tensors: Inputs and outputs by their field in ``struct Attention``.
+        **tensors: Inputs and outputs ``(batch, heads, n, width)`` by their field in ``struct Attention``; "k" and "v"
+            have fewer heads (``groups``) in grouped-query attention.
     """
     (batch, heads, n, width), bf16 = tensors["q"].shape, tensors["q"].dtype == torch.bfloat16
     groups, threads = tensors["k"].shape[1], torch.get_num_threads()
     call = _Attention(batch, heads, groups, n, width, bf16, threads, scale, sums=sums.data_ptr())
     for key, t in tensors.items():
         setattr(call, key, t.data_ptr())
-        setattr(call, f"{key}_steps", (ctypes.c_int64 * 3)(*t.stride()[:3]))
-    getattr(library(), f"attention_{name}")(ctypes.byref(call))
+        strides = t.stride()[:3]  # of batch, heads and tokens; the last axis is contiguous
+        setattr(call, f"{key}_steps", (ctypes.c_int64 * 3)(*strides))
+    native_pass = getattr(library(), f"attention_{name}")
+    native_pass(ctypes.byref(call))

@@ -296,6 +296,10 @@ def activate_backward(
 ) -> tuple[list[Hidden], list[Shared], Gates]:
     """Return the gradients of :func:`activate` with respect to ``loras``, ``bases`` and ``gates``.
 
+    For expert j and the slope ``dh_j/dpre_j`` of a pre-activation, the gradient of that pre-activation is ``(p_j
+    d_mixed + d_h_j) slope_j``. It is the gradient of the LoRA's part; the base's part, which all experts share, gets
+    the sum over j. The gradient of ``p_j`` is ``<d_mixed, h_j>``.
+
     Args:
         h: Hidden activations from :func:`activate`.
         slopes: Slopes from :func:`activate`.
@@ -480,21 +484,29 @@ def backward(
     d_gated: Last,
     factors: bool,
 ) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
-    """Return the gradients with respect to ``bases``, ``z``, ``gates``, ``b`` and ``a``.
+    """Return the gradients of :func:`forward` with respect to ``bases``, ``z``, ``gates``, ``b`` and ``a``.
+
+    With the hidden activations h_j of expert j, which are recomputed, and its pre-activation of each first layer::
+
+        d_h_j     = p_j (d_mixed + s d_gated_j A_j)
+        d_pre_j   = d_h_j dh_j/dpre_j                      of each first layer
+        d_base    = sum_j d_pre_j,                         d_z_j = s d_pre_j B_j^T
+        d_gates_j = <d_mixed, h_j> + <d_gated_j, z_last_j>
+        d_B_j     = s z_j^T d_pre_j,                       d_A_j = s p_j d_gated_j^T h_j
 
     Args:
-        act: As in :func:`forward`.
-        scale: As in :func:`forward`.
-        bases: As in :func:`forward`.
-        biases: As in :func:`forward`.
-        z: As in :func:`forward`.
-        gates: As in :func:`forward`.
-        b: As in :func:`forward`.
-        a: As in :func:`forward`.
-        last: ``z_last_j`` from :func:`forward`.
-        d_mixed: Gradient of ``mixed``.
+        act: The activation.
+        scale: LoRA scale s.
+        bases: The base's pre-activations without bias, one per first layer.
+        biases: Their biases.
+        z: Products of the input with A of the first layers.
+        gates: The experts' probabilities ``p_j``.
+        b: B of each first layer.
+        a: A of the last layer.
+        last: ``z_last_j = s A_j h_j`` from :func:`forward`.
+        d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
         d_gated: Gradient of ``p_j z_last_j``.
-        factors: Compute the last two gradients; otherwise they are an empty list and None.
+        factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
     """
     d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
@@ -502,8 +514,8 @@ def backward(
     call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
     call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
-    for to, gradients in ((call.d_base, d_bases), (call.d_b, d_b)):
-        to[: len(gradients)] = [t.data_ptr() for t in gradients]
+    for addresses, gradients in ((call.d_base, d_bases), (call.d_b, d_b)):
+        addresses[: len(gradients)] = [t.data_ptr() for t in gradients]
     call.d_a = None if d_a is None else d_a.data_ptr()
     assert _library is not None
     assert _library.mixture_backward(ctypes.byref(call))

@@ -49,7 +49,11 @@ def _activation(x, ACT: tl.constexpr):
 
 @triton.jit
 def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
-    """Load a tile of the base's pre-activations with bias, in float32."""
+    """Load a tile of the base's pre-activations (tokens times hidden columns) in float32, and add the bias.
+
+    ``offsets`` are the tile's addresses relative to ``base``, ``inside`` masks those within the tensor, and ``c`` are
+    the numbers of its columns.
+    """
     tile = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
         tile += tl.load(bias + c, mask=c < hidden, other=0.0).to(tl.float32)[None, :]
@@ -78,34 +82,39 @@ def forward(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``mixed``, and each chunk's partial sum of ``h_j A_j^T`` without the scale.
+    """Compute ``mixed = sum_j p_j h_j`` over experts j, and ``h_j A_j^T`` for the LoRA of the last layer (down).
 
-    Grid: chunks of columns, blocks of tokens, users.
+    h_j are an expert's hidden activations, p_j its probability. ``h_j A_j^T`` is a sum over the hidden width, without
+    the LoRA scale. Each program writes the sum over its chunk of hidden columns; the caller adds them up.
+
+    Layer 0 is the gate and layer 1 is up in gated MLPs; layer 0 is up in plain MLPs, which have no layer 1.
+
+    Grid: chunks of hidden columns, blocks of tokens, users.
 
     Args:
-        base_0: Base pre-activations of the first of the first layers (gate, or up in plain MLPs).
-        base_1: Those of the second one (up); any address in plain MLPs.
-        bias_0: Bias of the first one; any address without bias.
-        bias_1: Bias of the second one; any address without bias.
-        z: Products of the input with A of the first layers.
-        gates: The experts' probabilities.
-        b_0: B of the first one.
-        b_1: B of the second one.
+        base_0: The base's pre-activations of layer 0.
+        base_1: The base's pre-activations of layer 1; any address in plain MLPs.
+        bias_0: Bias of layer 0; any address without bias.
+        bias_1: Bias of layer 1; any address without bias.
+        z: Products of the input with A of layers 0 and 1, ``(users, n, FIRST * experts * rank)``.
+        gates: The experts' probabilities, ``(users, n, experts)``.
+        b_0: B of layer 0.
+        b_1: B of layer 1.
         a: A of the last layer.
-        mixed: Output: the mixture of hidden activations.
-        last: Output: the partial sums, ``(chunks, users, n, experts * rank)``.
+        mixed: Output: the mixture of hidden activations, ``(users, n, hidden)``.
+        last: Output: the partial sums of ``h_j A_j^T``, ``(chunks, users, n, experts * rank)``.
         n: Tokens of a user.
         hidden: Hidden width.
         scale: LoRA scale.
         z_user: Stride of ``z`` between users.
         z_row: Stride of ``z`` between tokens.
         ACT: Code of the activation.
-        FIRST: Number of first layers: 2 in gated MLPs, else 1.
-        BIASED_0: Whether the first one has a bias.
-        BIASED_1: Whether the second one has a bias.
+        FIRST: Number of layers that read the MLP's input: 2 in gated MLPs, else 1.
+        BIASED_0: Whether layer 0 has a bias.
+        BIASED_1: Whether layer 1 has a bias.
         EXPERTS: Number of experts.
         RANK: LoRA rank.
-        WIDE: The rank padded for tensor cores.
+        WIDE: The rank padded to a power of two that tensor cores support.
         TOKENS: Tokens of a tile.
         COLUMNS: Columns of a tile.
         PRECISION: Input precision of products.
@@ -141,8 +150,8 @@ def forward(
         total += p[:, None] * h
         factor = _load_factor(a, user * EXPERTS + j, c, hidden, RANK, WIDE)
         product = _dot(h.to(factor.dtype), tl.trans(factor), PRECISION)
-        at = last + part[:, None] + (j * RANK + r)[None, :]
-        tl.store(at, product, mask=valid[:, None] & (r < RANK)[None, :])
+        addresses = last + part[:, None] + (j * RANK + r)[None, :]
+        tl.store(addresses, product, mask=valid[:, None] & (r < RANK)[None, :])
     tl.store(mixed + offsets, total.to(mixed.dtype.element_ty), mask=inside)
 
 
@@ -153,10 +162,25 @@ def _expert(
 ):  # fmt: skip
     """Recompute the hidden activations h of one expert, and compute gradients from those of the mixture's output.
 
-    Arguments are tiles, as in :func:`backward` for one expert with the probabilities ``p``.
+    With the pre-activations ``gate = pre_0 + scale z_0 B_0`` and ``up = pre_1 + scale z_1 B_1`` of a gated MLP,
+    ``h = act(gate) up``; in a plain MLP ``h = act(pre_0 + scale z_0 B_0)``.
+
+    Args: Tiles of one expert.
+
+        pre_0: The base's pre-activations of layer 0 (gate, or up in plain MLPs), tokens times hidden columns.
+        pre_1: The base's pre-activations of layer 1 (up in gated MLPs).
+        d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
+        z_0: Products of the input with A of layer 0, tokens times ranks.
+        z_1: Products of the input with A of layer 1.
+        d_gated: Gradient of ``p scale A h`` of the last layer, tokens times ranks.
+        p: The expert's probability for each token.
+        b_0: B of layer 0, ranks times hidden columns.
+        b_1: B of layer 1.
+        a: A of the last layer.
+        scale: LoRA scale.
 
     Returns:
-        h, the gradients of its pre-activations (the second one is only used in gated MLPs), and the gradient of the
+        h, the gradients of both pre-activations (the second one is only used in gated MLPs), and the gradient of the
         product of h with A of the last layer.
     """
     value, slope = _activation(pre_0 + scale * _dot(z_0, b_0, PRECISION), ACT)
@@ -176,11 +200,21 @@ def backward(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``d_base``, and each chunk's partial sums of ``d_z`` (without the scale) and of ``d_mixed . h_j``.
+    """Compute the gradients of the base's pre-activations, of ``z`` and of the gates; recompute hidden activations.
 
-    Grid: as :func:`forward`. Args: as :func:`forward`, with the gradients ``d_mixed`` of the mixture and ``d_gated`` of
-    ``p_j z_last_j``, and with these outputs: ``d_base_0`` and ``d_base_1`` are gradients, ``d_z`` and ``d_gates`` are
-    partial sums with a leading axis of chunks.
+    The gradients of ``z`` (before the factor ``scale``) and of the gates (``<d_mixed, h_j>``) are sums over the hidden
+    width. Each program writes the sum over its chunk of hidden columns; the caller adds them up.
+
+    Grid: chunks of hidden columns, blocks of tokens, users, as in :func:`forward`.
+
+    Args: The inputs and sizes of :func:`forward`, and
+
+        d_mixed: Gradient of the mixture ``sum_j p_j h_j``, ``(users, n, hidden)``.
+        d_gated: Gradient of ``p_j z_last_j``, the ranks of the last layer's LoRA, ``(users, n, experts * rank)``.
+        d_base_0: Output: gradient of ``base_0``.
+        d_base_1: Output: gradient of ``base_1``; not written in plain MLPs.
+        d_z: Output: partial sums, ``(chunks, users, n, FIRST * experts * rank)``.
+        d_gates: Output: partial sums, ``(chunks, users, n, experts)``.
     """
     # The tile of this program, as in the forward kernel: tokens t of one user times hidden columns c.
     user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
@@ -196,10 +230,10 @@ def backward(
         pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
     d_mixture = tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32)
     total_0, total_1 = tl.zeros((TOKENS, COLUMNS), tl.float32), tl.zeros((TOKENS, COLUMNS), tl.float32)
-    part = chunk * tl.num_programs(2) * n + token
-    thin = valid[:, None] & (r < RANK)[None, :]
+    part = chunk * tl.num_programs(2) * n + token  # row of the partial sums
+    in_rank = valid[:, None] & (r < RANK)[None, :]
     for j in tl.static_range(EXPERTS):
-        number = user * EXPERTS + j
+        number = user * EXPERTS + j  # of expert j among the experts of all users
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
         factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
@@ -213,12 +247,12 @@ def backward(
         )  # fmt: skip
         tl.store(d_gates + part * EXPERTS + j, tl.sum(d_mixture * h, 1), mask=valid)
         total_0 += d_pre_0
-        at = d_z + (part * (FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
-        tl.store(at, _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION), mask=thin)
+        addresses = d_z + (part * (FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
+        tl.store(addresses, _dot(d_pre_0.to(factor_0.dtype), tl.trans(factor_0), PRECISION), mask=in_rank)
         if FIRST == 2:
             total_1 += d_pre_1
             product = _dot(d_pre_1.to(factor_1.dtype), tl.trans(factor_1), PRECISION)
-            tl.store(at + EXPERTS * RANK, product, mask=thin)
+            tl.store(addresses + EXPERTS * RANK, product, mask=in_rank)
     tl.store(d_base_0 + offsets, total_0.to(d_base_0.dtype.element_ty), mask=inside)
     if FIRST == 2:
         tl.store(d_base_1 + offsets, total_1.to(d_base_1.dtype.element_ty), mask=inside)
@@ -231,10 +265,19 @@ def backward_factors(
     ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute each token range's partial sums of ``d_B`` and ``d_A``.
+    """Compute the gradients of the LoRA factors: B of the first layers and A of the last; h is recomputed.
 
-    Grid: chunks of columns, ranges of ``span`` tokens, experts of all users. Args: as :func:`backward`, with other
-    outputs: ``d_b_0``, ``d_b_1`` and ``d_a`` are partial sums with a leading axis of ranges.
+    They are sums over all tokens. Each program writes the sum over its range of ``span`` tokens; the caller adds them
+    up.
+
+    Grid: chunks of hidden columns, ranges of ``span`` tokens, experts of all users.
+
+    Args: The inputs and sizes of :func:`backward`, and
+
+        d_b_0: Output: partial sums of the gradient of ``b_0``, ``(ranges, users, experts, rank, hidden)``.
+        d_b_1: Output: likewise for ``b_1``; not written in plain MLPs.
+        d_a: Output: likewise for ``a``.
+        span: Tokens of a range.
     """
     # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
     number, interval = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -269,8 +312,8 @@ def backward_factors(
         if FIRST == 2:
             of_b_1 += _dot(tl.trans(z_1), d_pre_1.to(z_1.dtype), PRECISION)
     rows = (interval * tl.num_programs(2) + number) * RANK + r
-    at, mask = rows[:, None] * hidden + c[None, :], (r < RANK)[:, None] & (c < hidden)[None, :]
-    tl.store(d_b_0 + at, of_b_0 * scale, mask=mask)
-    tl.store(d_a + at, of_a, mask=mask)
+    places, mask = rows[:, None] * hidden + c[None, :], (r < RANK)[:, None] & (c < hidden)[None, :]
+    tl.store(d_b_0 + places, of_b_0 * scale, mask=mask)
+    tl.store(d_a + places, of_a, mask=mask)
     if FIRST == 2:
-        tl.store(d_b_1 + at, of_b_1 * scale, mask=mask)
+        tl.store(d_b_1 + places, of_b_1 * scale, mask=mask)
