@@ -61,8 +61,11 @@ class FoldedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of a layer to the cache, and return all keys and values of that layer.
 
+        The network has a row for each user, model and text. The cache has one for each user and text, and the heads of
+        all models in it.
+
         Args:
-            key_states: New keys, with rows as in ``Wide``.
+            key_states: New keys, ``(users * models * texts, heads, tokens, width)``.
             value_states: New values, likewise.
             layer_idx: Index of the layer.
             *args: Passed on to the cache.
@@ -230,14 +233,15 @@ class EnsembleModel(Model):
 
 
 def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
-    """Replace a causal language model's forward so that it returns the logits of a mixture of components.
+    """Replace a causal language model's forward so that it mixes the predictions of each user's components.
 
-    The batch holds each user's texts; the new forward repeats them for each component. Its key-value cache has one row
-    per text with the keys and values of all components.
+    The new logits are ``log sum_c pi_c softmax(t_c f_c(x))`` with the logits f_c of component c, the user's mixture
+    weight pi_c and the power t_c of the component's probabilities. The batch holds each user's texts; the new forward
+    repeats them for each component. Its key-value cache has one row per text, with all components' keys and values.
 
     Args:
         network: The model, with the components' adapters bound to it.
-        mixing: Returns the mixture weights and powers of the users in the batch.
+        mixing: Function that returns pi and t ``(users, components)`` of the users in the batch; t is None for 1.
     """
 
     forward, name = type(network).forward.__get__(network), cache_name(type(network))

@@ -178,6 +178,8 @@ class _Products(torch.autograd.Function):
         d_x = torch.bmm(dy, weight) if wants_x else None
         if not wants_weight:
             return d_x, None
+        # Both products are equal. The first is contiguous like the weight, which speeds up the optimiser step of a
+        # large weight; for a small one the second product, whose transpose is returned, is faster.
         is_large = weight.shape[1] * weight.shape[2] >= LARGE_WEIGHT
         return d_x, torch.bmm(dy.mT, x) if is_large else torch.bmm(x.mT, dy).mT
 
@@ -341,7 +343,14 @@ class Chained:
         return converted
 
     def _convert_sum(self, net: nn.Module) -> Sum:
-        """Convert the ReLU of the sum of two children; the first must end in a convolution without pooling."""
+        """Convert a module that is the ReLU of the sum of its two children, such as a residual block.
+
+        The last native step of the first child then adds the second child's output before its ReLU.
+
+        Raises:
+            UnknownLayerError: The first child does not end in a convolution, or its last step pools, which would come
+                after the sum.
+        """
         names = [name for name, _ in _children(net)]
         chain, other = (self._convert(child) for _, child in _children(net))
         if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:

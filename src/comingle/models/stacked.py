@@ -107,7 +107,11 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
 
 
 def assign_role(slot: Slot) -> Slot:
-    """Return the slot of a :class:`GatedPair` with its role; for running statistics, with their part as the factor."""
+    """Return the slot of a :class:`GatedPair` with the role of its submodule, such as "specialist" for "own".
+
+    Running statistics keep the role "statistics"; the submodule becomes their factor, so that a placement can name
+    those of one submodule, such as "statistics.own".
+    """
     part = slot.name.partition(".")[0]
     if slot.roles == (STATISTICS,):
         return replace(slot, factor=part)
@@ -150,10 +154,15 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _net_slots(net: nn.Module) -> list[Slot]:
-    """Return the slots of a net without adaptors."""
+    """Return one slot (name, shape, role, initial value, part of the net) per tensor of a net without adaptors.
+
+    All parameters have the role "base", except for a :class:`GatedPair`: its role depends on the submodule, such as
+    "specialist" for a user's own feature extractor.
+    """
     parts, slots = _module_parts(net), []
     for name, (t, role) in _tensors(net).items():
-        part = parts[name.rpartition(".")[0]]
+        module_name = name.rpartition(".")[0]
+        part = parts[module_name]  # "norm", "head" or "body"
         slots.append(Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_constant_init(t), part=part))
     return [assign_role(slot) for slot in slots] if isinstance(net, GatedPair) else slots
 
@@ -352,7 +361,10 @@ class StackedModel(Model):
         return self.mixture.shares(tensors[CLIENT_ROUTER])
 
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs of the users' models, mixed as :attr:`mixture` says.
+        """Return the outputs of the users' models.
+
+        A user's model is a single net, a mixture of C nets, or a net with a mixture of C adaptor sets. The mixture's
+        settings say whether weights, outputs or predicted probabilities are mixed.
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
@@ -360,22 +372,31 @@ class StackedModel(Model):
             train: Run in training mode.
         """
         mixture = self.mixture
-        if mixture is not None and mixture.merges_models:
+        if mixture is None:
+            return self._run_alone(train, tensors, inputs)
+        if mixture.merges_models:  # nets mixed in their weights
             return self._merged_outputs(tensors, inputs, train)
-        if mixture is not None and mixture.of == "models":
-            outputs, shares = self._components(tensors, inputs, train), self.shares(tensors)
+        shares = self.shares(tensors)
+        if mixture.of == "models":  # nets mixed in their outputs
+            outputs = self._components(tensors, inputs, train)
             if self.mixes_probabilities:
                 return mix_probabilities(outputs, shares)
             return torch.einsum("uc,uc...->u...", shares, outputs)
-        if mixture is None:
-            return self._run_alone(train, tensors, inputs)
-        shares = self.shares(tensors)
+        # Adaptor sets, which the net's own forward pass mixes with the weights pi.
         return self._run_users(
             train, lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi), tensors, inputs, shares
         )
 
     def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs of ``sum_c pi_c w_c``; its running statistics replace those of all components."""
+        """Return the outputs of one merged net per user: the mixture ``sum_c pi_c w_c`` of its C components' weights.
+
+        In training only the merged net runs, so its updated running statistics are copied to all components.
+
+        Args:
+            tensors: The users' tensors ``(users, clusters, ...)``; in training their running statistics change.
+            inputs: Samples ``(users, batch, ...)``.
+            train: Run in training mode.
+        """
         merged = merge_models(tensors, self.shares(tensors))
         statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
         outputs = self._run_alone(train, merged | statistics, inputs)
@@ -387,7 +408,13 @@ class StackedModel(Model):
         """Return the outputs of each component of the users' mixtures alone.
 
         A component is a whole model, or the base with one adaptor set, which a one-hot mixture selects. In training
-        running statistics in ``tensors`` change.
+        running statistics in ``tensors`` change: whole models have their own, adaptor sets share the user's, which
+        become the mean ``sum_c pi_c stats_c`` of those that each component would have.
+
+        Args:
+            tensors: The users' tensors.
+            inputs: Samples ``(users, batch, ...)``.
+            train: Run in training mode.
         """
         assert self.mixture is not None
         if self.mixture.of == "models":
@@ -396,13 +423,15 @@ class StackedModel(Model):
             return self._run_users(train, over_components, models, inputs)
         one_hot = torch.eye(self.mixture.clusters, dtype=self.dtype, device=inputs.device)
         statistics = {slot.name for slot in self.layout.only({STATISTICS}).slots} if train else set()
-        # In training each component updates its own running statistics; the user's mixture then averages them.
+        # In training each component updates a copy of the running statistics; they are averaged below.
         by_component = {
             n: t.unsqueeze(1).repeat_interleave(len(one_hot), 1) if n in statistics else t for n, t in tensors.items()
         }
+        # A trained base gets from each component's loss a gradient with the weight pi_c.
         base = {s.name for s in self.layout.only({BASE}).slots if tensors[s.name].requires_grad}
         by_component |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
-        # Statistics and trained base tensors now have a component axis. Adaptors keep theirs, from which pi selects.
+        # Inside `_run_users` a user's statistics and trained base tensors have the component axis 0. The others have
+        # none for this vmap: all adaptor sets are passed to each component, and its one-hot mixture selects one.
         in_dims = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
         over_components = vmap(
             lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi),
@@ -430,18 +459,26 @@ class StackedModel(Model):
             return vmap(call, randomness="different")(channels_last(tensors), *others)
 
     def _run_alone(self, train: bool, tensors: Tree, inputs: Tensor) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs of one net per user."""
-        if self.form is not None and self.form.takes(inputs):
-            return self.form(tensors, inputs, train=train)
+        """Return the outputs of one net per user, without a mixture, computed in the fastest way that supports the net.
+
+        Args:
+            train: Run in training mode.
+            tensors: One net's tensors per user, ``(users, ...)``.
+            inputs: Samples ``(users, batch, ...)``.
+        """
+        native = self.form
+        if native is not None and native.takes(inputs):
+            return native(tensors, inputs, train=train)
         if not self._can_fold:
-            return self._run_users(train, self._call_user, tensors, inputs)
+            return self._run_users(train, self._call_user, tensors, inputs)  # under vmap
+        # All users' samples as one batch; inside Folded, F.linear multiplies each user's samples by its weights.
         self.net.train(train)
         with Folded():
             return self._call_user(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
 
     @cached_property
     def form(self) -> Form | None:
-        """Native form that runs all users' nets at once; None to use ``vmap``."""
+        """Form of the net that runs convolutions of all users at once in C++; None to use ``vmap``."""
         if not self.compiled:
             return None
         from comingle.models.side_by_side import native_form
