@@ -100,7 +100,10 @@ class RoutedMLP(nn.Module):
         return has_kernel and expert_mlp.fits_rows(x, users, *(base_weight(linear)[0] for linear in linears))
 
     def _mix_rows(self, x: Tokens) -> Tokens:
-        """Compute :meth:`_mix_outputs` for one token of each of a few texts, with native code."""
+        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, in the native decoding kernel.
+
+        It is for generation, where a pass has one token (a row) of each of a few texts and no gradients.
+        """
         a_and_b = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
         first = [(base_weight(linear), a_and_b[name]) for name, linear in self.first.items()]
         return expert_mlp.experts(
@@ -116,7 +119,7 @@ class RoutedMLP(nn.Module):
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
     def _mix_natively(self, backend: object, x: Tokens) -> Tokens:
-        """Compute :meth:`_mix_outputs` with :class:`_NativeMixture`, and the gates too.
+        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with native code (C++ or Triton); compute the gates first.
 
         The first layers' factors A and the router's weight read the same input, so one product computes all of them.
 
@@ -128,13 +131,14 @@ class RoutedMLP(nn.Module):
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
         router = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
         a_first = [factor.flatten(1, 2) for factor in a[:-1]]  # (users, experts * rank, width)
-        alias, products = _InputProducts.apply(x, torch.cat([*a_first, *router], 1))
+        same_x, products = _InputProducts.apply(x, torch.cat([*a_first, *router], 1))
         z, logits = products.tensor_split([sum(factor.shape[1] for factor in a_first)], -1)
         # Native code needs contiguous memory, but uniform gates are an expanded row.
         gates = (self.router.choose(logits.float(), x) if router else self.router(x)).contiguous()
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
-        # Through the alias, _InputProducts adds its gradient to the mixture's; if x needs none, neither computes one.
-        x = alias if x.requires_grad else x
+        # `same_x` equals x, but its gradient passes through _InputProducts, which adds its own to it in place. If x
+        # needs no gradient, x itself goes on, so that the mixture computes none for it.
+        x = same_x if x.requires_grad else x
         rest = (*b[:-1], a[-1], b[-1], *weights)
         return cast(Tensor, _NativeMixture.apply(backend, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
 
@@ -202,7 +206,18 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
-        """Return the gradients of ``x``, the gates and the factors; ``dy`` is the output's, base weights get None."""
+        """Return the gradients of ``x``, of the gates and of the LoRA factors; the base's weights are frozen.
+
+        ``dy`` is the gradient of the output. With B_j and A_j of the last layer and ``z_last_j = s A_j h_j``::
+
+            d_mixed    = dy W2                          through the base, for all experts
+            d_gated_j  = dy B_j                         of p_j z_last_j
+            d_z_last_j = s p_j d_gated_j
+            d_h_j      = p_j d_mixed + d_z_last_j A_j
+            d_gates_j  = <d_mixed, h_j> + <d_gated_j, z_last_j>
+
+        From d_h_j the first layers follow: each is a base product and one LoRA per expert.
+        """
         num_first, scale = ctx.num_first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
         slopes, rest = saved[:num_first], saved[num_first:]
@@ -214,7 +229,7 @@ class _Mixture(torch.autograd.Function):
         d_mixed = dy @ bases[-1][0]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT).view(u, n, experts, rank).transpose(1, 2)
         d_z_last = (gates.mT.unsqueeze(-1).to(x.dtype) * d_gated).mul_(scale).reshape(u * experts, n, rank)
-        d_h = torch.bmm(d_z_last, a_last.flatten(0, 1)).view_as(h)
+        d_h = torch.bmm(d_z_last, a_last.flatten(0, 1)).view_as(h)  # activate_backward adds p_j d_mixed
         d_loras, d_bases, d_gates = expert_mlp.activate_backward(h, slopes, gates, d_mixed, d_h)
         d_gates = d_gates + (d_gated * z_last).sum(-1).mT
 
@@ -249,13 +264,22 @@ class _InputProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tokens, matrix: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
-        """Return an alias of ``x``, and its product with each user's ``matrix``, ``(users, n, columns)``."""
+        """Return ``x`` itself, and its product with each user's ``matrix``, ``(users, n, columns)``.
+
+        Later layers read the returned ``x``, so that :meth:`backward` gets their gradient and adds to it in place.
+        """
         ctx.save_for_backward(x, matrix)
         return x.view_as(x), torch.bmm(x, matrix.mT)
 
     @staticmethod
     def backward(ctx: Context, d_x: Tokens, d_products: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of ``x`` and the matrix; ``d_x`` is that of the alias and is overwritten."""
+        """Return the gradients of the input ``x`` and of the matrix.
+
+        Args:
+            ctx: Autograd context.
+            d_x: Gradient of the first output of :meth:`forward`, which is ``x`` itself; overwritten with the result.
+            d_products: Gradient of the products.
+        """
         x, matrix = ctx.saved_tensors
         wants_x, wants_matrix = ctx.needs_input_grad
         # In place: only this function holds d_x, which _NativeMixture has allocated.
@@ -282,7 +306,9 @@ class _NativeMixture(torch.autograd.Function):
         num_first: int,
         *rest: Any,
     ) -> Tokens:
-        """Return the mixture's output: the same as :class:`_Mixture` computes.
+        """Return the mixture's output ``W2 (sum_j p_j h_j) + b2 + s sum_j p_j B2_j A2_j h_j``, as in :class:`_Mixture`.
+
+        The backend computes ``sum_j p_j h_j`` and ``p_j s A2_j h_j``; the products with W and B2 are PyTorch's.
 
         Args:
             ctx: Autograd context.
@@ -305,19 +331,23 @@ class _NativeMixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
-        """Return the gradients of ``x``, ``z``, the gates and the factors; ``dy`` is that of the output."""
+        """Return the gradients of ``x``, ``z``, the gates and the LoRA factors; ``dy`` is that of the output.
+
+        The backend computes those that need tensors of the hidden width. Here are the products with weights of the
+        base and the gradient of the last factor B. The gradient of ``x`` is only its part through the base's weights.
+        """
         num_first = ctx.num_first
         z, gates, z_last, gated, *saved = ctx.saved_tensors
         products, rest = saved[:num_first], saved[num_first:]
         b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
-        wants_factors = any(ctx.needs_input_grad[7:])
+        wants_x, wants_factors = ctx.needs_input_grad[3], any(ctx.needs_input_grad[7:])
         d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
         forward_tensors = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, z_last)
         gradients = ctx.backend.backward(*forward_tensors, d_mixed, d_gated, wants_factors)
         d_bases, d_z, d_gates, d_b, d_a_last = gradients
         d_x = None
-        if ctx.needs_input_grad[3]:
+        if wants_x:
             d_x = d_bases[0] @ weights[0]
             for d_base, weight in zip(d_bases[1:], weights[1:-1], strict=True):
                 d_x += d_base @ weight
@@ -367,17 +397,17 @@ Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
 
 
 def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None:
-    """Check that no rank is larger than useful: a weight's change has at most the rank of its smaller dimension.
+    """Check that no LoRA rank is larger than useful: a weight's change has at most the rank min(d_in, d_out).
 
-    Logs a warning if the largest rank exceeds the smaller dimension of some weights: the excess is trained and uploaded
-    without effect.
+    Log a warning if the largest rank exceeds that of some weights: the excess changes no result, but is trained and
+    uploaded. Only a rank beyond reason is refused: one above d_in + d_out of every weight.
 
     Args:
         ranks: LoRA rank of each user.
         linears: All linear layers that get a LoRA.
 
     Raises:
-        RecipeError: The largest rank exceeds d_in + d_out of every weight.
+        RecipeError: The largest rank exceeds d_in + d_out of the largest weight.
     """
     shapes = {name: tuple(base_weight(linear)[0].shape) for name, linear, _, _ in linears}
     user = int(ranks.argmax())
@@ -501,8 +531,8 @@ class Adapters:
 
         :func:`comingle.utils.trees.restrict` removes the same experts from tensors.
         """
-        experts = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
-        keep = [i for i, role in enumerate(experts) if role not in roles]
+        expert_roles = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
+        keep = [i for i, role in enumerate(expert_roles) if role not in roles]
         return replace(self, present=self.present[:, keep])
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
@@ -516,12 +546,19 @@ class Adapters:
         return tensors, self.present[list(users)].to(next(iter(tensors.values())).device)
 
     def place(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
-        """Assign the results of :meth:`of_users` to the modules."""
+        """Assign tensors of some users to the modules for the next forward passes.
+
+        Args:
+            tensors: The users' tensors by name, rescaled by :meth:`of_users`.
+            present: True where a user has an expert.
+        """
         for name, lora in self.attention.items():
             lora.factors = factors_of(tensors, name, lora.scale)
         for name, mlp in self.experts.items():
             mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
-            mlp.router.weight, mlp.router.keys = tensors.get(f"{name}.router"), mlp.factors["up"][0]
+            mlp.router.weight = tensors.get(f"{name}.router")  # None averages the experts
+            # A of "up" reads the same hidden states as the router; some methods' gates compare a token with it.
+            mlp.router.keys = mlp.factors["up"][0]
             mlp.router.present = present
             mlp.router.penalty = None  # remove that of the last pass: this one may have no router
 
@@ -616,6 +653,7 @@ def inject(
     targets = find_targets(model, settings.targets)
     ranks = ranks_of(settings, len(counts.specialists))
     rank, act = int(ranks.max()), activation_name(model, targets)
+    # The modules apply one scale, that of the largest rank. For users with a smaller rank, Adapters.bind multiplies A.
     scale = lora_scale(settings.alpha, rank)
     attention: dict[str, LoraLinear] = {}
     experts: dict[str, RoutedMLP] = {}
@@ -647,7 +685,7 @@ def inject(
         present=counts.present(),
         ranks=ranks,
         scales=scales,
-        scale=float(scales.min()),
+        scale=float(scales.min()),  # of the largest rank, as above
         attention=attention,
         experts=experts,
     )
@@ -707,8 +745,8 @@ def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
     Args:
         name: Name of the linear.
         linear: The base's linear.
-        lead: Leading dimensions, ``(rank,)`` or ``(experts, rank)``.
-        roles: Roles along the first dimension, one per expert.
+        lead: Leading dimensions: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP.
+        roles: ``("attention",)`` in attention; in an MLP "generalist" or "specialist" for each expert.
     """
     width = base_weight(linear)[0].shape[1]
     return Slot(name=f"{name}.a", shape=(*lead, width), roles=roles, init=init_a, factor="a")

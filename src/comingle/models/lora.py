@@ -148,12 +148,15 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
 def factors_of(
     tensors: Tree, name: str, scale: float
 ) -> tuple[Float[Tensor, "users ... rank d_in"], Float[Tensor, "users ... rank d_out"]]:
-    """Return a linear's A and B; a residual ``O^T I`` is appended to them as further ranks.
+    """Return a linear's factors A and B, with those of its residual appended as further ranks, if it has one.
+
+    A residual is a frozen change ``O^T I`` that a server has added to the weight. With the rows of I appended to A and
+    those of O to B, the product ``scale * B^T A`` includes it.
 
     Args:
-        tensors: The users' tensors by name.
+        tensors: The users' tensors by name; I and O have the name of the linear with the suffixes `IN` and `OUT`.
         name: Name of the linear.
-        scale: LoRA scale, by which I is divided because the caller multiplies by it.
+        scale: LoRA scale. The caller multiplies the whole product by it, so I is divided by it here.
     """
     a, b = tensors[f"{name}.a"], tensors[f"{name}.b"]
     if f"{name}.{IN}" not in tensors:

@@ -31,9 +31,9 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
     ``c_0 = 2 / ((n-1)^2 + 1)``, ``c_j = 2 (n-1) / ((n-1)^2 + 1)``. The factor 2 makes both forms coincide at n = 2, as
     the paper states; eq. 10 as printed is this divided by 2n.
 
-    The public code, with expert 0 half as important as all and two experts per token, has the same sum
-    ``f_0 P_0 + (n-1) sum_j f_j P_j`` with the factor 1, where ours has ``2 n / ((n-1)^2 + 1)``: 6/5 with three experts,
-    8/10 with four.
+    With these ``c_j`` the penalty ``n sum_j c_j f_j P_j`` is ``f_0 P_0 + (n-1) sum_{j>0} f_j P_j`` times the factor
+    ``2 n / ((n-1)^2 + 1)``: 6/5 with three experts, 8/10 with four. The public code (two experts per token, expert 0
+    half as important as all) has the same sum without this factor.
 
     Args:
         present: Mask of the experts that each user has.
