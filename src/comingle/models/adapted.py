@@ -61,7 +61,7 @@ class AdapterRouting(TokenRouting):
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """Return the hidden states that each MLP reads, while experts are averaged.
+        """Return the hidden states that each MLP reads, in a forward pass in which every expert has equal weight.
 
         Args:
             tensors: The users' trainable tensors; those of routers are ignored.
@@ -70,7 +70,8 @@ class AdapterRouting(TokenRouting):
             whole: Average over all tokens of a window, instead of taking the state at the end of its prompt.
 
         Returns:
-            One tensor ``(users, batch, width)`` per MLP, by its name; zero for windows without tokens.
+            One tensor ``(users, batch, width)`` per MLP, by the name of its router's tensor; zero for windows without
+            tokens.
         """
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
         with routing.record_router_inputs(self.adapters) as recorded, torch.compiler.set_stance("force_eager"):
@@ -171,15 +172,21 @@ class AdaptedModel(AdapterRouting, Model):
             hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         return hidden.view(*inputs.shape, -1), self.adapters.penalties()
 
-    def losses_of_each(
+    def losses_in_fixed_order(
         self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
-        """Return the loss at every position; positions without a target have loss 0.
+        """Return the training loss at every position, rounded alike for any number of targets.
 
-        Losses skip positions without a target, so the number of targets would change the order of sums and hence the
-        rounding. Here all positions are computed and masked afterwards.
+        :meth:`losses` skips positions without a target, so their number changes the order of sums and hence the
+        rounding. Here losses are computed at all positions and set to 0 at those without a target.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens. Negative values are no targets: ``PAD``, and tokens that :func:`hide`
+                has encoded because they are only inputs.
         """
-        # Decode hidden tokens, so that every position has a target.
+        # Applied a second time, `hide` restores such tokens; PAD becomes token 0. So every position has a target.
         all_targets = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
         return self.losses(tensors, users, all_targets, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
 
@@ -230,10 +237,11 @@ def adapt(
         routed: Add a router to each MLP with more than one expert.
         compiled: Compile the layers with torch.compile, for the whole process; ignored with ``checkpointed`` and for
             quantised bases.
-        gating: As in :func:`~comingle.models.injection.inject`.
+        gating: How routers compute gates; None: a softmax over logits.
         native_code: Use the C++ kernels of :mod:`comingle.models.kernels.expert_mlp` for the whole process (CPUs only,
             built once per machine); None: as ``compiled``.
-        residual: As in :func:`~comingle.models.injection.inject`.
+        residual: Rank of a frozen change that the server may add to each adapted weight
+            (:mod:`comingle.models.lora`); None for no such change.
         checkpointed: Use activation checkpointing: a layer saves only its input and is recomputed in the backward pass.
 
     Raises:

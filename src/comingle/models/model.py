@@ -118,13 +118,14 @@ class TokenRouting:
     def router_inputs(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, whole: bool = False
     ) -> Tree:
-        """Return the input of each router at the end of every window's prompt, while experts are averaged.
+        """Return the hidden state that each router reads, for one forward pass in which every expert has equal weight.
 
         Args:
-            tensors: Tensors of ``users``.
+            tensors: Tensors of ``users``; those of the routers are not used.
             users: Numbers of the users.
             batch: Windows of tokens.
-            whole: Return the mean over all tokens of the window instead.
+            whole: Average the states over all tokens of a window, instead of taking the state at the prompt's last
+                token.
 
         Returns:
             ``(users, batch, width)`` by the names of the routers' tensors; zeros for windows of padding.
@@ -218,7 +219,7 @@ class Model(TokenRouting, ClientMixing, ABC):
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch ..."], Float[Tensor, " users"] | float]:
-        """Return the loss of every token or sample, and each user's penalty.
+        """Return the loss of every token or sample, and each user's load-balancing penalty (0.0 without token routers).
 
         Args:
             tensors: Tensors of ``users``.
@@ -228,8 +229,12 @@ class Model(TokenRouting, ClientMixing, ABC):
             shares: Mixture weights of each sample, in place of the users' own.
         """
 
-    def losses_of_each(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
-        """Return the training losses, computed such that they do not depend on how many positions have a target.
+    def losses_in_fixed_order(
+        self, tensors: Tree, users: Sequence[int], batch: Any
+    ) -> Float[Tensor, "users batch ..."]:
+        """Return the training losses, computed in an order that does not depend on how many positions have a target.
+
+        So each loss has the same rounding whatever the rest of the batch holds.
 
         Args:
             tensors: Tensors of ``users``.
@@ -274,7 +279,9 @@ class Model(TokenRouting, ClientMixing, ABC):
     # ---------------------------------------------------------------- costs
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Replace the frozen weights by fake tensors.
+        """Replace the frozen weights by fake tensors without memory, for an estimate of a run's memory.
+
+        By default a model has no frozen weights.
 
         Args:
             fakes: Fake tensors (:class:`comingle.cost.memory.Fakes`).

@@ -393,7 +393,7 @@ class PrivateSteps:
             repeated[name].requires_grad_()
         examples = drawn.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
         batch: Any = batch_source.read("train", owner_of_example, examples)
-        losses = model.without(self.local_roles(model.layout)).losses_of_each(repeated, owner_of_example, batch)
+        losses = model.without(self.local_roles(model.layout)).losses_in_fixed_order(repeated, owner_of_example, batch)
         mean_losses = losses.flatten(1).sum(1) / batch_source.counted(examples).clamp(min=1)  # of each example
         # Rows do not mix, so the gradient of the sum has the gradient of each example in its row.
         gradients = torch.autograd.grad(mean_losses.sum(), [repeated[n] for n in leaves], materialize_grads=True)
