@@ -153,7 +153,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | dict[str, str]:
-        """The Jinja template for other programs, with a generation prompt equal to that of :meth:`prompt`."""
+        """The Jinja template to write beside an exported model; a dict of them by name if the tokenizer has several.
+
+        Other programs then begin responses as :meth:`prompt` does: a fixed date is written into the template, and so is
+        the text that begins a response if the template ignores ``add_generation_prompt``.
+        """
         if not self.own:
             return self._plain
         own: Any = self.tokenizer.chat_template
@@ -212,7 +216,11 @@ class ChatTemplate:
 
     @cached_property
     def _response_header(self) -> str:
-        """The text before each response if the template ignores ``add_generation_prompt``, else empty."""
+        """Text that begins a response, such as "<|assistant|>", if the template's prompts lack it, else empty.
+
+        Some templates ignore ``add_generation_prompt``. The text is then read from a rendered conversation: it stands
+        between a question and the placeholder ``probe`` of its response.
+        """
         question = [{"role": "user", "content": "a"}]
         probe = _PROBE.format(0)
         try:
@@ -558,7 +566,13 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, [*self._special_tokens.values(), _OPEN])))
 
     def _hide_special_tokens(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """Replace special tokens in messages by numbered placeholders; return the messages and the replaced texts."""
+        """Replace special tokens in messages by numbered placeholders, so that a user's text cannot forge a turn.
+
+        After rendering, :meth:`_tokenize` tokenises the replaced texts as plain text. Roles stay as they are.
+
+        Returns:
+            The messages, and the replaced texts by number.
+        """
         hidden_texts: list[str] = []
 
         def placeholder(found: re.Match[str]) -> str:
@@ -684,10 +698,10 @@ def _with_arguments(message: Message, as_json: bool) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _contains_calls(message: Message, flat: str) -> bool:
-    """Return whether a text contains the names and arguments of all tool calls of a message."""
+def _contains_calls(message: Message, rendered: str) -> bool:
+    """Return whether a rendered text contains the names and arguments of all tool calls of a message."""
     return not any(
-        _missing_part(text, flat)
+        _missing_part(text, rendered)
         for call in message["tool_calls"]
         for text in (call["function"]["name"], *_strings_of(call["function"].get("arguments")))
     )

@@ -348,7 +348,11 @@ def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: li
 
 
 def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """Return the shortest suffix of a prompt that decodes to complete characters: the context of :func:`added_text`."""
+    """Return the shortest suffix of a prompt's tokens that decodes to complete characters.
+
+    :func:`added_text` decodes new tokens together with it, because a tokenizer may decode a token otherwise at the
+    beginning of a text. Empty if the last ``_CONTEXT`` tokens hold no such suffix.
+    """
     for count in range(1, min(len(ids), _CONTEXT) + 1):
         text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
         if text and UNFINISHED not in text:
@@ -502,14 +506,18 @@ _MIN_TEMPERATURE = 1e-6
 """The smallest temperature in use: below it tokens would not change, but logits would overflow."""
 
 
-def row_processors(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
-    """Return the function that processes one row's tokens and logits: processors of transformers, in its order.
+def row_processors(
+    sampling: Sampling, prompt_tokens: int, ends: Sequence[int], device: torch.device
+) -> Callable[..., Tensor]:
+    """Return a function that maps the tokens and next-token logits of one text to new logits.
 
-    If sampling is on, the last one draws a token and sets the other logits to minus infinity.
+    It is a ``LogitsProcessorList`` of transformers, in the order of its ``generate``. If the temperature is not 0, a
+    last processor draws the next token: it sets that token's logit to 0 and all others to minus infinity. Each text has
+    its own function, so its random numbers do not depend on the texts beside it.
 
     Args:
         sampling: Settings of the generation.
-        prompt: Tokens of the prompt without padding.
+        prompt_tokens: Number of tokens of the prompt without padding.
         ends: Tokens that end a text.
         device: Device of the logits.
     """
@@ -521,8 +529,10 @@ def row_processors(sampling: Sampling, prompt: int, ends: Sequence[int], device:
     if sampling.no_repeat_ngram_size:
         processors.append(library.NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
     if sampling.min_new_tokens and ends:
-        least = sampling.min_new_tokens
-        processors.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
+        min_new = sampling.min_new_tokens
+        processors.append(
+            library.MinNewTokensLengthLogitsProcessor(prompt_tokens, min_new, list(ends), device=str(device))
+        )
     if sampling.temperature:
         processors += _sampling_warpers(sampling)
         processors.append(_SampleToken(torch.Generator(device).manual_seed(sampling.seed)))

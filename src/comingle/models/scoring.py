@@ -44,13 +44,15 @@ def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch cont
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:
     """Return the position of the prompt's end in each window: the input from which the first target is predicted.
 
-    Plain text has no prompt, as its first position already has a target. Then return the last position that has one.
+    Tokens of a prompt are inputs but no targets, and negative (:func:`hide`). Plain text has no prompt: its first
+    position already has a target, or the second one after a begin-of-text token, which is not negative. In place of the
+    prompt's end return the last position with a target then: the state that has read the whole window.
     """
     has_target = (windows[..., 1:] >= 0).long()  # of each input position
     positions = torch.arange(has_target.shape[-1], device=windows.device)
     first, last = has_target.argmax(-1), (has_target * positions).amax(-1)
-    has_begin = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
-    has_prompt = (first > 0) & ~has_begin
+    follows_begin = (first == 1) & (windows[..., 0] >= 0)  # plain text after a begin-of-text token
+    has_prompt = (first > 0) & ~follows_begin
     return torch.where(has_prompt, first, last)
 
 
@@ -87,9 +89,9 @@ def evaluation_windows(
 ) -> Int64[Tensor, "windows window"]:
     """Cut a stream into consecutive windows so that every token is a target exactly once.
 
-    The stride is ``context``, and the first token of the stream is no target. With ``begin`` it is one, and the stride
-    is ``context - 1``: the first token of a window, which is no target there, is the last target of the previous
-    window.
+    Without ``begin`` the stride is ``context``, and the first token of the stream is no target. With ``begin`` that
+    token is a target too, and the stride is ``context - 1``: in a later window the first token after ``begin``, which
+    is no target there, is the last target of the previous window.
 
     The last window is padded on the right with ``PAD``. A position whose target is ``PAD`` has no loss. Inputs must be
     valid token ids, so :func:`inputs_of` replaces the pads::
@@ -111,15 +113,17 @@ def evaluation_windows(
     # One window for the first `context` tokens, and one more for each `stride` tokens after them, rounded up.
     count = min(1, len(stream)) + -(-max(0, len(stream) - context) // stride)
     windows = _cut_windows(stream, width=context, stride=stride, count=count)
+    # With a context of 1, windows do not overlap: each predicts its only token from `begin`, as at a text's start.
     return begin_windows(windows, begin, at_start=_is_first(windows) | (context == 1))
 
 
 def fixed_windows(
     stream: Int[Tensor, " tokens"], *, context: int, begin: int | None = None
 ) -> Int64[Tensor, "windows window"]:
-    """Cut a stream into disjoint windows; each token is always in the same window.
+    """Cut a stream into disjoint windows, the training examples of methods that protect or select single examples.
 
-    The last window is padded on the right with ``PAD``, and omitted if it would hold a single token.
+    Unlike windows at random places they have no token in common. The last window is padded on the right with ``PAD``,
+    and omitted if it would hold a single token, which leaves nothing to predict.
 
     Args:
         stream: Token ids.
@@ -127,7 +131,7 @@ def fixed_windows(
         begin: Begin-of-text token, if the base has one.
     """
     width = context + (begin is None)
-    omits_last = len(stream) % width == 1  # it would hold a single token
+    omits_last = len(stream) % width == 1
     count = -(-len(stream) // width) - omits_last
     windows = _cut_windows(stream, width=width, stride=width, count=count)
     return windows if begin is None else begin_windows(windows, begin, at_start=_is_first(windows))
@@ -240,16 +244,18 @@ def score_streams(
     gates: Gates | None = None,
     begin: int | None = None,
 ) -> list[Score]:
-    """Score stream i with model ``models[i]``.
+    """Return the sum of losses on each token stream; stream i is scored with model ``models[i]``.
+
+    Streams are cut into windows. A forward pass has ``slots`` slots, each with up to ``batch`` windows of one stream.
 
     Args:
-        losses: Losses of a pass.
+        losses: Function that runs a pass and returns its losses.
         streams: Token ids of each stream.
         models: Number of the model for each stream.
         context: Inputs per window.
         batch: Largest number of windows in a slot.
-        slots: Slots of a pass.
-        gates: Gates of the last pass, to average; None without routers.
+        slots: Largest number of slots in a pass.
+        gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
         begin: Begin-of-text token, if the base has one.
     """
     parts = [evaluation_windows(stream, context=context, begin=begin).split(batch) for stream in streams]
@@ -265,17 +271,17 @@ def score_windows(
     slots: int,
     gates: Gates | None = None,
 ) -> list[Score]:
-    """Score the windows ``parts[i]`` with model ``models[i]``.
+    """Return the sum of losses on each set of windows; the set ``parts[i]`` is scored with model ``models[i]``.
 
-    Each part is a job, and a pass processes any ``slots`` jobs, so long and short test sets of users fill passes
-    together.
+    Each part of a set is a job, and a forward pass processes up to ``slots`` jobs of any sets, so long and short test
+    sets of users fill passes together.
 
     Args:
-        losses: Losses of a pass.
-        parts: Windows of each set, split into parts that fill one slot each.
+        losses: Function that runs a pass and returns its losses.
+        parts: For each set its windows, split into parts that fill one slot each.
         models: Number of the model for each set.
-        slots: Slots of a pass.
-        gates: Gates of the last pass, to average; None without routers.
+        slots: Largest number of jobs in a pass.
+        gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
     """
     sums = [0.0] * len(parts)
     counts = [0] * len(parts)
