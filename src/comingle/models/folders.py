@@ -296,7 +296,10 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 
 
 def digest_folder(folder: Path) -> str:
-    """Return a digest of a folder's weight files, each read once, and its configuration."""
+    """Return a digest of a model's weight files and configuration, to recognise the same model elsewhere.
+
+    Keys of the configuration are left out that depend on where and with which version it was saved.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     parts: list[Any] = [{key: value for key, value in config.items() if key not in _IGNORED_KEYS}]
     for path in weight_files(folder):

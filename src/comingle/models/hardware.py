@@ -206,16 +206,19 @@ def keep_buffers() -> bool:
 def peak_memory_bytes() -> int:
     """Return the peak resident memory of this process plus the peak memory that it has allocated on each GPU."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return _peak_resident() + sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
+    return _peak_resident_bytes() + sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
 
 
-def _peak_resident() -> int:
-    """Return the peak resident memory. On Linux a process inherits its parent's ``ru_maxrss``, so VmHWM is read."""
+def _peak_resident_bytes() -> int:
+    """Return the peak resident memory of this process in bytes.
+
+    On Linux ``ru_maxrss`` is inherited from the parent process, so ``VmHWM`` is read from ``/proc`` instead.
+    """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, others KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 

@@ -427,11 +427,11 @@ def load_base(
 
 def _require_memory(name: str) -> None:
     """Check that a random base fits in memory in float32, the dtype in which its weights are drawn."""
-    parameters, available_bytes = estimate_parameters(*parse_random(name)), psutil.virtual_memory().total
-    if 4 * parameters > available_bytes:
+    parameters, memory_bytes = estimate_parameters(*parse_random(name)), psutil.virtual_memory().total
+    if 4 * parameters > memory_bytes:
         raise BaseModelError(
             f"base model {name!r}: about {parameters:,} parameters need {4 * parameters / 2**30:,.0f} GiB in float32; "
-            f"this machine has {available_bytes / 2**30:,.0f} GiB"
+            f"this machine has {memory_bytes / 2**30:,.0f} GiB"
         )
 
 

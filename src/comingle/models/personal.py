@@ -103,12 +103,20 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
 
 
 def averaged(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes with the experts of each MLP averaged, as weights can hold them; attention is unchanged."""
+    """Return the changes with equal weights 1 / E for the E experts of each MLP; those of attention are unchanged.
+
+    Plain weights can hold this average, but no choice of experts for each token.
+
+    Args:
+        changes: Changes of the weights of linear layers; those of an MLP have the key "gate", "up" or "down".
+    """
     weighted = []
     for change in changes:
-        experts = len(change.a)
-        is_of_expert = bool(change.key)
-        weighted.append(change.reweighted(_constant_shares(experts, 1 / experts)) if is_of_expert else change)
+        is_of_mlp = change.key != ""
+        if is_of_mlp:
+            experts = len(change.a)
+            change = change.reweighted(_constant_shares(experts, 1 / experts))
+        weighted.append(change)
     return weighted
 
 
@@ -130,18 +138,19 @@ def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
 def _change_of(
     names: dict[int, str], linear: nn.Module, layer: int, key: str, a: Tensor, b: Tensor, shares: Tensor
 ) -> Change:
-    """Return the change of one linear of the base, with its tensors on the CPU.
+    """Return the change ``sum_j shares_j B_j A_j`` of one linear of the base, with its tensors on the CPU.
 
     Args:
-        names: Name of each weight's module, from :func:`_module_names`.
+        names: Name of each weight's module in the base, by the weight's ``id``.
         linear: The linear.
-        layer: As in :class:`Change`.
-        key: As in :class:`Change`.
-        a: As in :class:`Change`.
-        b: As in :class:`Change`.
-        shares: As in :class:`Change`.
+        layer: Number of its decoder layer.
+        key: "gate", "up" or "down" for a linear of an MLP, otherwise empty.
+        a: Factors A, ``(experts, rank, d_in)``.
+        b: Factors B, transposed, ``(experts, rank, d_out)``.
+        shares: Weight of each expert times the LoRA scale.
     """
-    name, transposed = names[id(linear.weight)], base_weight(linear)[0] is not linear.weight
+    name = names[id(linear.weight)]
+    transposed = base_weight(linear)[0] is not linear.weight  # GPT-2's Conv1D stores (d_in, d_out)
     a, b, shares = (t.detach().cpu() for t in (a, b, shares))
     return Change(name=name, layer=layer, key=key, transposed=transposed, a=a, b=b, shares=shares.to(a))
 
@@ -249,14 +258,19 @@ CONVERSATIONS = "conversations"
 
 
 def chat_template_of(base: Base, about: ModelInfo | None) -> ChatTemplate | None:
-    """Return the model's chat template, or None.
+    """Return the chat template of a user's model, or None if it is not for conversations.
 
-    It is the base's template; a model trained on conversations whose base has none uses the plain one.
+    It is the tokenizer's own template. Without one, a model trained on conversations uses comingle's plain template.
+
+    Args:
+        base: The base model.
+        about: What the run knows about the model, such as the kind of its training data; None without a run.
     """
     if base.tokenizer is None:
         return None
     template = ChatTemplate(base.tokenizer, base.date)
-    return template if template.own or (about is not None and about.kind == CONVERSATIONS) else None
+    was_trained_on_conversations = about is not None and about.kind == CONVERSATIONS
+    return template if template.own or was_trained_on_conversations else None
 
 
 def chat_ends(base: Base) -> tuple[int, ...]:
@@ -488,6 +502,7 @@ class PersonalModel(Personal):
             DataError: A token has no row in the base's embedding.
         """
         self.model.base.require_rows(tokens.flatten().tolist(), "the tokens")
+        # Eager, because compiling for a shape that may come only once would not pay off.
         with self.generating() as network, torch.compiler.set_stance("force_eager"):
             return network(input_ids=tokens.to(self.model.base.device), use_cache=False).logits
 
@@ -582,8 +597,8 @@ class PersonalModel(Personal):
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity: got {text!r:.40}; allowed: one text")
         ids = self._tokenize(text).int()
-        self._checked_window(context, len(ids))
-        least = 2 if self.model.base.begin is None else 1
+        self._checked_window(context, len(ids))  # only to report a wrong ``context`` before a text that is too short
+        least = 2 if self.model.base.begin is None else 1  # only a begin-of-text token predicts a text's first token
         if len(ids) < least:
             raise DataError(
                 f"user {self.name!r}: perplexity: got {len(ids)} tokens; allowed: a text of at least {least}"
@@ -622,20 +637,23 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Score a stream of tokens in windows of ``context`` tokens, or of its length if it is shorter.
+        """Return the sum of losses on a stream of tokens, in windows of ``context`` tokens or of its length if shorter.
 
         Raises:
             DataError: A token has no row in the base's embedding or head.
         """
 
         def losses(_models: object, windows: Tensor) -> Tensor:
+            """Return the losses of one pass; all windows are scored with this user's model."""
             return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
 
         window = self._checked_window(context, len(tokens))
         begin = self.model.base.begin
         for part in (tokens, [] if begin is None else [begin]):
             self.model.base.require_rows(part, "the text")
-        return score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)[0]
+        # One stream and one model: passes of up to 16 windows.
+        (scored,) = score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)
+        return scored
 
     @torch_defaults()
     def route(self, text: str | Tensor, *, context: int = 128, begins: bool = True) -> Routing:

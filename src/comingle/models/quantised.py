@@ -219,7 +219,10 @@ def _one_line_message(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _cached_reader() -> Iterator[None]:
-    """Cache GGUF readers in the context, because transformers parses the file anew for each item."""
+    """Replace ``gguf.GGUFReader`` in the context by a cached one, so that a GGUF file is parsed only once.
+
+    transformers makes a reader, which parses the whole file, for each of the config, the tokenizer and the weights.
+    """
     import gguf
 
     reader = gguf.GGUFReader

@@ -102,7 +102,7 @@ FAMILIES = {
 
 
 def random_base(name: str, *, dtype: torch.dtype, attention: str | None, seed: int) -> PreTrainedModel:
-    """Return the random model called `name`.
+    """Return an untrained causal language model with random weights, for tests and trials without a download.
 
     Args:
         name: ``random:FAMILY``, optionally with overrides (``?layers=4&dim=64``).
@@ -123,7 +123,7 @@ def random_base(name: str, *, dtype: torch.dtype, attention: str | None, seed: i
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         except ValueError as error:
             raise BaseModelError(f"base model {name!r}, attention {attention!r}: {error}".splitlines()[0]) from error
-        _perturb_vectors(model)
+        _perturb_vectors(model)  # biases of 0 and norms of 1 would hide errors from tests
     # Only parameters: buffers such as the rotary frequencies stay float32, as in loaded checkpoints.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -189,15 +189,16 @@ def estimate_parameters(family: Family, shape: Shape) -> int:
 
 
 def _check_shape(name: str, shape: Shape) -> None:
-    """Check that the sizes fit together.
+    """Check that the sizes of a random base fit together, with the number of heads and with the byte tokenizer.
 
     Args:
         name: The whole name, for messages.
         shape: The sizes.
 
     Raises:
-        BaseModelError: They do not.
+        BaseModelError: A size does not fit.
     """
+    # The width of a head must be a multiple of the step: some families rotate a quarter of it, in pairs.
     if shape.dim % (_HEAD_DIM_STEP * shape.heads):
         raise BaseModelError(
             f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads "
