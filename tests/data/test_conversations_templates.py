@@ -246,7 +246,7 @@ def test_responses_that_are_left_out_carry_no_loss_where_all_tokens_do() -> None
     assert one.masked is not None
     ((start, stop),) = one.masked
     for prompts in (False, True):
-        (row,) = build_answers([one], limit=9, measures=[], ends=[], prompts=prompts).windows.tolist()
+        (row,) = build_answers([one], limit=9, measures=[], ends=[], loss_on_all=prompts).windows.tolist()
         assert all(token < 0 for token in row[start:stop])
         assert all(token >= 0 for token in row[slice(*one.responses[0])])
         assert (row[0] >= 0) == prompts

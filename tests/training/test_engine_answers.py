@@ -57,7 +57,7 @@ def answers(name: str, split: str, count: int, letters: int, *, prompts: bool = 
 
     questions = [Question(prompt=text(i, "prompt", letters), answer=text(i, "answer", 4)) for i in range(count)]
     encoded = encode(questions, byte_tokenizer())
-    return build_answers(encoded, limit=5, measures=("rouge1", "loss"), ends=(EOS,), prompts=prompts)
+    return build_answers(encoded, limit=5, measures=("rouge1", "loss"), ends=(EOS,), loss_on_all=prompts)
 
 
 def make_user(name: str, *, train: int = 5, prompts: bool = False) -> UserAnswers:

@@ -327,7 +327,7 @@ def user_of(
     longest = max(question.longest for part in (train, valid, test) for question in part)
 
     def as_windows(part: Sequence[Encoded], *, prompts: bool = False) -> Answers:
-        return build_answers(part, limit=longest, prompts=prompts, measures=measures, ends=(end,))
+        return build_answers(part, limit=longest, loss_on_all=prompts, measures=measures, ends=(end,))
 
     return UserAnswers(
         name=language,

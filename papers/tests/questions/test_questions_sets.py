@@ -133,7 +133,7 @@ def test_a_window_hides_the_prompt_and_shows_the_answer(word_tokenizer: PreTrain
     assert [answers.tokens(i).tolist() for i in range(2)] == [[1, 2, 3, 5], [4, 3, 2, 1, 5]]
     assert [answers.prompt(i).tolist() for i in range(2)] == [[1, 2], [4]]
     assert inputs_of(answers.windows).tolist() == [[1, 2, 3, 5], [4, 3, 2, 1]]
-    shown = build_answers([first, second], limit=4, measures=("loss",), ends=(5,), prompts=True)
+    shown = build_answers([first, second], limit=4, measures=("loss",), ends=(5,), loss_on_all=True)
     assert shown.windows.tolist() == [[1, 2, 3, 5, PAD], [4, 3, 2, 1, 5]]
     assert shown.prompt(0).tolist() == [1, 2]
 

@@ -231,18 +231,20 @@ class Mixture:
             mixed = {split: self._mixture_of(shares, ranks[user], by_name) for split, shares in self._shares.items()}
             yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
 
-    def _mixture_of(self, shares: DocumentLists, rank: int, by_name: Sequence[int]) -> tuple[str, ...]:
+    def _mixture_of(self, shares: DocumentLists, receiver: int, by_name: Sequence[int]) -> tuple[str, ...]:
         """Return a user's mixture for one split: one share of each user, interleaved.
 
         Args:
-            shares: For each user in the order of ``by_name``, its share for each user's mixture, in the same order.
-            rank: Position of the user in ``by_name``.
+            shares: A share for each pair of users, which is a list of documents. Of U users in the order of
+                ``by_name``, share ``U c + r`` is what user ``c`` contributes to the mixture of user ``r``.
+            receiver: Position in ``by_name`` of the user whose mixture is returned.
             by_name: Numbers of the users, sorted by name.
         """
-        shares_for_user = {
-            self.names[contributor]: shares[at * len(by_name) + rank] for at, contributor in enumerate(by_name)
+        num_users = len(by_name)
+        share_of_contributor = {
+            self.names[user]: shares[num_users * contributor + receiver] for contributor, user in enumerate(by_name)
         }
-        return interleave(shares_for_user)
+        return interleave(share_of_contributor)
 
     def remove(self) -> None:
         """Delete the files."""
@@ -357,14 +359,14 @@ def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str
     Returns:
         The documents before and after the cut, without empty parts of the document at the border.
     """
-    ends = list(accumulate(map(len, documents)))
-    index = bisect_right(ends, characters)
+    ends = list(accumulate(map(len, documents)))  # end of each document, if all were one text
+    index = bisect_right(ends, characters)  # of the document at the border
     if index == len(documents):
         return list(documents), []
-    document = documents[index]  # at the border
-    start = ends[index] - len(document)
-    at = _cut_point(document, characters - start)
-    head, tail = document[:at], document[at:]
+    document = documents[index]
+    document_start = ends[index] - len(document)
+    cut_point = _cut_point(document, characters - document_start)
+    head, tail = document[:cut_point], document[cut_point:]
     return [*documents[:index], *filter(None, [head])], [*filter(None, [tail]), *documents[index + 1 :]]
 
 

@@ -152,7 +152,10 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
     known_columns = rows.column_names  # None for a stream whose columns are unknown before the first row
 
     def read(_: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
-        """Yield the rows in the order of the split; ``wanted`` has the columns to read, None for all."""
+        """Yield the rows in the order of the split; ``wanted`` has the columns to read, None for all.
+
+        The first argument, which collects bad rows, is unused: ``datasets`` has parsed the rows already.
+        """
         names = list(known_columns or next(iter(rows), {}))
         chosen = names if wanted is None else [name for name in names if name in wanted]
         labels = {name: getattr((rows.features or {}).get(name), "names", None) for name in chosen}
@@ -338,17 +341,20 @@ def _load_splits(
 def _load_any(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
 ) -> object:
-    """Load a source that is not named as ``hub:NAME``; for the arguments see :func:`_load_splits`.
+    """Load a source that is not named as ``hub:NAME``: a file, a folder, a builder such as ``json``, or a hub name.
+
+    For the arguments see :func:`_load_splits`. Local files are read by our own readers where possible, which need no
+    converted copy of them; these do not decode values such as images.
 
     Returns:
-        Pairs of split and table if our own readers can read the files; else a ``Dataset`` or ``DatasetDict`` of
-        ``datasets``.
+        Pairs of split and table from our own readers; else a ``Dataset`` or ``DatasetDict`` of ``datasets``.
 
     Raises:
         DataError: The source is a path that does not exist.
     """
     path = expand_home(source)
     exists = os.path.exists(path)
+    # Also local: the name of a builder for local files, with the files in `data_files`.
     is_local = exists or (source in _LOCAL_BUILDERS and data_files is not None)
     options: dict[str, Any] = {"name": name, "data_files": data_files}
     if exists:

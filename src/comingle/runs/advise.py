@@ -120,7 +120,8 @@ def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterato
     Runs that train in epochs read all of it in each round, so there is nothing to warn of.
     """
     training = recipe.training
-    if unit != "tokens" or "training.local_steps" in recipe.data.unread:
+    trains_in_epochs = "training.local_steps" in recipe.data.unread  # such data ignores the number of local steps
+    if unit != "tokens" or trains_in_epochs:
         return
     tokens_read = training.rounds * training.local_steps * training.batch_size * training.context
     train_tokens = median(len(user.train) for user in run_data.users)
@@ -171,14 +172,16 @@ def advise_runs(
         ComingleError: As :func:`comingle.runs.session.prepare`.
     """
     names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
+    # One seed suffices to check the recipes; how many are needed is known only once the data is read.
     recipes = recipes_of(recipe, names, seeds or SEEDS[:1])
-    chosen = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
+    compared = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
     first_seed = next(seed for _, seed in recipes)
-    _check_methods(chosen, {name: recipes[name, first_seed] for name in chosen})
-    grouped = grouped_by or chosen[0]
-    metrics: ByMethod = {name: {} for name in [LOCAL, *chosen]}
-    groups: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
-    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
+    _check_methods(compared, {name: recipes[name, first_seed] for name in compared})
+    group_method = grouped_by or compared[0]
+    metrics: ByMethod = {name: {} for name in [LOCAL, *compared]}
+    group_metrics: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}  # by the group's user names and seed
+    # All runs of a seed share the data, so it has validation data if any of the methods needs some.
+    validates = any(make(run.method.name, **run.method.settings).client.needs_validation for run in recipes.values())
     with reporter.waiting(LOADING):
         run_data = prepare(recipes[LOCAL, first_seed], validates=validates, given=given)
     if len(run_data.users) < 2:
@@ -192,15 +195,16 @@ def advise_runs(
         if seed != first_seed:
             with reporter.waiting(LOADING):
                 run_data = prepare(recipes[LOCAL, seed], base=run_data.base, validates=validates, given=given)
-        for name in (LOCAL, *chosen):
+        for name in (LOCAL, *compared):
             metrics[name][seed] = _run_and_measure(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")
         for numbers in groups_of(len(run_data.users)):
             group_data = of_users(run_data, numbers)
-            members = tuple(user.name for user in group_data.users)
-            group_recipe = _recipe_of_group(recipes[grouped, seed], numbers)
-            title = f"{grouped} of {len(members)} users, seed {seed}"
-            groups.setdefault(members, {})[seed] = _run_and_measure(group_recipe, group_data, reporter, title)
-    return advise_on(metrics.pop(LOCAL), metrics, groups, grouped)
+            user_names = tuple(user.name for user in group_data.users)
+            group_recipe = _recipe_of_group(recipes[group_method, seed], numbers)
+            title = f"{group_method} of {len(user_names)} users, seed {seed}"
+            result = _run_and_measure(group_recipe, group_data, reporter, title)
+            group_metrics.setdefault(user_names, {})[seed] = result
+    return advise_on(metrics.pop(LOCAL), metrics, group_metrics, group_method)
 
 
 def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:

@@ -154,7 +154,8 @@ def compare(
     """Run several methods with several seeds on the same base, data and budget, like ``comingle compare``.
 
     The recipe's method has the recipe's settings, other methods their defaults. With ``out`` each run has a folder
-    there, beside ``table.md`` and ``table.json``. Models are not kept in memory: open a run's folder for them.
+    there, beside ``table.md`` and ``table.json``. Only metrics are kept in memory. To use the models of a run, pass
+    ``out`` and open the run's folder.
 
     Args:
         recipe: As in :func:`run`.
@@ -179,15 +180,15 @@ def compare(
     if not methods:
         raise RecipeError("methods: got none; list them with `comingle methods`")
     given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
-    with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
-        read = recipe_with(recipe, given, base=base, method=None, changes=changes)
-        recipes = recipes_of(read, named, list(seeds))
+    with lending(list(methods)) as named_methods, reporting(quiet=not progress) as reporter:
+        full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
+        recipes = recipes_of(full_recipe, named_methods, list(seeds))
         baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)  # raises before any training
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
         metrics = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
-        places = labels_of(recipes, folder)
-        write_comparison(folder, list(places), against, places)
+        labels = labels_of(recipes, folder)  # by run folder
+        write_comparison(folder, list(labels), against, labels)
     return Comparison(folder=folder, metrics=metrics, baseline=against)
 
 

@@ -96,9 +96,12 @@ class Given:
     def load_base(self, recipe: Recipe) -> Base:
         """Return the passed base, or else the recipe's, on the device and with the dtype of its runtime.
 
+        If the base's chat template writes the current date, the base gets a fixed one, so that all prompts of a run
+        are alike: for a run that is resumed that of its start.
+
         Raises:
             BaseModelError: The base cannot be used.
-            RecipeError: Its context is shorter than the recipe's windows, or a passed base is to be quantised.
+            RecipeError: The base's context is shorter than the recipe's windows, or a passed base is to be quantised.
         """
         runtime, loaded = recipe.runtime, self.loaded
         self.check_base(recipe)

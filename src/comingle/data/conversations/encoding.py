@@ -150,7 +150,11 @@ def _encode_one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference
 
 
 def _tokenise_plain(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of each text, without special tokens; those that are spelt out become plain text."""
+    """Return the tokens of each text, without special tokens.
+
+    The name of a special token in a text, such as ``</s>``, is encoded like other text, so that users' data cannot
+    contain control tokens.
+    """
     if not texts:
         return []
     encoded: Any = tokenizer(
@@ -164,28 +168,35 @@ def _tokenise_plain(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def build_answers(
-    encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
+    encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], loss_on_all: bool = False
 ) -> Answers:
     """Return conversations as padded windows with the loss on responses.
+
+    Tokens without a loss are hidden: they are input, but no targets. A conversation may have responses without a loss
+    (``Encoded.masked``) besides those with a loss (``Encoded.responses``).
 
     Args:
         encoded: Conversations as tokens.
         limit: Number of tokens of the user's longest response.
         measures: Measures to report.
         ends: Tokens that end a response.
-        prompts: Put the loss on all tokens instead, except on masked responses.
+        loss_on_all: Put the loss on all tokens instead, except on masked responses.
+
+    Returns:
+        A window for each conversation. Each response with a loss has an entry in ``owners`` (row of its conversation),
+        ``prompt_tokens`` (number of tokens before it) and ``references`` (its text).
     """
+    # Without conversations, the shortest window: an input and a target.
     width = max((len(conversation) for conversation in encoded), default=2)
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
     for row, conversation in zip(windows, encoded, strict=True):
         tokens = torch.tensor(conversation.tokens)
-        row[: len(conversation)] = tokens if prompts else hide(tokens)  # hidden tokens are input without loss
+        row[: len(conversation)] = tokens if loss_on_all else hide(tokens)
         for start, stop in conversation.masked or ():
             row[start:stop] = hide(tokens[start:stop])
         for start, stop in conversation.responses:
             row[start:stop] = tokens[start:stop]
-    # The row and the first token of each response.
-    response_starts = [(row, start) for row, one in enumerate(encoded) for start, _ in one.responses]
+    response_starts = [(row, start) for row, conversation in enumerate(encoded) for start, _ in conversation.responses]
     return Answers(
         windows=windows,
         owners=torch.tensor([row for row, _ in response_starts], dtype=torch.int64),
@@ -270,7 +281,7 @@ class Encoder:
                 limit=limit,
                 measures=self.data.measures,
                 ends=self.ends,
-                prompts=self.data.loss_on == "all" and split == "train",
+                loss_on_all=self.data.loss_on == "all" and split == "train",
             )
             for split, of_split in encoded_by_split.items()
         )
@@ -299,15 +310,17 @@ class Encoder:
             DataError: The loss is on all tokens, but the template rewrites earlier turns.
         """
         where, messages = placed
-        with self.bad.row(f"user {name!r}: {where}"):
+        with self.bad.row(f"user {name!r}: {where}"):  # catches the template's error and notes a bad row
             encoded = self.template.encode_turns(messages)
-            if self.data.loss_on == "all" and (
-                len(encoded) > 1 or any(conversation.masked is None for conversation in encoded)
-            ):
+            # With several results an earlier turn would have a loss several times. `masked` is None if it is unknown
+            # where the responses without a loss are.
+            rewrites_turns = len(encoded) > 1 or any(conversation.masked is None for conversation in encoded)
+            if self.data.loss_on == "all" and rewrites_turns:
                 raise DataError(
                     "data.loss_on: got all, but the base model's chat template rewrites earlier turns as a "
                     "conversation grows; allowed: responses"
                 )
+            # Responses with tool calls that the template does not write, for a warning.
             self.counts["calls"] += sum(conversation.unwritten_calls for conversation in encoded)
             return encoded
         return []

@@ -170,9 +170,10 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
-    """Check that the subfolders hold images directly, since splits or albums would be taken for classes.
+    """Check that the subfolders are classes, which hold images directly.
 
-    Passes if some subfolders do, and none of the others has the name of a split.
+    Without the check, subfolders for splits or albums, whose own subfolders are the classes, would become classes. It
+    fails if no subfolder holds images directly, or if one that does not has the name of a split.
 
     Args:
         folder: The folder.
@@ -183,7 +184,7 @@ def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None
         DataError: The images are one level deeper; the message says what to give instead.
     """
     with_images = [path for path, files in images.items() if files]
-    deeper = [path for path in with_images if not any(file.parent == path for file in images[path])]
+    deeper = [path for path in with_images if not any(file.parent == path for file in images[path])]  # not directly
     if deeper != with_images and not any(split_named(path.name) for path in deeper):
         return
     names = [path.name for path in deeper]

@@ -284,7 +284,7 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
     if not x.dim():
         raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
     if not x.is_floating_point() and x.dim() in (3, 4):
-        if x.dtype not in _LARGEST:
+        if x.dtype not in _WHITE:
             got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
             raise DataError(
                 f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
@@ -307,21 +307,22 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
     return Samples(inputs=x if x.dim() > 1 else x.unsqueeze(1), targets=y)
 
 
-_LARGEST = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
+_WHITE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 """Pixel value of white by dtype."""
 
 
 def as_images(pixels: Tensor) -> Tensor:
-    """Return pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` in [0, 1].
+    """Return images ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as floats ``(n, c, h, w)`` in [0, 1].
 
-    Of four axes, the last one is taken for the channels if it has a length of 1, 3 or 4. It is not if the second axis
-    has a length of 1 or 3, or the same length as the last, since then that one may be the channels.
+    Pixels are divided by the largest value of their dtype. With four axes, the channels are the last axis if that has
+    length 1, 3 or 4 and the second one does not look like channels (length 1 or 3, or that of the last axis);
+    otherwise the second.
     """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)
     elif (last := pixels.shape[-1]) in (1, 3, 4) and pixels.shape[1] not in {1, 3, last}:
         pixels = pixels.permute(0, 3, 1, 2)
-    return pixels.contiguous().float() / _LARGEST[pixels.dtype]
+    return pixels.contiguous().float() / _WHITE[pixels.dtype]
 
 
 def _as_cpu_tensor(values: object, where: str) -> Tensor:

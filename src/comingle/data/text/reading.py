@@ -508,13 +508,15 @@ class LanguageReader(StreamingReader[Read, User]):
         return tokenizer_of(self.base)
 
     def key(self) -> list[object]:
-        """Return what determines how users are encoded and checked: the tokenizer's digest, the context, and so on.
+        """Return what determines how users are encoded and checked; part of the key of cached users.
 
-        If the base model has fewer embedding rows than the tokenizer has tokens, their number is part of the key, since
-        users with tokens beyond them are refused.
+        This is the tokenizer's digest, the context, and whether users need validation data. If the base model has fewer
+        embedding rows than the tokenizer has tokens, their number is added, since users with tokens beyond them are
+        refused.
         """
-        rows = [self.base.rows] if self.base.rows < len(tokenizer_of(self.base)) else []  # type: ignore[arg-type]
-        return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *rows]
+        has_few_rows = self.base.rows < len(tokenizer_of(self.base))  # type: ignore[arg-type]
+        embedding_rows = [self.base.rows] if has_few_rows else []
+        return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *embedding_rows]
 
     def inspect(self, read: Read, user: User) -> None:
         """Check that the base model has an embedding row for each token of the user."""
@@ -602,9 +604,10 @@ class TextReader(DocumentsReader[UserText, UserData]):
     data: TextSection
 
     def key(self) -> list[object]:
-        """Return the base class's key, extended if windows begin with a token that is not in the streams.
+        """Return the base class's key, extended if a begin-of-text token is put in front of each window.
 
-        Streams may then be one token shorter, so other users are skipped or refused.
+        That token is not part of a user's token stream. A stream may therefore be one token shorter and still fill a
+        window, so other users have too little text.
         """
         return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
 
