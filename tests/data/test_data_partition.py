@@ -138,9 +138,9 @@ def test_a_valid_split_that_exists_is_not_carved():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"valid": "valid"}, r"'valid'; found: train, validation, test\. Did you mean 'validation'"),
-        ({"test": "tests"}, r"'tests'; found: train, validation, test\. Did you mean 'test'"),
-        ({"train": "x"}, r"'x'; found: train, validation, test\.$"),
+        ({"valid": "valid"}, r"'valid'; found: train, validation, test; .* Did you mean 'validation'"),
+        ({"test": "tests"}, r"'tests'; found: train, validation, test; .* Did you mean 'test'"),
+        ({"train": "x"}, r"'x'; found: train, validation, test; [^?]*$"),
     ],
 )
 def test_a_missing_split_gets_the_splits_found(options: dict, message: str):
