@@ -33,7 +33,7 @@ from comingle.config import Recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.records import MemoryCost
 from comingle.data.populations import UserCollection
-from comingle.data.text.reading import has_local_text, local_tokenizer
+from comingle.data.text.reading import check_local_text, local_tokenizer
 from comingle.methods.base import Phase
 from comingle.models.base import Base, logger
 from comingle.protocol.messages import LOSS
@@ -94,7 +94,7 @@ def _reads_conversations(kind: ConversationsKind, recipe: Recipe) -> bool:
 @is_read.register
 def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
     """Return whether text is read: if all of it is on this machine."""
-    return not recipe.data.given and has_local_text(section(recipe))[0]
+    return not recipe.data.given and check_local_text(section(recipe))[0]
 
 
 def _read_from_disk(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:

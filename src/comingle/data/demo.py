@@ -105,26 +105,26 @@ def _shuffle_key(name: str) -> bytes:
 
 
 def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """Drop documents so that no train split contains most of a test document, however the rest is split.
+    """Drop near-duplicates, so that no split of the rest has most of a test document in train.
 
-    A document is dropped if it equals another one that is still there. It is also dropped if some head or tail of it
-    (or the whole) has more than half of its shingles, which are runs of 13 words, in other documents that are still
-    there, or elsewhere in itself. Documents are tested from the shortest to the longest, so the longest of several
-    versions is kept. The criterion stays true for kept documents, since later steps only remove text. Hence no
-    document, also after being cut in two by a split, has more than half of its shingles in the other part.
+    Documents are tested from the shortest to the longest, so that the longest of several versions is kept. A document
+    is dropped if it equals a remaining one, or if most shingles (runs of 13 words) of it, or of some head or tail of
+    it, also occur elsewhere in the remaining documents or elsewhere in itself. Heads and tails count because a split
+    may cut a document in two. A kept document needs no second test, since later steps only remove documents.
     """
     words = [split_words(document) for document in documents]
     texts = Counter(map(" ".join, words))
-    shingles = [hash_shingles([words_of_one])[0].tolist() for words_of_one in words]
-    occurrences = Counter(chain.from_iterable(shingles))
+    shingles = [hash_shingles([words_of_document])[0].tolist() for words_of_document in words]
+    occurrences = Counter(chain.from_iterable(shingles))  # in all remaining documents
     kept: list[int] = []
     for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
-        text, its_shingles = " ".join(words[index]), shingles[index]
-        if text and texts[text] == 1 and not _has_repeated_end([occurrences[shingle] > 1 for shingle in its_shingles]):
+        text = " ".join(words[index])
+        is_repeated = [occurrences[shingle] > 1 for shingle in shingles[index]]
+        if text and texts[text] == 1 and not _has_repeated_end(is_repeated):
             kept.append(index)
         else:  # uncount the dropped text, so that the last of several equal documents is kept
             texts[text] -= 1
-            occurrences.subtract(its_shingles)
+            occurrences.subtract(shingles[index])
     return [documents[index] for index in sorted(kept)]
 
 

@@ -475,7 +475,7 @@ def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, boo
     content: bytes = file.read() if max_bytes is None else _read_up_to(file, max_bytes + 1)
     if max_bytes is None or len(content) <= max_bytes:
         return _decode(content), False
-    text = _decode(content[:max_bytes], final=False)
+    text = _decode(content[:max_bytes], final=False)  # not final: the last character may be cut in two
     return text.rpartition("\n")[0] or text, True
 
 

@@ -103,6 +103,9 @@ class BadRows:
     def report(self) -> None:
         """Log the remarks, then raise an error for the collected bad rows or warn that they are skipped; clear both.
 
+        Remarks are notes on rows that are used, collected by :meth:`remark`. Each kind of remark is one line with the
+        number of rows and the place of the first.
+
         Raises:
             BadRowsError: The policy is ``refuse``, and there are bad rows.
         """
@@ -110,8 +113,9 @@ class BadRows:
         problems = tuple(f"{where}: {problem}" for where, problem in found)
         self.count, self.problems = 0, []
         remarks, self.remarks = self.remarks, {}
-        for what, (times, first) in list(remarks.items())[:_LISTED_REMARKS]:
-            logger.warning("%d %s: %s (first: %s)", times, "rows" if times > 1 else "row", what, first)
+        for remark, (num_rows, first_place) in list(remarks.items())[:_LISTED_REMARKS]:
+            rows = "rows" if num_rows > 1 else "row"
+            logger.warning("%d %s: %s (first: %s)", num_rows, rows, remark, first_place)
         if not count:
             return
         listed = "; ".join(_merge_equal(found[:_LISTED])) + (f"; and {count - _LISTED} more" if count > _LISTED else "")
@@ -181,7 +185,9 @@ class TypedNumber(float):
 
 
 def open_table(path: Path, *, split: str = "train", sep: str | None = None, extra_columns: Row | None = None) -> Table:
-    """Open a file of rows by its suffix.
+    """Open a file of rows by its suffix; the rows are read when the table is iterated.
+
+    The table names its columns, except for JSON, where each row may have other ones.
 
     Args:
         path: The file.
@@ -192,6 +198,7 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
     Raises:
         DataError: A Parquet file cannot be opened.
     """
+    # `read` takes a collection of bad rows and the columns to read, and yields the rows with their places.
     suffix, columns = suffix_of(path), None
     if suffix == ".parquet":
         columns, read = _open_parquet(path)

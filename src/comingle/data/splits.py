@@ -203,12 +203,12 @@ class Mixture:
         self._shares: dict[str, DocumentLists] = {}
 
     def add(self, text: UserText) -> None:
-        """Add a user with its own documents."""
+        """Add a user: store its documents, and count the characters that it has for the mixtures of valid and test."""
         self.names.append(text.name)
         for documents in (text.train, text.valid, text.test):
             self._own.add(documents)
-        for split, sizes in self._sizes.items():
-            sizes.append(sum(map(len, getattr(text, split))))
+        for split, characters_of_users in self._sizes.items():
+            characters_of_users.append(sum(map(len, getattr(text, split))))
 
     def texts(self) -> Iterator[UserText]:
         """Yield the users in the order in which they were added, with mixtures as valid and test.

@@ -322,8 +322,9 @@ def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, r
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes stay.
     """
-    begun = {key: with_bos_of_run(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
-    older_run = next((folders[key] for key, recipe in begun.items() if recipe is not recipes[key]), None)
+    started = {key: with_bos_of_run(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
+    # `with_bos_of_run` returns a new recipe only for runs of an older version.
+    older_run = next((folders[key] for key, recipe in started.items() if recipe is not recipes[key]), None)
     if older_run is None:
         return recipes
     return {key: with_bos_of_run(older_run, recipe, resume=True) for key, recipe in recipes.items()}
@@ -417,9 +418,11 @@ def _run_group(
 ) -> Iterator[Ended]:
     """Run some runs of a comparison one after another, in a process of their own, and yield their metrics or errors.
 
+    Results are sent to the parent process. They are metrics and not runs, since models would be large.
+
     Args:
         keys: The runs of the group.
-        among: All runs of the comparison.
+        among: The recipes of all runs of the comparison, also of other groups.
         ready: Called with the data of the first seed, by the group that has the comparison's first run.
         quiet: Whether to print no progress.
         options: Options of :func:`compare_runs`.

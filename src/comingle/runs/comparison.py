@@ -64,10 +64,11 @@ class Comparison:
 
     def means(self) -> list[dict[str, Any]]:
         """Return one record per run: ``method``, ``seed`` and the mean test result over users."""
-        return [
-            {"method": method, "seed": seed, (key := f"mean_test_{measure_of(metrics)}"): metrics[key]}
-            for (method, seed), metrics in self.metrics.items()
-        ]
+        records: list[dict[str, Any]] = []
+        for (method, seed), metrics in self.metrics.items():
+            key = f"mean_test_{measure_of(metrics)}"
+            records.append({"method": method, "seed": seed, key: metrics[key]})
+        return records
 
     def records(self) -> list[dict[str, Any]]:
         """Return one record per run and user: ``method``, ``seed``, and the keys of :meth:`Run.records`."""

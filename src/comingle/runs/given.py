@@ -259,6 +259,9 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
 def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
     """Return a recipe's content whose ``data`` keeps its options and marks the users as given.
 
+    The result has the kind of data, which depends on the users, and on options that the program changes. The changes
+    themselves are not applied here.
+
     Args:
         content: The content of a recipe file; returned unchanged if it is not a mapping with a mapping ``data``.
         users: The passed users' data by name, which determines the kind of data together with the options.
@@ -270,13 +273,14 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
+    # The options as they will be after the changes: `data={...}` replaces all, `data.KEY=...` single ones.
     section = changes["data"] if isinstance(changes.get("data"), Mapping) else data
     changed_keys = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
     options = {**section, **changed_keys}
     if nets or options.get("kind") == "samples":
         _refuse_paths(users)
     kind = section_for(users, options)
-    source_keys = {"users", "dataset", *KINDS[kind].marks}  # say where data is, which passed users replace
+    source_keys = {"users", "dataset", *KINDS[kind].marks}  # keys that say where the data is; passed users replace it
     kept_options = {key: value for key, value in data.items() if key not in source_keys}
     return {**content, "data": {**kept_options, "kind": kind, "given": True}}
 

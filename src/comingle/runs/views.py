@@ -94,7 +94,7 @@ def read_text(given: str, number: int) -> tuple[str, str]:
 
 
 def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
-    """Return a token view of a run: every text routed by the models of all these users.
+    """Return a token view of a run: the gates of every text under the models of all these users.
 
     Args:
         run: The run.
@@ -102,6 +102,9 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         texts: Names and texts; without any, the users' test texts.
         users: Names of users.
         length: The number of tokens to route of each text.
+
+    Returns:
+        The view, whose ``gates[text][user]`` has the shape (layers, tokens, experts of the user).
     """
     import torch
 
@@ -127,10 +130,10 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         users=tuple(users),
         experts=tuple(routing.experts for routing in routes[0]),
         texts=tuple(
-            Text(name=name, owner=owner, tokens=of_text[0].tokens)
-            for (name, owner, _), of_text in zip(streams, routes, strict=True)
+            Text(name=name, owner=owner, tokens=routes_of_text[0].tokens)  # the tokens are the same for all users
+            for (name, owner, _), routes_of_text in zip(streams, routes, strict=True)
         ),
-        gates=tuple(tuple(routing.gates.numpy() for routing in of_text) for of_text in routes),
+        gates=tuple(tuple(routing.gates.numpy() for routing in routes_of_text) for routes_of_text in routes),
         in_distribution=run.recipe.data.in_distribution,
     )
 

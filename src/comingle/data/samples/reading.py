@@ -331,14 +331,16 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     )
 
 
-def collect_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+def collect_classes(
+    classes_of_users: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]
+) -> tuple[tuple[str, ...], str]:
     """Return the classes of all users, and a note on users that lack some.
 
-    The classes are those in ``named``, or else all that occur, sorted; none if there are none. Each user's classes are
-    kept as a bit mask to save memory.
+    The classes are those in ``named``, or else all that occur, sorted; none if no user has any. Each user's classes are
+    kept as a bit mask with one bit per class, since there may be many users.
 
     Args:
-        own: Name and classes of each user.
+        classes_of_users: Name and classes of each user.
         named: Classes in the recipe; empty if it names none.
 
     Returns:
@@ -347,10 +349,12 @@ def collect_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str
     Raises:
         DataError: A user has a class that is not in ``named``.
     """
-    bits, masks = {label: 1 << place for place, label in enumerate(named)}, dict[str, int]()
-    for name, labels in own:
+    bits = {label: 1 << number for number, label in enumerate(named)}
+    masks: dict[str, int] = {}  # by user
+    for name, labels in classes_of_users:
         if named and (unknown := sorted(set(labels) - set(named))):
             raise DataError(f"user {name!r}: got class {unknown[0]!r}; allowed: {list_names(named)} (data.classes)")
+        # A class that was not seen before gets the next bit.
         masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(labels))
     if not any(masks.values()):
         return (), ""
@@ -427,7 +431,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             raise RecipeError("data.image_size and grayscale are for folders of images; scale the images that you pass")
         self.given, self.net = given, net
         self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
-        self._shares = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
+        self._split_options = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
         self.labels, self._classes_note, self._remarks = tuple[str, ...](), "", Remarks()
         self._first: UserSamples | None = None
         self._unchanged: UserSamples | None = None
@@ -442,16 +446,20 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return [path for source in (self.section.users or {}).values() for path in _paths(source)]
 
     def read(self, rows: Rows) -> Generator[UserSamples, None, None]:
-        """Yield users' samples in splits; classes are collected from the folders of all users first."""
+        """Yield users' samples in splits, by the recipe's fractions where users have no splits.
+
+        The classes are collected from the folders of all users first, so that all users number them alike.
+        """
         if self.given is not None:
-            yield from (read_given(name, data, **self._shares) for name, data in self.given.items())
+            yield from (read_given(name, data, **self._split_options) for name, data in self.given.items())
             return
         users, image_format = self.section.users or {}, image_format_of(self.section)
         classes_of_users = ((name, _classes_in(name, source)) for name, source in users.items())
         self.labels, self._classes_note = collect_classes(classes_of_users, self.section.labels)
         for name, source in users.items():
             unnumbered = read_source(name, source, image_format, self._remarks)
-            yield split_samples(name, number_classes(self.section, name, unnumbered, self.labels), **self._shares)
+            numbered = number_classes(self.section, name, unnumbered, self.labels)
+            yield split_samples(name, numbered, **self._split_options)
 
     def encode(self, read: UserSamples) -> UserSamples:
         """Return the user, with targets as real numbers if the loss does not take classes.

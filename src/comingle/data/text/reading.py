@@ -679,7 +679,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         DataError: A run would refuse the text.
         RecipeError: A limit names an unknown user.
     """
-    is_local, note = has_local_text(data)
+    is_local, note = check_local_text(data)
     if not is_local:
         return set(), note
     texts, tokenizer = read_users(data, recipe.data_seed), local_tokenizer(recipe.base)
@@ -688,7 +688,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
     return _users_with_short_text(recipe, data, texts, tokenizer, validates), ""
 
 
-def has_local_text(data: TextSection) -> tuple[bool, str]:
+def check_local_text(data: TextSection) -> tuple[bool, str]:
     """Return whether all users' files are on this machine, and a note if some are missing.
 
     False without a note if a source is a demo user or a hub name, or if the recipe does not list users.
