@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
         """Compose a node; refuse deep nesting and count the values below each node.
 
         ``_composed`` counts values with aliases expanded, ``_sizes`` has that count for each finished node. An alias
-        to a node without a size refers to a node that contains the alias.
+        to a node without a size is recursive: that node is not finished, so it contains the alias.
         """
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
@@ -125,7 +125,11 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _check_users(node: yaml.MappingNode) -> None:
-    """Refuse merge keys among users, as a merged name could replace another user of that name."""
+    """Refuse merge keys (``<<``) in the mapping of users, as a merged name could hide another user of that name.
+
+    Args:
+        node: The mapping below a key ``users``.
+    """
     if merged := next((key for key, _ in node.value if key.tag == _MERGE), None):
         hint = "list all users (quote '<<' if it is a name)"
         raise _error_at(merged, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
@@ -191,17 +195,17 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
     """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
 
-    def anchored(source: object) -> object:
+    def make_absolute(source: object) -> object:
         if isinstance(source, list):
-            return [anchored(s) for s in source]
+            return [make_absolute(entry) for entry in source]
         if not isinstance(source, str) or is_named(source):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
         return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
-    content["data"] |= recipe.data.anchored(anchored)
+    content["data"] |= recipe.data.anchored(make_absolute)
     if os.path.exists(folder / recipe.base):
-        content["base"] = anchored(recipe.base)
+        content["base"] = make_absolute(recipe.base)
     return Recipe.model_validate(content)
 
 
@@ -213,19 +217,31 @@ def check_used(recipe: Recipe) -> None:
     """
     data = recipe.data
     for place, instead in data.unread.items():
-        for key, value in changed(recipe, place) if not place.startswith("data.") else ():
+        if place.startswith("data."):  # refused when the section was parsed
+            continue
+        if changes := changed_settings(recipe, place):
+            key, value = changes[0]
             raise RecipeError(f"{key}: got {value!r}, which is not used for {data.label}; {instead}")
     if (got := recipe.training.weighting) not in data.weightings:
         raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
 
 
-def changed(recipe: Recipe, place: str) -> list[tuple[str, object]]:
-    """Return the keys at or below a dotted key whose values differ from the defaults, with these values."""
+def changed_settings(recipe: Recipe, place: str) -> list[tuple[str, object]]:
+    """Return the settings at or below a dotted key that differ from their defaults, as pairs (dotted key, value).
+
+    Args:
+        recipe: The recipe.
+        place: Dotted key of a setting, or of a section, whose settings are compared one by one.
+    """
     section: Any = recipe
     *path, last = place.split(".")
     for part in path:
         section = getattr(section, part)
     value, default = getattr(section, last), type(section).model_fields[last].get_default(call_default_factory=True)
-    if not hasattr(value, "model_fields_set"):
+    is_section = hasattr(value, "model_fields_set")
+    if not is_section:
         return [(place, value)] if value != default else []
-    return [place_changed for name in type(value).model_fields for place_changed in changed(recipe, f"{place}.{name}")]
+    changes = []
+    for name in type(value).model_fields:
+        changes += changed_settings(recipe, f"{place}.{name}")
+    return changes

@@ -213,24 +213,27 @@ def other_name_hint(
 ) -> str:
     """Return a hint for a key of another library or of another section; empty if there is none.
 
+    Candidates are, in this order: keys of the same section that mean what the name means in other libraries, such keys
+    of other sections, and keys or method settings of the same name elsewhere. At most two are suggested.
+
     Args:
-        place: The unknown key, after the sections that contain it.
-        known: The keys of its section, which take precedence.
+        place: The unknown key, after the sections that contain it: ``["training", "lr"]``.
+        known: The keys of its section.
         recipe: The model of a whole recipe.
         data: The section chosen for the key ``data``.
     """
     *section, name = place
     meant = _BY_SPELLING.get(_plain(name), "").split()
-    leaves = dict.fromkeys(path.rpartition(".")[2] for path in meant)
-    beside = [".".join((*section, key)) for key in leaves if key in known]
-    if section and (found := [path for path in beside if _is_used(path, data)]):
-        return _suggestion(found[:2], place)
-    above = {".".join(section[:depth]) for depth in range(len(section) + 1)}
-    paths = [path for path in _paths(recipe, data) if _is_used(path, data) and path not in above]
-    found = [path for path in meant if path in paths or path.startswith(_METHOD)]
-    if not found:
-        found = [path for path in paths if _plain(path.rpartition(".")[2]) == _plain(name)] or _setting(name)
-    return _suggestion(found[:2], place)
+    last_parts = dict.fromkeys(path.rpartition(".")[2] for path in meant)
+    in_section = [".".join((*section, key)) for key in last_parts if key in known]
+    if section and (used := [path for path in in_section if _is_used(path, data)]):
+        return _suggestion(used[:2], place)
+    containing = {".".join(section[:depth]) for depth in range(len(section) + 1)}
+    paths = [path for path in _paths(recipe, data) if _is_used(path, data) and path not in containing]
+    candidates = [path for path in meant if path in paths or path.startswith(_METHOD)]
+    if not candidates:
+        candidates = [path for path in paths if _plain(path.rpartition(".")[2]) == _plain(name)]
+    return _suggestion((candidates or _setting(name))[:2], place)
 
 
 def _suggestion(paths: Sequence[str], place: Sequence[str]) -> str:
@@ -238,32 +241,48 @@ def _suggestion(paths: Sequence[str], place: Sequence[str]) -> str:
 
     Args:
         paths: Suggested dotted keys.
-        place: Parts of the misspelt key.
+        place: Parts of the misspelt key. If it is in a section, suggestions outside of any section say so.
     """
     if not paths:
         return ""
-    beyond = [f"{path!r}" + (" (at the top level)" if "." not in path and len(place) > 1 else "") for path in paths]
-    return f" Did you mean {' or '.join(beyond)}?"
+    in_section = len(place) > 1
+    quoted = [f"{path!r}" + (" (at the top level)" if in_section and "." not in path else "") for path in paths]
+    return f" Did you mean {' or '.join(quoted)}?"
 
 
-def _paths(model: type[BaseModel], data: type[DataSection] | None, above: str = "") -> Iterator[str]:
-    """Yield the dotted key of every field, sections before their fields."""
+def _paths(model: type[BaseModel], data: type[DataSection] | None, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every field, sections before their fields.
+
+    Args:
+        model: The model of a recipe, or of one of its sections.
+        data: The section chosen for the key ``data``.
+        prefix: Dotted key of the section with a final dot; empty for a whole recipe.
+    """
     for name, field in model.model_fields.items():
-        yield f"{above}{name}"
-        inner = data if not above and name == "data" else section_in(field.annotation)
-        if inner is not None and not (name == "users" and above == "data."):
-            yield from _paths(inner, data, f"{above}{name}.")
+        path = f"{prefix}{name}"
+        yield path
+        inner = data if path == "data" else section_in(field.annotation)
+        if inner is not None and path != "data.users":  # whose keys are the users' names
+            yield from _paths(inner, data, f"{path}.")
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class inside an annotation such as ``dict[str, UserSource] | None``."""
+    """Return the section class inside an annotation such as ``dict[str, UserSource] | None``; None if it has none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((s for a in getattr(annotation, "__args__", ()) if (s := section_in(a)) is not None), None)
+    for argument in getattr(annotation, "__args__", ()):
+        if (section := section_in(argument)) is not None:
+            return section
+    return None
 
 
 def _is_used(path: str, data: type[DataSection] | None) -> bool:
-    """Return whether the key ``path`` is used with the section ``data``; always True without a section."""
+    """Return whether the dotted key ``path``, or a section that contains it, is used for this kind of data.
+
+    Args:
+        path: The dotted key.
+        data: The section of the kind; None if it is unknown, and then every key is used.
+    """
     unread = data.unread if data is not None else {}
     return not any(path == key or path.startswith(f"{key}.") for key in unread)
 
@@ -316,6 +335,9 @@ def problems_of(
 ) -> tuple[str, ...]:
     """Return a line for each mistake: its place, the value, the allowed values. The most specific one is first.
 
+    For a key with several types, pydantic reports a problem per type and puts the type's name into the location. Of
+    these only the most specific one is kept.
+
     Args:
         error: The error of pydantic.
         model: The model of the whole.
@@ -323,15 +345,16 @@ def problems_of(
     """
     accepted = _ACCEPTED | {f"data.{key}": words for key, words in (data.accepted if data else {}).items()}
     problems = sorted(error.errors(), key=_specificity, reverse=True)
-    misspelt = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
+    with_unknown_keys = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
     chosen: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
         place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
         place = place[:-1] if place[-1:] and place[-1] in _PLAIN else place
-        if problem["type"] == "missing" and problem["loc"][:-1] in misspelt:  # a misspelt key explains it
+        if problem["type"] == "missing" and problem["loc"][:-1] in with_unknown_keys:  # it is probably misspelt
             continue
-        # Keep the branch of a union that was parsed furthest.
-        if not any(place == other[: len(place)] or other == place[: len(other)] for other in chosen):
+        # Deeper problems come first, so of a union the branch that was parsed furthest is kept.
+        is_nested = any(place == other[: len(place)] or other == place[: len(other)] for other in chosen)
+        if not is_nested:
             chosen[place] = problem
     return tuple(_describe_problem(problem, accepted, model, data) for problem in chosen.values())
 
@@ -369,10 +392,18 @@ def _describe_problem(
 
 
 def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
-    """Return a location without pydantic's names of branches."""
+    """Return the keys of a location of pydantic, without the names that it inserts for branches of a union.
+
+    Args:
+        loc: The location.
+        accepted: Descriptions of allowed values by dotted key; these keys may have a branch of a plain type, whose name
+            is last. Below ``data.users`` such a name is a user's.
+    """
     parts = [str(part) for part in loc if not str(part).startswith(_BRANCHES)]
-    above = ".".join(parts[:-1])
-    return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in accepted and above != "data.users" else parts
+    *section, last = parts or [""]
+    key = ".".join(section)
+    is_branch = last in _PLAIN and key in accepted and key != "data.users"
+    return section if is_branch else parts
 
 
 def _got_suffix(problem: ErrorDetails) -> str:
@@ -386,7 +417,13 @@ def _got_suffix(problem: ErrorDetails) -> str:
 
 
 def _known_keys(place: Iterable[str | int], model: Any, data: type[DataSection] | None) -> list[str]:
-    """Return the keys of the section that contains ``place``."""
+    """Return the keys of the section that contains ``place``.
+
+    Args:
+        place: Keys and branches of a location of pydantic, from the outermost section to an unknown key.
+        model: The model of the whole.
+        data: The section chosen for the key ``data``.
+    """
     for part in list(place)[:-1]:
         if part == "data" and data is not None:
             model = data

@@ -152,13 +152,16 @@ class Recipe(Section):
         """The keys that determine the result: all but the runtime, checkpoints and the evaluation interval.
 
         The interval counts if the best of the evaluated rounds is selected. The order of the users does not count:
-        lists with a value per user become mappings by name.
+        lists with a value per user become mappings by name. Sections and keys that did not exist in older versions are
+        left out if they have no effect, so that older runs keep their fingerprints.
         """
-        aside = {"select", "every", "first", "users"} if self.evaluation.select == "last" else set[str]()
-        without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
-        without |= {} if self.privacy is not None else {"privacy": True}
-        without |= {} if not self.aggregation.is_mean else {"aggregation": True}
-        content = self.model_dump(mode="json", exclude=without)
+        interval_keys = {"select", "every", "first", "users"} if self.evaluation.select == "last" else set[str]()
+        excluded: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": interval_keys}
+        if self.privacy is None:
+            excluded["privacy"] = True
+        if self.aggregation.is_mean:
+            excluded["aggregation"] = True
+        content = self.model_dump(mode="json", exclude=excluded)
         if content.get("evaluation", {}).get("users", 0) is None:
             del content["evaluation"]["users"]
         for key, default in _LATER_DATA_KEYS.items():
@@ -196,18 +199,24 @@ class Recipe(Section):
         content = self.model_dump(mode="json", exclude_unset=True)
         nets = _trains_nets(content["data"])
         for key in sorted(changes, key=lambda key: key.count(".")):
-            place: dict[str, Any] = content
+            section: dict[str, Any] = content
             *path, last = (_RATE_OF_EXPERTS if nets and key == _RATE_OF_NETS else key).split(".")
             for part in path:
-                inner = plain_name(place.get(part), key="rule" if part == "aggregation" else "name")
-                place[part] = place = dict(inner) if isinstance(inner, Mapping) else {}
-            place[last] = changes[key]
+                old = plain_name(section.get(part), key="rule" if part == "aggregation" else "name")
+                inner = dict(old) if isinstance(old, Mapping) else {}
+                section[part] = inner  # a copy, as the old section may be an object of the caller
+                section = inner
+            section[last] = changes[key]
         return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:
-        """Return the recipe as YAML with all defaults, without an unnamed base if the data has a default net."""
-        net_of_task = self.data.has_base and "base" not in self.model_fields_set
-        content = self.model_dump(mode="json", exclude={"base"} if net_of_task else None)
+        """Return the recipe as YAML with all defaults.
+
+        Some data has a default model (``has_base``). The key ``base`` is then left out unless the recipe sets it, as
+        its default would replace that model.
+        """
+        uses_model_of_data = self.data.has_base and "base" not in self.model_fields_set
+        content = self.model_dump(mode="json", exclude={"base"} if uses_model_of_data else None)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
@@ -215,13 +224,19 @@ _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.le
 
 
 def _trains_nets(data: object) -> bool:
-    """Return whether users with such data train all weights of a net, without adapters."""
+    """Return whether users with such data train all weights of a net, without adapters.
+
+    Args:
+        data: The section ``data``, or its raw content; False for invalid content.
+    """
     section = type(data) if isinstance(data, DataSection) else _section_or_none(data)
-    return section is not None and "adapters" in section.unread
+    return section is not None and "adapters" in section.unread  # kinds of data list the sections they do not use
 
 
 def _rate_below_experts(training: Any) -> object:
-    """Move ``learning_rate`` of the section ``training`` to its section ``experts``.
+    """Move ``learning_rate`` of the raw section ``training`` to its section ``experts``.
+
+    Content of another form is returned unchanged, and refused when it is validated.
 
     Raises:
         ValueError: Both are given.
@@ -236,10 +251,13 @@ def _rate_below_experts(training: Any) -> object:
 
 
 def complete_older(content: object) -> Any:
-    """Add keys that did not exist when an older version wrote a recipe, with the values it corresponds to.
+    """Add ``data.add_bos_token: false`` to the recipe of a run that is older than this key.
 
-    Runs write recipes with all keys, so a missing key shows their age. A recipe that a user wrote is not completed; its
-    missing keys have their defaults.
+    Older versions added no such token, but the key's default adds it. Runs write recipes with all keys, so a missing
+    key shows their age. Do not call this for a recipe that a user wrote: its missing keys have their defaults.
+
+    Args:
+        content: Content of a run's ``recipe.yaml``; returned unchanged if its kind of data has no such key.
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data"), Mapping):
         return content

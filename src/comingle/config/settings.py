@@ -101,8 +101,12 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_other_kinds(cls, content: object) -> object:
-        """Refuse keys of other kinds, and name the alternative."""
-        for key in content if isinstance(content, Mapping) else ():
+        """Refuse keys of ``data`` that only other kinds have, and name the alternative of this kind.
+
+        Other unknown keys are refused later, by the model itself.
+        """
+        keys = content if isinstance(content, Mapping) else ()
+        for key in keys:
             if key not in cls.model_fields and (instead := cls.unread.get(f"data.{key}")):
                 raise ValueError(f"{key} is not used for {cls.label}; {instead}")
         return content
@@ -123,7 +127,10 @@ class DataSection(Section):
         return True
 
     def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the keys with paths relative to the recipe's file, after applying ``anchor``."""
+        """Return the keys of ``data`` that contain paths, with ``anchor`` applied to each path.
+
+        The result replaces these keys in the content of ``data``. A kind without paths has none.
+        """
         return {}
 
 
@@ -137,7 +144,10 @@ class UserFiles(Section):
 
     @model_validator(mode="after")
     def _one_or_splits(self) -> UserFiles:
-        """Check that a user has either one file, or files for train and test."""
+        """Check that a user has either one source to be split (``path``), or sources for train and test.
+
+        A source for valid is optional, besides those for train and test.
+        """
         if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
             raise ValueError("give either path alone, or train and test (and valid)")
         if self.train is not None and self.test is None:
@@ -161,27 +171,27 @@ class OwnUsersSection(DataSection, Generic[Files]):
     @field_validator("users", mode="before")
     @classmethod
     def _wrap_plain_paths(cls, users: object) -> object:
-        """Convert a plain path to a mapping with the key ``path``."""
+        """Convert a user's plain path to a mapping with the key ``path``, and names to text; check the names."""
         if not isinstance(users, Mapping):
             return users
         if problem := name_problem(str(name) for name in users):
             raise ValueError(problem)
-        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
+        return {str(name): {"path": files} if isinstance(files, str) else files for name, files in users.items()}
 
     @field_validator("clusters", mode="before")
     @classmethod
     def _labels(cls, clusters: object) -> object:
-        """Accept numbers as labels."""
+        """Convert names of users, and labels of clusters that are whole numbers, to text."""
         if not isinstance(clusters, Mapping):
             return clusters
-        plain = {str(name): label for name, label in clusters.items()}
-        return {n: str(label) if type(label) is int else label for n, label in plain.items()}
+        return {str(name): str(label) if type(label) is int else label for name, label in clusters.items()}
 
     @property
     def cluster_numbers(self) -> dict[str, int]:
-        """The number of each named user's cluster, in the alphabetical order of the labels."""
-        labels = sorted(set((self.clusters or {}).values()))
-        return {name: labels.index(label) for name, label in (self.clusters or {}).items()}
+        """The number of each named user's cluster, from 0, in the alphabetical order of the labels."""
+        clusters = self.clusters or {}
+        labels = sorted(set(clusters.values()))
+        return {name: labels.index(label) for name, label in clusters.items()}
 
     @property
     def names(self) -> list[str]:
@@ -191,7 +201,10 @@ class OwnUsersSection(DataSection, Generic[Files]):
     def anchored(self, anchor: Anchor) -> dict[str, object]:
         """Return the keys ``users`` and ``dataset`` after applying ``anchor`` to their paths."""
         content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
-        for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
+        entries_with_paths = list((content.get("users") or {}).values())
+        if content.get("dataset"):
+            entries_with_paths.append(content["dataset"])
+        for entry in entries_with_paths:
             entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
         return content
 
@@ -219,21 +232,24 @@ KINDS: registry.Registry[type[DataSection]] = registry.Registry(
 
 
 def section_of(content: Mapping[str, object]) -> type[DataSection]:
-    """Return the section class of the kind that the data names, or else of the kind whose keys it has.
+    """Return the section class for the raw content of the key ``data``.
+
+    It is that of the kind that ``kind`` names. Without it, the kind is recognised by a key that only this kind has
+    (``marks``).
 
     Raises:
-        ValueError: no such kind, or none of their keys, or several.
+        ValueError: There is no such kind, or the content has such keys of no kind, or of several kinds.
     """
     if (kind := content.get("kind")) is not None:
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"no kind {kind!r}.{KINDS.hint(str(kind))} Allowed: {', '.join(KINDS)}")
         return KINDS[kind]
-    marks = {mark: section for section in _loadable() for mark in section.marks}
-    given = [mark for mark in marks if content.get(mark) is not None]
-    if len({marks[mark] for mark in given}) != 1:
-        *others, last = marks
+    section_by_mark = {mark: section for section in _loadable() for mark in section.marks}
+    given = [mark for mark in section_by_mark if content.get(mark) is not None]
+    if len({section_by_mark[mark] for mark in given}) != 1:
+        *others, last = section_by_mark
         raise ValueError(f"give one of {', '.join(others)} and {last}")
-    return marks[given[0]]
+    return section_by_mark[given[0]]
 
 
 def _loadable() -> Iterator[type[DataSection]]:
@@ -252,19 +268,24 @@ _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_toke
 
 
 def steps_of(what: str) -> dict[str, str]:
-    """Return the reason why ``local_steps`` is not used if users make passes over their data."""
+    """Return an entry of ``unread``: why ``local_steps`` is not used if users make passes over their data.
+
+    Args:
+        what: The items of a pass, for example "samples".
+    """
     return {"training.local_steps": f"training.local_epochs is the number of passes over a user's {what}"}
 
 
 def keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
-    """Return the keys of ``data`` that only text has, each with the alternative.
+    """Return entries of ``unread`` for another kind: the keys of ``data`` that only text has, and what to do instead.
 
     Args:
         limits: Alternatives to the token limits of the three splits: one text for all, or one each.
         instead: Alternatives to other keys, by key without ``data.``.
     """
-    each = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
-    return _PASSES | {f"data.{key}": text for key, text in instead.items()} | dict(zip(_LIMITS, each, strict=True))
+    limit_texts = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
+    other_texts = {f"data.{key}": text for key, text in instead.items()}
+    return _PASSES | other_texts | dict(zip(_LIMITS, limit_texts, strict=True))
 
 
 @runtime_checkable
@@ -272,10 +293,10 @@ class Gating(Protocol):
     """Weighting of experts that a method defines, the same for all routers of a model; ``str`` describes it."""
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
-        """Return the number of rows of a router, and the function that draws them.
+        """Return the number of rows of a router's matrix, and the function that draws their first values.
 
-        If there are at most as many rows as experts, they belong to the last experts, in order, and a user has the
-        rows of its own experts.
+        With fewer rows than experts, the rows belong to the last experts, in order. If there are no more rows than
+        experts, a user has only the rows of its own experts.
 
         Args:
             experts: Number of experts.
@@ -361,13 +382,20 @@ class SecureSection(Section):
     colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
 
     def least(self, users: int) -> int:
-        """Return the number of users that a sum over a round with ``users`` participants requires."""
+        """Return the number of users that a sum requires in a round with ``users`` participants.
+
+        ``max(LEAST, ceil(threshold users))``; a product that is whole except for rounding errors is not rounded up.
+        """
         return max(LEAST, math.ceil(self.threshold * users - 1e-9))
 
     def word(self, users: int) -> int:
-        """Return the bit width of uploads, such that a sum over ``users`` entries uses at most half of the range."""
-        needed = self.bits + math.ceil(math.log2(max(users, 1))) + 1
-        return WORDS[0] if needed <= WORDS[0] else WORDS[1]
+        """Return the bit width of masked uploads: 32, or 64 if a sum over ``users`` entries needs more.
+
+        A sum of that many entries of ``bits`` bits has ``bits + ceil(log2 users)`` bits. One more is spare, so that a
+        sum uses at most half of the range.
+        """
+        needed_bits = self.bits + math.ceil(math.log2(max(users, 1))) + 1
+        return WORDS[0] if needed_bits <= WORDS[0] else WORDS[1]
 
 
 def no_sum(done: int, fact: str, least: int) -> str:
@@ -553,7 +581,11 @@ class AggregationSection(Section):
         return users >= self.needed(self.hostile_among(users))
 
     def needed(self, hostile: int) -> int:
-        """Return the number of uploads that the rule requires, given the number of hostile ones."""
+        """Return the least number of uploads for which the rule's guarantee holds with ``hostile`` hostile ones.
+
+        The mean and a fixed bound on norms guarantee nothing that depends on the number. Other rules need a majority of
+        honest uploads (``2 hostile + 1``) or more, as their papers say.
+        """
         if self.rule == "mean" or (self.rule == "norm-bound" and self.bound != "median"):
             return 1
         if self.rule in ("krum", "multi-krum"):
@@ -631,10 +663,12 @@ class TrainingSection(Section):
     @field_validator("participation")
     @classmethod
     def _check_rounds(cls, participation: float | list[list[str]]) -> float | list[list[str]]:
-        """Check that each round in a list has users and names none twice."""
-        if isinstance(participation, list) and (not participation or not all(participation)):
+        """Check that each round in a list has users and names none twice; a fraction needs no check."""
+        if not isinstance(participation, list):
+            return participation
+        if not participation or not all(participation):
             raise ValueError("a round without users; list at least one user for each round")
-        for number, names in enumerate(participation if isinstance(participation, list) else (), start=1):
+        for number, names in enumerate(participation, start=1):
             if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
                 raise ValueError(f"user {twice!r} is listed twice in round {number}; list each user once")
         return participation

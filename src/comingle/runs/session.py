@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe
-from comingle.config.files import changed
+from comingle.config.files import changed_settings
 from comingle.config.settings import AUTO, MEMORY
 from comingle.data.populations import digest_names
 from comingle.data.samples.samples import SPLITS
@@ -258,7 +258,7 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
         keys = [f"training.{section}.{key}" for key in keys_of_others]
         unread.append((f"training.{section}: {optimiser.name} has no such settings", keys))
     for reason, keys_or_sections in unread:
-        keys_set = [key for key_or_section in keys_or_sections for key, _ in changed(recipe, key_or_section)]
+        keys_set = [key for key_or_section in keys_or_sections for key, _ in changed_settings(recipe, key_or_section)]
         if keys_set:
             logger.warning("%s, so these keys have no effect: %s", reason, ", ".join(keys_set))
 
