@@ -54,76 +54,82 @@ class CommandGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._lists = False
+        self._is_listing = False
         for name in (*self.own, *registry.find_plugins(GROUP)):
             self.commands.setdefault(name, TyperCommand(name))  # a placeholder: click suggests names from this list
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write one line per command without building the core's commands."""
-        self._lists = True
+        """Write one line per command. While it lists them, the core's commands are not built, which would be slow."""
+        self._is_listing = True
         super().format_help(ctx, formatter)
-        self._lists = False
+        self._is_listing = False
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is called.
+        """Return the name of the command that is called, the command, and its arguments.
 
         Raises:
             RecipeError: A launcher has started several processes of a command that runs in one.
         """
         try:
-            found = super().resolve_command(ctx, args)
+            name, command, rest = super().resolve_command(ctx, args)
         except Exception as error:
             if "Did you mean" in getattr(error, "message", ""):  # typer's hint; click 8.4 would add a second one
                 vars(error).update(possibilities=None)
             raise
-        if found[0] != MULTI_PROCESS_COMMAND and find_place() is not None:
+        if name != MULTI_PROCESS_COMMAND and find_place() is not None:
             raise RecipeError(
-                f"{found[0]}: runs in one process; only `comingle {MULTI_PROCESS_COMMAND}` can run in several"
+                f"{name}: runs in one process; only `comingle {MULTI_PROCESS_COMMAND}` can run in several"
             )
-        return found
+        return name, command, rest
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command. A broken plugin's command has the problem as its help text and raises it when called."""
-        plugin, own = registry.find_plugins(GROUP).get(cmd_name), self.own.get(cmd_name)
+        """Return the command of this name, of the core or of a plugin; None if there is none.
+
+        A broken plugin's command has the problem as its help text and raises it when called.
+        """
+        plugin, core_function = registry.find_plugins(GROUP).get(cmd_name), self.own.get(cmd_name)
         if plugin is None:
-            if own is not None:
-                return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _build_command(cmd_name, own)
-            return None
+            if core_function is None:
+                return None
+            if self._is_listing:  # only the help text is needed
+                return TyperCommand(cmd_name, help=getdoc(core_function))
+            return _build_command(cmd_name, core_function)
         try:
-            if own is not None:
+            if core_function is not None:
                 raise registry.name_conflict(plugin)
-            verb = plugin.load()
-            if not callable(verb):
-                raise PluginError(f"{GROUP}: {cmd_name!r} is {type(verb).__name__}; allowed: a function for typer")
+            function = plugin.load()
+            if not callable(function):
+                raise PluginError(f"{GROUP}: {cmd_name!r} is {type(function).__name__}; allowed: a function for typer")
         except PluginError as error:
-            return _broken(cmd_name, error)
-        return _build_command(cmd_name, verb)
+            return _build_broken_command(cmd_name, error)
+        return _build_command(cmd_name, function)
 
 
-def _build_command(name: str, verb: Callable[..., object], **settings: Any) -> Any:
-    """Return the click command of a function, with ``--plugin`` and with help for its arguments.
+def _build_command(name: str, function: Callable[..., object], **settings: Any) -> Any:
+    """Return the click command of a function, with the option ``--plugin`` added and with help for its arguments.
 
     Args:
         name: Name of the command.
-        verb: The function.
-        settings: Settings for typer.
+        function: The function, with options declared as for typer. Its docstring is the help text.
+        settings: Settings for typer, which take precedence.
     """
-    single_app = typer.Typer(add_completion=False)
-    single_app.command(name, **{"help": _join_lines(getdoc(verb) or ""), **settings})(verb)
-    made = typer.main.get_command(single_app)
-    if not any("--plugin" in parameter.opts for parameter in made.params):
-        made.params.append(_plugin_option())
-    declared = get_params_from_function(verb)
-    for parameter in made.params:  # typer before 0.21 with click 8.5 drops the help of arguments
+    single_app = typer.Typer(add_completion=False)  # typer builds commands of apps only
+    single_app.command(name, **{"help": _join_lines(getdoc(function) or ""), **settings})(function)
+    command = typer.main.get_command(single_app)
+    if not any("--plugin" in parameter.opts for parameter in command.params):
+        command.params.append(_plugin_option())
+    declared = get_params_from_function(function)
+    for parameter in command.params:  # typer before 0.21 with click 8.5 drops the help of arguments
         if isinstance(parameter, TyperArgument) and not parameter.help:
             parameter.help = declared[parameter.name].default.help
-    return made
+    return command
 
 
 def _plugin_option() -> Any:
-    """Return the option that loads a user's own methods before a command reads its other options."""
+    """Return the option ``--plugin``, which loads a user's own methods before a command reads its other options."""
 
     def load(context: Any, paths: list[Path] | None) -> None:
+        """Load the files, as the option's callback; not while a shell only completes words."""
         if not paths or context.resilient_parsing:
             return
         from comingle.methods.user_files import load_file
@@ -145,24 +151,32 @@ def _plugin_option() -> Any:
 
     def command(plugin: list[Path] | None = option) -> None: ...
 
+    # Typer builds the option within a command, as the arguments of its option class differ between versions.
     single_app = typer.Typer(add_completion=False)
-    single_app.command()(command)  # built by typer, as the arguments of its option class differ between versions
-    (loader,) = (p for p in typer.main.get_command(single_app).params if "--plugin" in p.opts)
-    return loader
+    single_app.command()(command)
+    parameters = typer.main.get_command(single_app).params
+    (plugin_option,) = (parameter for parameter in parameters if "--plugin" in parameter.opts)
+    return plugin_option
 
 
 def _join_lines(text: str) -> str:
-    """Join the lines of each paragraph, for terminals of any width; lists are unchanged."""
-    parts = text.split("\n\n")
-    return "\n\n".join(part if "\n " in part or "\n-" in part else part.replace("\n", " ") for part in parts)
+    """Join the lines of each paragraph, for terminals of any width; paragraphs with lists or indents are unchanged."""
+
+    def is_list(paragraph: str) -> bool:
+        return "\n " in paragraph or "\n-" in paragraph
+
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(part if is_list(part) else part.replace("\n", " ") for part in paragraphs)
 
 
-def _broken(name: str, error: PluginError) -> object:
-    def refuse() -> None:
+def _build_broken_command(name: str, error: PluginError) -> object:
+    """Return a command that raises the error whatever its arguments are, and has it as its help text."""
+
+    def raise_error() -> None:
         raise error
 
-    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return _build_command(name, refuse, help=str(error), add_help_option=False, context_settings=anything)
+    any_arguments = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return _build_command(name, raise_error, help=str(error), add_help_option=False, context_settings=any_arguments)
 
 
 COMMANDS = (
@@ -188,11 +202,12 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> bool:
-    if wanted:
+def _show_version(is_given: bool) -> bool:
+    """Print the version and exit if ``--version`` is given; the option's callback."""
+    if is_given:
         typer.echo(f"comingle {__version__}")
         raise typer.Exit
-    return wanted
+    return is_given
 
 
 @app.callback(invoke_without_command=False)
@@ -200,7 +215,7 @@ def _options(
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what is loaded, and from where."),
     version: bool = typer.Option(False, "--version", help="Show the version.", callback=_show_version, is_eager=True),
 ) -> None:
-    """Set up logging: warnings, or with ``--verbose`` also messages of comingle."""
+    """Set up logging of warnings, and with ``--verbose`` also of comingle's informative messages."""
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Formatter("%(message)s"))
@@ -252,16 +267,17 @@ def main() -> None:
             print(f"\ncomingle: stopped{_RESUME_HINTS.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        if (line := _line(error)) is None:
+        if (message := _message_to_user(error)) is None:
             raise
         if speaks():
-            for problem in error.problems if isinstance(error, RecipeError) and len(error.problems) > 1 else (line,):
+            has_several = isinstance(error, RecipeError) and len(error.problems) > 1
+            for problem in error.problems if has_several else (message,):
                 print(f"comingle: {printable(problem)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def _line(error: Exception) -> str | None:
-    """Return the message of an error that a user can correct; None for a bug."""
+def _message_to_user(error: Exception) -> str | None:
+    """Return the line to print for an error that a user can correct; None for a bug."""
     if isinstance(error, UnknownMethodError):
         return f"{error}; load your own method with --plugin FILE"
     if isinstance(error, ComingleError):

@@ -12,7 +12,12 @@ from comingle.utils.errors import RecipeError
 
 
 def _check_shadows(context: object, option: object, value: int) -> int:
-    """Check the number of reference models, as a callback of click.
+    """Check and return the number of reference runs, as the callback of ``--shadows``.
+
+    Args:
+        context: Not used; click passes it.
+        option: Not used; click passes it.
+        value: The number; 0 for none.
 
     Raises:
         RecipeError: It is too small for comparisons.

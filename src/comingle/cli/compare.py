@@ -109,19 +109,22 @@ def compare_methods(
     from comingle.runs.compare import folders_of, labels_of, recipes_of
     from comingle.utils.terminal import words
 
-    recipes = recipes_of(recipe, methods, seeds, for_all)
-    baseline_of(list(dict.fromkeys(label for label, _ in recipes)), against)
+    recipes = recipes_of(recipe, methods, seeds, for_all)  # by method's label and seed
+    baseline_of(list(dict.fromkeys(label for label, _ in recipes)), against)  # raises for a wrong --against
     options = {"resume": resume, "force": force, "quiet": quiet}
+    if jobs > 1:
+        outcomes = _run_in_parallel(recipes, folder, jobs, **options)
+    else:
+        outcomes = _run_in_sequence(recipes, folder, **options)
     last, failed = None, {}
-    for key, found in (
-        _run_in_parallel(recipes, folder, jobs, **options) if jobs > 1 else _run_in_sequence(recipes, folder, **options)
-    ):
-        if isinstance(found, ComingleError):
-            failed[key] = found
-        last = found
-    done = [place for key, place in folders_of(recipes, folder).items() if key not in failed]
+    for key, outcome in outcomes:
+        if isinstance(outcome, ComingleError):
+            failed[key] = outcome
+        last = outcome
+    done = [run_folder for key, run_folder in folders_of(recipes, folder).items() if key not in failed]
     if not done:
         raise next(iter(failed.values()))
+    # A baseline without any finished run is replaced by the default one.
     succeeded = {method for method, _ in recipes.keys() - failed.keys()}
     baseline = against if against is not None and succeeded >= {*baseline_methods(against)} else None
     table = write_comparison(folder, done, baseline, labels_of(recipes, folder))
@@ -141,7 +144,15 @@ def _failures(failed: Mapping[Key, ComingleError], runs: int) -> str:
 def _run_in_sequence(
     recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
-    """Yield each run, or why it failed, as it ends; show progress."""
+    """Run one recipe after another in this process; yield each run, or its error, as it ends; show progress.
+
+    Args:
+        recipes: Recipes by method and seed.
+        folder: Folder of the comparison.
+        resume: Resume interrupted runs.
+        force: Replace existing runs.
+        quiet: Do not print progress.
+    """
     from comingle.cli.training import warn_overlaps
     from comingle.runs.compare import compare_runs
     from comingle.runs.progress import reporting
@@ -153,40 +164,53 @@ def _run_in_sequence(
 def _run_in_parallel(
     recipes: Mapping[Key, Recipe], folder: Path, jobs: int, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[Ended]:
-    """Yield the results of runs in parallel processes, and print a line for each."""
+    """Run recipes in parallel processes; yield each run's metrics, or its error, as it ends, and print a line for it.
+
+    Args:
+        recipes: Recipes by method and seed.
+        folder: Folder of the comparison.
+        jobs: Largest number of runs at a time.
+        resume: Resume interrupted runs.
+        force: Replace existing runs.
+        quiet: Print nothing.
+    """
     from comingle.cli.training import warn_overlaps
     from comingle.runs.compare import compare_beside
     from comingle.utils.records import measure_of, number
     from comingle.utils.terminal import errors, words
 
     options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}
-    for count, (key, found) in enumerate(compare_beside(recipes, folder, jobs=jobs, **options), start=1):
-        if isinstance(found, ComingleError):
-            result = f"failed: {found}"
+    for count, (key, outcome) in enumerate(compare_beside(recipes, folder, jobs=jobs, **options), start=1):
+        if isinstance(outcome, ComingleError):
+            result = f"failed: {outcome}"
         else:
-            measure = measure_of(found)
-            result = f"test {measure} {number(found[f'mean_test_{measure}'], measure)} · {found['wall_seconds']:.0f} s"
+            measure = measure_of(outcome)
+            score = number(outcome[f"mean_test_{measure}"], measure)
+            result = f"test {measure} {score} · {outcome['wall_seconds']:.0f} s"
         if not quiet:
-            line = f"{count} of {len(recipes)} runs ended · {key[0]}, seed {key[1]} · {result}"
+            method, seed = key
+            line = f"{count} of {len(recipes)} runs ended · {method}, seed {seed} · {result}"
             errors.print(words(line), soft_wrap=True, highlight=False)
-        yield key, found
+        yield key, outcome
 
 
 def split_names(text: str) -> list[str]:
-    """Split at commas and return each name once.
+    """Split the value of ``--methods`` at commas and return each name once, in order.
+
+    Commas within square brackets do not separate, as in ``comigs-1gxs:specialists=[1,2]``.
 
     Raises:
         RecipeError: There are no names.
     """
-    parts = re.split(r",(?![^\[]*\])", text)  # not at commas within a list, such as specialists=[1,2]
-    names = list(dict.fromkeys(n.strip() for n in parts if n.strip()))
+    parts = re.split(r",(?![^\[]*\])", text)
+    names = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
     if not names:
         raise RecipeError("--methods: no method given; `comingle methods` lists them")
     return names
 
 
 def split_seeds(text: str) -> list[int]:
-    """Split at commas and return each seed once.
+    """Split the value of ``--seeds`` at commas and return each seed once, in order.
 
     Raises:
         RecipeError: A seed is not an integer, or there are none.

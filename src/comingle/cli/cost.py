@@ -76,16 +76,16 @@ def cluster_of(
         price: Price of a machine per hour.
         link: Bandwidth between machines, in bytes per second.
         latency: Latency between machines, in seconds.
-        disk: Bandwidth of a machine's disk, in bytes per second.
+        disk: Bandwidth of a machine's disk, in bytes per second; None to measure it later.
 
     Raises:
         RecipeError: Options need ``--machines``, contradict each other, or need a GPU that this machine does not have.
     """
     if machines is None:
         hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
-        needing_machines = {"gpus": gpus, "processes": processes, "step": step, **hardware}
-        given = [name for name, value in needing_machines.items() if value not in (None, LINK, LATENCY)]
-        if given:
+        options = {"gpus": gpus, "processes": processes, "step": step, **hardware}
+        defaults = (None, LINK, LATENCY)
+        if given := [name for name, value in options.items() if value not in defaults]:
             raise RecipeError(f"--{given[0]}: is used only with --machines N")
         return None
     if gpus is not None and processes is not None:

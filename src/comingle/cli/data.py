@@ -17,9 +17,10 @@ def data(
     sets: Sets = None,
     all_users: Annotated[bool, typer.Option("--all", help="Show all users, even if there are more than 24.")] = False,
 ) -> None:
-    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or numbers of samples.
+    """Preview a recipe's users.
 
-    For more than 24 users the table has quantiles, and the users with the least and the most data.
+    Text and conversations: token counts, split sizes, overlaps and two excerpts per user. Samples: their numbers. For
+    more than 24 users the table has quantiles, and the users with the least and the most data.
     """
     read = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps

@@ -52,7 +52,7 @@ def demo(
 
 
 def _print_samples(run: Run) -> None:
-    """Print a generated text of each user's model."""
+    """Print the text with which each user's model continues a prompt from that user's domain."""
     from rich.text import Text
 
     from comingle.runs.views import generating_model

@@ -58,20 +58,20 @@ def export(
         check_target(target, force=force)
     for name, target in targets.items():
         with status(f"exporting {name}"):
-            made = generating_model(opened, name).export(target, format=format, dtype=dtype, force=force)
+            exported = generating_model(opened, name).export(target, format=format, dtype=dtype, force=force)
         if quiet:
             continue
         console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"  {made.form}", highlight=False, markup=False)
-        for key, value in made.lost.items():
+        console.print(f"  {exported.form}", highlight=False, markup=False)
+        for key, value in exported.lost.items():  # scores before and after an approximation
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 
 def targets_of(user: str, users: Sequence[str], to: Path) -> dict[str, Path]:
-    """Return the folder to which each exported user's model is written.
+    """Return the folder to which each exported user's model is written, by the user's name.
 
     Args:
-        user: Name of a user, or "all".
+        user: Name of a user, or "all" for all users, unless a user has this name.
         users: All users of the run.
         to: Folder to write to; with "all" each user has a folder in it.
 

@@ -105,8 +105,8 @@ def _write_certificates(folder: Path, host: str, users: tuple[str, ...]) -> None
     from comingle.federation.flower.certificates import make_certificates, quote_name
     from comingle.utils.terminal import words
 
-    fresh = not (folder / "server.pem").exists()
-    make_certificates(folder, [host] if fresh else [], users)
+    has_certificate = (folder / "server.pem").exists()
+    make_certificates(folder, [] if has_certificate else [host], users)
     console.print(words(f"{folder}/  server.pem, server.key (for the server only) · ca.pem (for all users)"))
     for user in users:
         console.print(words(f"{folder}/users/{quote_name(user)}.key  for {user} only"))
@@ -150,11 +150,12 @@ def client(
     One process can take part for several users, who then share the base model in memory.
     """
     require_flower()
+    paths = {"state": state, "certificates": certificates, "key": key}
     options: dict[str, Any] = {
         "data": _as_path(data),
         "base": _as_path(base),
         "server": server,
-        **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
+        **{name: str(path.absolute()) for name, path in paths.items() if path},
     }
     from comingle.federation.client_command import take_part
     from comingle.federation.participant import load_participants

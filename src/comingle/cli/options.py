@@ -63,10 +63,10 @@ def line_printer(*, quiet: bool) -> Callable[[str], None]:
 
 @contextmanager
 def show_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator[None]:
-    """Show a live table of participants below printed lines, in terminals only.
+    """Show a live table of participants below printed lines while the block runs, in terminals only.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, whose status file the table shows.
         all_users: Show all participants, not only the first 24.
         quiet: Show no table.
     """
@@ -78,10 +78,10 @@ def show_participants(folder: Path, *, all_users: bool, quiet: bool) -> Iterator
         yield
         return
 
-    def now() -> Table:
+    def current_table() -> Table:
         return render_participants(folder, all_users=all_users)
 
-    with Live(console=console, get_renderable=now, refresh_per_second=2, transient=True):
+    with Live(console=console, get_renderable=current_table, refresh_per_second=2, transient=True):
         yield
 
 
@@ -97,9 +97,9 @@ AllUsers = Annotated[bool, typer.Option("--all", help="Show all users, even if t
 
 
 def named(out: str | Path) -> Path:
-    """Return the path given by ``--out`` or a similar option.
+    """Return the path given by ``--out`` or a similar option; the option's parser.
 
-    An empty path, as from an unset shell variable, is an error: it would be the current folder.
+    An empty path, as from an unset shell variable, is an error: it would mean the current folder.
     """
     if not str(out).strip():
         raise typer.BadParameter("is empty; give a path, or omit the option")
@@ -107,10 +107,10 @@ def named(out: str | Path) -> Path:
 
 
 def possible(out: Path | None) -> Path | None:
-    """Check that a folder can have the name given by ``--out``, and return it.
+    """Check that a folder can have the name given by ``--out``, and return the path; the option's callback.
 
     Raises:
-        RunError: It cannot.
+        RunError: It cannot, for example because the name is too long for the file system.
     """
     if out is not None:
         from comingle.utils.records import check_name
@@ -123,12 +123,14 @@ def possible(out: Path | None) -> Path | None:
 
 
 def finite(context: object, option: Any, value: float | None) -> float | None:
-    """Check the value of a number option, as a callback of click. NaN would pass comparisons with bounds.
+    """Check that the value of a number option is finite, and return it; the option's callback.
+
+    Click compares values with an option's bounds, but NaN is neither below nor above any bound.
 
     Args:
-        context: Not used.
+        context: Not used; click passes it.
         option: The option.
-        value: Its value.
+        value: Its value; None if it is not given.
 
     Raises:
         RecipeError: The value is infinite or NaN.
@@ -149,7 +151,12 @@ Out = Annotated[Path | None, out_option("Write to this folder (default: a folder
 def _check_exclusive(context: Any, given: bool) -> bool:
     """Refuse ``--resume`` together with ``--force``; the callback of both options.
 
-    typer calls it for one after the other, so that the second call sees both.
+    Click calls it for one option after the other. ``context.params`` has the options before, so the second call finds
+    the first option there.
+
+    Args:
+        context: The context of click.
+        given: Whether the option is given.
     """
     if given and (context.params.get("resume") or context.params.get("force")):
         raise RecipeError("--resume and --force: got both; --resume continues a run, --force replaces it")
@@ -163,7 +170,10 @@ Force = Annotated[
 
 
 def changes(sets: list[str] | None) -> dict[str, object]:
-    """Return ``--set`` options as a mapping, with values parsed as YAML.
+    """Return ``--set KEY=VALUE`` options as values by dotted key, each parsed as YAML.
+
+    Args:
+        sets: The options; None for none.
 
     Raises:
         RecipeError: An option is not of the form KEY=VALUE, a key occurs twice, or a value is not YAML.
@@ -184,22 +194,32 @@ def changes(sets: list[str] | None) -> dict[str, object]:
 def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, object]:
     """Return the settings given as ``--set method.KEY=VALUE``, which apply to every method that has them.
 
+    Args:
+        sets: The ``--set`` options, with or without such settings; None for none.
+        methods: Names of the methods of the command.
+
+    Returns:
+        Values by KEY.
+
     Raises:
         RecipeError: None of the methods has such a setting.
     """
     from comingle.methods import settings_of
     from comingle.methods.settings import setting_hint
 
-    keys = {key: value for key, value in changes(sets).items() if key.startswith("method.")}
-    keys = {key.removeprefix("method.").removeprefix("settings."): value for key, value in keys.items()}
-    given = {key: value for key, value in keys.items() if key not in ("name", "settings")}
+    settings = {}
+    for dotted_key, value in changes(sets).items():
+        if dotted_key.startswith("method."):
+            key = dotted_key.removeprefix("method.").removeprefix("settings.")  # both spellings are allowed
+            if key not in ("name", "settings"):  # these replace the recipe's method as a whole
+                settings[key] = value
     known = {key: None for name in methods for key in settings_of(name)}
-    for key in given:
+    for key in settings:
         if key not in known:
             allowed = ", ".join(known) or "no settings"
             hint = f".{found}" if (found := setting_hint(key, known)) else ""
             raise RecipeError(f"--set method.{key}: no setting of {', '.join(methods)}; allowed: {allowed}{hint}")
-    return given
+    return settings
 
 
 def shorten(text: str) -> str:
@@ -220,12 +240,13 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
     """
     from comingle.config import load_recipe
 
-    wanted, recipe = changes(sets), load_recipe(path)
-    if path.is_dir() and "method" not in wanted and "method.name" not in wanted:
+    overrides, recipe = changes(sets), load_recipe(path)
+    keeps_method = "method" not in overrides and "method.name" not in overrides
+    if path.is_dir() and keeps_method:
         from comingle.methods.user_files import check_origin
 
-        check_origin(path, recipe.method.name)
-    recipe = recipe.with_changes(wanted, where="--set") if wanted else recipe
+        check_origin(path, recipe.method.name)  # a user's own method must be loaded with --plugin
+    recipe = recipe.with_changes(overrides, where="--set") if overrides else recipe
     return recipe if seed is None else recipe.with_changes({"seed": seed}, where="--seed")
 
 

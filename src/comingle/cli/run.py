@@ -50,7 +50,7 @@ def run(
     if place is None and processes is not None and processes > 1:
         from comingle.cli.training import launch
 
-        read = read_recipe(recipe, sets, seed)
+        read = read_recipe(recipe, sets, seed)  # reports mistakes once, before any process starts
         launch(processes, out or default_folder(recipe, read.method.name, read.seed))
         return
     from comingle.cli.training import train_here

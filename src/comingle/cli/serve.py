@@ -156,20 +156,34 @@ def chat(
 
 
 def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
-    """Return the run of local models for ``/compare``: ``--against``, or the one in the same comparison."""
+    """Return the run of local models for ``/compare``; None if there is none.
+
+    Args:
+        run: The folder given on the command line: a run, or a comparison with several runs.
+        folder: The run whose models the chat uses, named ``METHOD-seedN`` if it is in a comparison.
+        against: The folder given by ``--against``, which takes precedence.
+    """
     if against is not None:
         return against
-    beside = folder.parent / f"local-{folder.name.rpartition('-')[2]}"
-    return beside if folder != run and beside != folder and (beside / "metrics.json").exists() else None
+    is_in_comparison = folder != run
+    seed = folder.name.rpartition("-")[2]
+    local = folder.parent / f"local-{seed}"
+    return local if is_in_comparison and local != folder and (local / "metrics.json").exists() else None
 
 
 class _Session:
-    """Interactive chat in the terminal."""
+    """Interactive chat in the terminal.
+
+    Args:
+        talk: The conversation.
+        names: Names of all users of the run.
+        local: Run folder of local models, for ``/compare``; None if there is none.
+    """
 
     def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
         self.talk, self.names, self.local, self.console = talk, names, local, console
         self.last_text = ""
-        self.others: dict[str, Engine] = {}
+        self.engines_of_runs: dict[str, Engine] = {}
 
     def run(self) -> None:
         """Read texts and commands until the user quits; an error or Ctrl-C ends one answer, not the session."""
@@ -177,7 +191,7 @@ class _Session:
             sys.stdin.reconfigure(errors="surrogateescape")
         kind = "continues your texts" if self.talk.plain else "answers"
         self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D quits", "dim")
-        for text in _texts(self._read_line):
+        for text in _read_texts(self._read_line):
             try:
                 if text.strip() in ("/quit", "/exit"):
                     return
@@ -233,10 +247,15 @@ class _Session:
             raise RecipeError(f"no command {command!r}; /help lists them.{hint}")
 
     def _switch(self, name: str) -> None:
+        """Continue the conversation with another user's model.
+
+        Raises:
+            RecipeError: The name is empty.
+            DataError: There is no such user.
+        """
         if not name:
             raise RecipeError(f"/user: give a name; allowed: {', '.join(self.names)}")
-        if name not in self.names:
-            require_user(name, self.names)
+        require_user(name, self.names)
         self.talk.switch(name)
         self._print(f"switched to {name}'s model", "dim")
 
@@ -256,17 +275,18 @@ class _Session:
         from comingle.utils.terminal import printable
 
         routing = self.talk.route()
-        layers = len(routing.gates)
-        if layer and not (layer.isdecimal() and 1 <= int(layer) <= layers):
-            raise RecipeError(f"/route: got {layer!r}; allowed: layers 1 to {layers}")
-        gates = routing.gates.float()
-        top = (gates[int(layer) - 1] if layer else gates.mean(0)).argmax(-1).tolist()
+        num_layers = len(routing.gates)
+        if layer and not (layer.isdecimal() and 1 <= int(layer) <= num_layers):
+            raise RecipeError(f"/route: got {layer!r}; allowed: layers 1 to {num_layers}")
+        gates = routing.gates.float()  # (layers, tokens, experts)
+        top_experts = (gates[int(layer) - 1] if layer else gates.mean(0)).argmax(-1).tolist()
         colours = [f"#ffffff on {expert_colour(name).dark}" for name in routing.experts]
-        line = Text()
-        for token, expert in zip(routing.tokens, top, strict=True):
-            line.append(printable(token, keep="\n"), style=colours[expert])
-        self.console.print(line, highlight=False)
-        shares = [top.count(number) / max(1, len(top)) for number in range(len(routing.experts))]
+        coloured_tokens = Text()
+        for token, expert in zip(routing.tokens, top_experts, strict=True):
+            coloured_tokens.append(printable(token, keep="\n"), style=colours[expert])
+        self.console.print(coloured_tokens, highlight=False)
+        num_tokens = max(1, len(top_experts))
+        shares = [top_experts.count(number) / num_tokens for number in range(len(routing.experts))]
         legend = Text(f"{'layer ' + layer if layer else 'mean of all layers'}: ", style="dim")
         for name, share, colour in zip(routing.experts, shares, colours, strict=True):
             legend.append(f"{name} {share:.0%}", style=colour).append("  ")
@@ -285,6 +305,7 @@ class _Session:
             raise RecipeError("/compare: give a text, for example /compare Once upon a time")
         if not self.talk.plain and text == self.last_text:
             self._print("comparing on your last text, appended to the conversation", "dim")
+        # An engine and the name of its model, by the column's title.
         models: dict[str, Any] = {"pretrained": (self.talk.engine, PRETRAINED)}
         if self.local is not None:
             models["local"] = (self._engine_of_run(self.local), self.talk.user)
@@ -297,27 +318,34 @@ class _Session:
             self._print("no local models here; add those of another run with --against RUN", "dim")
 
     def _engine_of_run(self, run: Path) -> Engine:
+        """Return the engine of another run's models, which are loaded once."""
         from comingle.serving.engine import Engine
 
-        if str(run) not in self.others:
-            self.others[str(run)] = Engine(load_all_models(run, None).models, rows=1)
-        return self.others[str(run)]
+        if str(run) not in self.engines_of_runs:
+            self.engines_of_runs[str(run)] = Engine(load_all_models(run, None).models, rows=1)
+        return self.engines_of_runs[str(run)]
 
 
-def _texts(read: Callable[[bool], str]) -> Iterator[str]:
-    """Yield typed texts: lines, lines joined by a backslash, and blocks between triple quotes."""
+def _read_texts(read_line: Callable[[bool], str]) -> Iterator[str]:
+    """Yield typed texts until the input ends: a line, lines joined by a backslash, or a block between triple quotes.
+
+    Ctrl-C discards an unfinished text. Empty texts are skipped.
+
+    Args:
+        read_line: Reads a line; its argument is whether the line continues a text.
+    """
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history, if the system has it)
     while True:
         try:
-            text = read(False)
+            text = read_line(False)
             if text.strip().startswith('"""'):
                 text = text.strip().removeprefix('"""')
                 while not text.endswith('"""'):
-                    text = f"{text}\n{read(True)}"
+                    text = f"{text}\n{read_line(True)}"
                 text = text.removesuffix('"""').strip("\n")
             while text.endswith("\\"):
-                text = f"{text[:-1]}\n{read(True)}"
+                text = f"{text[:-1]}\n{read_line(True)}"
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -335,10 +363,10 @@ def _show_page(run: Path, method: str | None) -> None:
     from comingle.serving.api import serve as answer
     from comingle.serving.keys import Limits
 
-    def ready(url: str) -> None:
+    def open_page(url: str) -> None:
         print_address(url)
         webbrowser.open(url)
 
     with listen("127.0.0.1", 0) as place:
         loaded = load_all_models(run, method)
-        answer(loaded.models, place, keys=None, limits=Limits(), answers=loaded.answers, ready=ready)
+        answer(loaded.models, place, keys=None, limits=Limits(), answers=loaded.answers, ready=open_page)

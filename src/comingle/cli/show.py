@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +87,11 @@ def report(
 
 
 def warn_unlike(entries: Sequence[Entry]) -> None:
-    """Warn if numbers of these runs should not be compared."""
+    """Print a warning for each reason why numbers of these runs should not be compared.
+
+    Args:
+        entries: The runs, by method.
+    """
     from comingle.reports.page import comparability_warnings
     from comingle.utils.terminal import errors, words
 
@@ -128,21 +132,19 @@ def show(
     for option, path in targets.items():
         if path is not None:
             check_target(path, force=force, option=option)
-    records = [option for option in ("--csv", "--parquet") if targets[option] is not None]
-    if against is not None and records:
+    record_options = [option for option in ("--csv", "--parquet") if targets[option] is not None]
+    if against is not None and record_options:
         raise RecipeError(
-            f"--against: got it with {' and '.join(records)}, whose rows are results of single runs; allowed: the "
-            "printed tables, or --latex"
+            f"--against: got it with {' and '.join(record_options)}, whose rows are results of single runs; allowed: "
+            "the printed tables, or --latex"
         )
-    if records or latex is not None:
-        if records:
-            _write_records(run, csv, parquet)
-        if latex is not None:
-            _write_latex(run, latex, against, all_users=all_users)
-        return
-    for part in _run_tables(run, against, all_users=all_users):
-        console.print(part)
-    return
+    if record_options:
+        _write_records(run, csv, parquet)
+    if latex is not None:
+        _write_latex(run, latex, against, all_users=all_users)
+    if not record_options and latex is None:
+        for part in _run_tables(run, against, all_users=all_users):
+            console.print(part)
 
 
 def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
@@ -150,7 +152,8 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
 
     Args:
         run: Folder of the run or of the comparison.
-        against: Method of a comparison with which the others are compared.
+        against: Baseline of the verdicts: names of methods, separated by commas, the best of which is used. None for
+            the baseline with which the comparison was written.
         all_users: Whether to list all users.
 
     Raises:
@@ -269,11 +272,12 @@ def plot(
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out must be a folder")
     with status("drawing"):
-        drawn = [
-            item
-            for kind in kinds
-            for item in _draw_figures(kind, entries, lambda: _token_figures(entries, text, users, tokens, layer))
-        ]
+        drawn = []
+        for kind in kinds:
+            if kind == "tokens":
+                drawn += _token_figures(entries, text, users, tokens, layer)
+            else:
+                drawn += _draw_figures(kind, entries)
     if not drawn:
         raise RunError(
             f"{runs[0]}: nothing to draw for {', '.join(kinds)}: no token routers, or nothing to compare with"
@@ -289,11 +293,10 @@ def plot(
         console.print(f"{folder / name}.png  {folder / name}.svg  {folder / name}.csv", highlight=False)
 
 
-def _draw_figures(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Figures:
+def _draw_figures(kind: str, entries: list[Entry]) -> Figures:
+    """Yield the figures of a kind other than "tokens"; none if the runs have nothing to draw."""
     if kind == "mixtures":
         yield from _mixtures(entries)
-    elif kind == "tokens":
-        yield from tokens()
     else:
         for name, panels in _panels(kind, entries):
             if panels is not None:
@@ -301,6 +304,13 @@ def _draw_figures(kind: str, entries: list[Entry], tokens: Callable[[], Figures]
 
 
 def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
+    """Yield the figures of a kind by file name; None for a figure without anything to draw.
+
+    Args:
+        kind: "curves", "bytes", "scores" (one figure per method with routers), or "users" (one figure per baseline,
+            and a second one for many users).
+        entries: The runs, by method.
+    """
     from comingle.reports.figures import (
         bytes_panels,
         curves_panels,
@@ -342,6 +352,18 @@ def _mixtures(entries: list[Entry]) -> Figures:
 def _token_figures(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
+    """Yield figures of the experts' weights for each token of a text, one for each run and layer.
+
+    Args:
+        entries: The runs, by method.
+        text: Texts or text files; None for the users' test texts.
+        users: Names of users, separated by commas; None for the first few.
+        length: Number of tokens of each text.
+        layers: Layers to draw; None for the first, the middle and the last one.
+
+    Raises:
+        RecipeError: A model has no such layer.
+    """
     from comingle.cli.compare import split_names
     from comingle.reports.page import tokens_figure, tokens_sheet
     from comingle.runs.views import route_texts
