@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.cli import _line
+from comingle.cli import _message_to_user
 
 COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
 LONG = "x" * 300
@@ -96,13 +96,13 @@ def raised(work: Callable[[], object]) -> Exception:
 
 def test_what_the_system_refuses_is_told_from_our_bugs(tmp_path: Path) -> None:
     missing = tmp_path / "none" / "file"
-    assert _line(raised(lambda: missing.write_text(""))) == f"{missing}: No such file or directory"
-    moved = _line(raised(lambda: missing.rename(tmp_path / "b")))
+    assert _message_to_user(raised(lambda: missing.write_text(""))) == f"{missing}: No such file or directory"
+    moved = _message_to_user(raised(lambda: missing.rename(tmp_path / "b")))
     assert moved == f"{missing} to {tmp_path / 'b'}: No such file or directory"
-    assert str(_line(raised(lambda: bytearray(1 << 60)))).startswith("out of memory")
-    assert "you tried to allocate" in str(_line(raised(lambda: torch.empty(1 << 58))))
+    assert str(_message_to_user(raised(lambda: bytearray(1 << 60)))).startswith("out of memory")
+    assert "you tried to allocate" in str(_message_to_user(raised(lambda: torch.empty(1 << 58))))
     for ours in (RuntimeError("shape"), OSError("of a library"), KeyError("x"), AssertionError()):
-        assert _line(ours) is None
+        assert _message_to_user(ours) is None
 
 
 @pytest.mark.parametrize(

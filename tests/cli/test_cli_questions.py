@@ -14,7 +14,7 @@ from comingle.config import load_recipe
 from comingle.cost.records import counted
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
-from comingle_papers.questions import LABELS, NOTE, QUESTIONS, ask
+from comingle_papers.questions import LABELS, NOTE, QUESTIONS, build_prompt
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_the_preview_counts_questions_and_their_tokens(comingle: Any, recipe: Path) -> None:
     found = comingle("data", recipe)
     assert found.code == 0, found.err
-    longest = len(ask(QUESTIONS["xnli"].instruction, "Premise: en0\nHypothesis: h")) + len("contradiction") + 1
+    longest = len(build_prompt(QUESTIONS["xnli"].instruction, "Premise: en0\nHypothesis: h")) + len("contradiction") + 1
     shortest = longest - len("contradiction") + len("neutral")
     rows = [line.split() for line in found.out.splitlines() if line.split()[:1] in (["en"], ["de"])]
     assert [row[0] for row in rows] == ["en", "de"]

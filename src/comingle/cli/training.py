@@ -59,28 +59,34 @@ _INTERRUPTED, _BUG = 130, 1
 def launch(count: int, folder: Path) -> None:
     """Run the current command in ``count`` processes and wait for them.
 
+    Args:
+        count: Number of processes.
+        folder: The run folder, for the message of an error.
+
     Raises:
         RunError: A process was killed. The message says which, and how to resume the run in ``folder``.
         KeyboardInterrupt: The processes were interrupted.
         SystemExit: A process failed and has printed the reason.
     """
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()  # closes when this process ends, however it ends; the others then end, too
     with tempfile.TemporaryDirectory(prefix="comingle-") as place:
-        children = [_start(rank, count, Path(place) / "meeting", reading) for rank in range(count)]
-        os.close(reading)
+        children = [_start_process(rank, count, Path(place) / "meeting", read_end) for rank in range(count)]
+        os.close(read_end)
         try:
-            _wait(children)
+            _wait_for_processes(children)
         except KeyboardInterrupt:
-            _end(children, signal.SIGINT)
+            _stop_processes(children, signal.SIGINT)
             raise
         finally:
             ended = [child.poll() is not None for child in children]
-            _end(children, signal.SIGTERM)
-            os.close(writing)  # processes end when their pipe closes
-    _raise_failure([child.returncode if done else LOST for child, done in zip(children, ended, strict=True)], folder)
+            _stop_processes(children, signal.SIGTERM)
+            os.close(write_end)
+    # A process that had to be stopped has not failed by itself: it lost the connection to one that had.
+    codes = [child.returncode if has_ended else LOST for child, has_ended in zip(children, ended, strict=True)]
+    _raise_failure(codes, folder)
 
 
-def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
+def _start_process(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
     """Start this command again as one of several processes.
 
     Args:
@@ -89,8 +95,8 @@ def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[
         meeting: File through which the processes find each other.
         pipe: Read end of a pipe that closes when this process ends.
     """
-    own = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
-    environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
+    ranks = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    environment = {**os.environ, **{key: str(value) for key, value in ranks.items()}}
     environment |= {MEETING: str(meeting), PARENT: str(pipe)}
     if sys.platform.startswith("linux"):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no traffic leaves this machine
@@ -98,8 +104,11 @@ def _start(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[
     return subprocess.Popen(command, env=environment, pass_fds=(pipe,))
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all processes have ended, or until the grace period after the first failure is over."""
+def _wait_for_processes(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all processes have ended, or until the grace period after the first failure is over.
+
+    In that period the others notice the failure and end by themselves.
+    """
     deadline = float("inf")
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         if deadline == float("inf") and any(child.returncode for child in children):
@@ -107,14 +116,22 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]], first: signal.Signals) -> None:
-    """End the remaining processes with increasing force."""
-    if first is signal.SIGINT:  # a terminal sends the signal to all processes already
+def _stop_processes(children: Sequence[subprocess.Popen[bytes]], first_signal: signal.Signals) -> None:
+    """Stop the processes that still run: with the given signal, then with SIGTERM, then with SIGKILL.
+
+    After each signal they have some seconds to end.
+
+    Args:
+        children: The processes; those that have ended are left alone.
+        first_signal: The first signal. With SIGINT, which a terminal sends to all processes itself, they have some
+            seconds before it is sent again.
+    """
+    if first_signal is signal.SIGINT:
         _wait_until_ended(children, _SIGNAL_SECONDS)
-    for how in (first, signal.SIGTERM, signal.SIGKILL):
+    for next_signal in (first_signal, signal.SIGTERM, signal.SIGKILL):
         for child in children:
             if child.poll() is None:
-                child.send_signal(how)
+                child.send_signal(next_signal)
         _wait_until_ended(children, _END_SECONDS)
 
 
@@ -125,7 +142,17 @@ def _wait_until_ended(children: Sequence[subprocess.Popen[bytes]], seconds: floa
 
 
 def _raise_failure(codes: Sequence[int], folder: Path) -> None:
-    """Raise the error that explains the processes' exit codes, unless the processes have printed it."""
+    """Raise the error that explains the processes' exit codes; return if all processes have succeeded.
+
+    Args:
+        codes: Exit codes by rank: negative for a signal, :data:`LOST` for a process that lost the others.
+        folder: The run folder, whose newest checkpoint the message names.
+
+    Raises:
+        RunError: A process was killed by a signal, or all that failed lost their connection.
+        KeyboardInterrupt: A process was interrupted.
+        SystemExit: A process failed and has printed the reason.
+    """
     for rank, code in enumerate(codes):
         if code < 0:
             name = signal.Signals(-code).name
@@ -146,7 +173,7 @@ T = TypeVar("T")
 
 
 def warn_overlaps(run_data: RunData) -> None:
-    """Warn about users whose held-out text also occurs in their training text."""
+    """Print a warning for each user, of the first few, whose held-out text also occurs in its training text."""
     overlaps = run_data.overlaps()
     lines = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
@@ -188,36 +215,39 @@ def train_here(
     Raises:
         ComingleError: The user can correct the problem.
     """
-    leads = place is None or place.leads
+    is_first = place is None or place.leads
     try:
         with nullcontext() if place is None else joined(place) as ranks:
-            each = _call if ranks is None else ranks.each
-            recipe = each(lambda: read_recipe(path, sets, seed))
+            in_each_process = _call if ranks is None else ranks.each  # if one process fails, all do
+            recipe = in_each_process(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
-            if ranks is not None and ranks.has_opened(folder):
+            if ranks is not None and ranks.has_opened(folder):  # a launcher has restarted failed processes
                 resume, force = True, False
-            recipe = each(partial(with_bos_of_run, folder, recipe, resume=resume))
-            each(lambda: check_folder(folder, recipe, resume=resume, force=force) if leads else None)
-            with reporting(quiet=quiet or not leads) as reporter:
+            recipe = in_each_process(partial(with_bos_of_run, folder, recipe, resume=resume))
+            in_each_process(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
+            with reporting(quiet=quiet or not is_first) as reporter:
 
-                def watch(clients: Clients) -> list[Observer]:
+                def progress_observers(clients: Clients) -> list[Observer]:
                     return [reporter.watch(clients)]
 
                 if note := default_method_note(recipe):
                     reporter.say(note)
                 with reporter.waiting(LOADING):
+                    # A resumed run keeps the date of its start, which templates of conversations may contain.
                     given = Given(date=recorded_date(folder) if resume else "")
-                    method = each(lambda: get_ready(recipe))
+                    method = in_each_process(lambda: get_ready(recipe))
                     if ranks is None:
                         run_data = prepare(recipe, given=given, method=method)
                     else:
                         run_data = read_shared(recipe, ranks, method, given)
                     warn_overlaps(run_data)
-                if leads:
+                if is_first:
                     warn_unread(recipe, method)
-                run = run_in if ranks is None else partial(run_sharded, ranks=ranks)
-                done = run(folder, recipe, run_data, resume=resume, force=force, method=method, observers=watch)
-        return (folder, done) if leads else None
+                train = run_in if ranks is None else partial(run_sharded, ranks=ranks)
+                run = train(
+                    folder, recipe, run_data, resume=resume, force=force, method=method, observers=progress_observers
+                )
+        return (folder, run) if is_first else None
     except RankLostError:
         if PARENT in os.environ:
             raise SystemExit(LOST) from None  # the parent process reports which one has ended
@@ -231,7 +261,7 @@ def _call(work: Callable[[], T]) -> T:
 _SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
 
 
-_SIZES = ("train", "valid", "test", "mean tokens", "max tokens", "max answer")
+_COUNTS_OF_CONVERSATIONS = ("train", "valid", "test", "mean tokens", "max tokens", "max answer")
 
 
 _ENDS = 3
@@ -253,110 +283,131 @@ def choose_rows(
     users with the smallest and largest number.
 
     Args:
-        counts: Numbers of each user, one per column.
+        counts: Numbers of each user, one per column, by the user's name.
         by: Column by which users are sorted.
         all_users: Return all users.
+
+    Returns:
+        A pair (name, cells) for each row.
     """
     rows = {name: [f"{number:,}" for number in numbers] for name, numbers in counts.items()}
     if all_users or len(rows) <= LISTED_USERS:
         return list(rows.items())
-    columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
-    ranks = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
-    summary_rows = [
-        (f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in ranks.items()
-    ]
+    sorted_columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
+    summary_rows = []
+    for word, position in {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}.items():
+        summary_rows.append((f"{word} of {len(rows):,}", [f"{column[position]:,}" for column in sorted_columns]))
     order = sorted(rows, key=lambda name: counts[name][by])
     return summary_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
 
 
 def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[RenderableType]:
-    """Return tables and samples of the users' data.
+    """Return tables and excerpts of the users' data, for ``comingle data``.
 
     Args:
         recipe: The recipe.
         run_data: Its data.
         all_users: List all users, not only 24.
     """
-    if run_data.users.sizes is not None:
+    if run_data.users.sizes is not None:  # users stay in a file, and only their sizes are known
         return _preview_population(f"{recipe.base}: {run_data.kind.name}", run_data, all_users)
-    for holds, show in _PREVIEWS.items():
-        if issubclass(run_data.kind.user, holds):
-            return show(recipe, run_data, all_users)
+    for user_class, preview_users in _PREVIEWS.items():
+        if issubclass(run_data.kind.user, user_class):
+            return preview_users(recipe, run_data, all_users)
     title = f"{recipe.base}: {run_data.kind.name}"
     return [_count_table(title, run_data, all_users)]
 
 
 def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return the sizes of users that are stored in a file, with samples.
+    """Return a table of the sizes of users that are stored in a file, and excerpts of the listed users' data.
 
-    Of many users only those with least and most data are listed.
+    Of more than 24 users only those with least and most training data are listed, below the minimum, median and maximum
+    of each column.
+
+    Args:
+        title: Title of the table.
+        run_data: The data.
+        all_users: List all users.
     """
     users, sizes = run_data.users, run_data.users.sizes
     assert sizes is not None
     table = Table("user", title=words(title, "table.title"), title_justify="left", box=None)
-    of_text = issubclass(run_data.kind.user, UserData)
-    unit, why = ("tokens", "too little text") if of_text else (run_data.kind.name, f"too few {run_data.kind.name}")
+    has_text = issubclass(run_data.kind.user, UserData)
+    unit = "tokens" if has_text else run_data.kind.name
+    skip_reason = "too little text" if has_text else f"too few {run_data.kind.name}"
     for split in SPLITS:
         table.add_column(f"{split} {unit}", justify="right")
     numbers: Sequence[int] = range(len(users))
     if len(users) > LISTED_USERS and not all_users:
-        for word, at in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
-            cells = [f"{np.partition(sizes[:, column], at)[at]:,}" for column in range(len(SPLITS))]
+        for word, rank in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
+            cells = [f"{np.partition(sizes[:, column], rank)[rank]:,}" for column in range(len(SPLITS))]
             table.add_row(f"{word} of {len(users):,}", *cells)
         order = np.argsort(sizes[:, 0], kind="stable")
         numbers = [int(number) for number in (*order[:_ENDS], *order[-_ENDS:])]
     for number in numbers:
         table.add_row(words(users.names[number]), *(f"{size:,}" for size in sizes[number].tolist()))
-    shown = numbers if len(numbers) <= LISTED_USERS else ()
-    lines = [
-        line
-        for number in shown
-        for line in sample_lines(users.names[number], _samples_of_user(run_data, users[number]))
-    ]
-    return [table, *skipped_lines(run_data, why, all_users), *lines]
+    with_excerpts = numbers if len(numbers) <= LISTED_USERS else ()
+    lines = []
+    for number in with_excerpts:
+        lines += sample_lines(users.names[number], _samples_of_user(run_data, users[number]))
+    return [table, *skipped_lines(run_data, skip_reason, all_users), *lines]
 
 
 def _samples_of_user(run_data: RunData, user: Any) -> dict[str, str | Text]:
-    """Return the beginning of a user's training and test text; conversations in the base's template."""
+    """Return the beginning of a user's training and test data, by split: of the text, or the first conversation.
+
+    Empty splits are left out, and all if the base has no tokenizer.
+
+    Args:
+        run_data: The data, with the base.
+        user: A user with tokens (:class:`UserData`) or with conversations (:class:`UserAnswers`).
+    """
     if run_data.base is None or run_data.base.tokenizer is None:
         return {}
-    heads = {split: part for split, part in {"train": user.train, "test": user.test}.items() if len(part)}
     decode: Any = run_data.base.tokenizer.decode
-    return {
-        split: shorten(decode(part[:_SAMPLE_CHARACTERS].tolist()))
-        if isinstance(part, Tensor)
-        else _conversation(part, decode)
-        for split, part in heads.items()
-    }
+    samples: dict[str, str | Text] = {}
+    for split, part in {"train": user.train, "test": user.test}.items():
+        if not len(part):
+            continue
+        if isinstance(part, Tensor):  # a token has a character or more, so this many tokens are enough
+            samples[split] = shorten(decode(part[:_SAMPLE_CHARACTERS].tolist()))
+        else:
+            samples[split] = _render_conversation(part, decode)
+    return samples
 
 
-def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
-    """Return the first conversation in the base's template on one line, with brackets around trained tokens."""
+def _render_conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
+    """Return the first conversation of a split in the base's template, on one line.
+
+    Tokens with a loss, those of responses, are in double brackets and coloured. Long turns are cut in the middle.
+    """
     row, tokens = part.windows[0], part.tokens(0).tolist()
-    shown = Text()
-    for learnt, places in groupby(range(len(tokens)), key=lambda at: bool(row[at] >= 0)):
-        text = decode([tokens[at] for at in places])
+    rendered = Text()
+    # Tokens without a loss are hidden as negative numbers in the row.
+    for has_loss, positions in groupby(range(len(tokens)), key=lambda position: bool(row[position] >= 0)):
+        text = decode([tokens[position] for position in positions])
         if len(text) > _SAMPLE_CHARACTERS:
             half = _SAMPLE_CHARACTERS // 2
             text = f"{text[:half]} ... {text[-half:]}"
         line = printable(text.replace("\n", "\\n"))
-        shown.append(f"[[{line}]]" if learnt else line, style="bold green" if learnt else "")
-    shown.truncate(_CONVERSATION_CHARACTERS)
-    return shown
+        rendered.append(f"[[{line}]]" if has_loss else line, style="bold green" if has_loss else "")
+    rendered.truncate(_CONVERSATION_CHARACTERS)
+    return rendered
 
 
 def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of documents and tokens, skipped users, and beginnings of listed documents."""
+    """Return a table of documents and tokens, skipped users, and the beginnings of the listed users' documents."""
     summaries = [summarise(text, user) for text, user in zip(run_data.texts, run_data.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
-    kinds = [(split, kind) for split in SPLITS for kind in ("documents", "tokens")]
-    rows = choose_rows(
-        {summary["user"]: [summary[k][s] for s, k in kinds] for summary in summaries}, by=1, all_users=all_users
-    )
+    counts = {}
+    for summary in summaries:
+        counts_of_splits = [(summary["documents"][split], summary["tokens"][split]) for split in SPLITS]
+        counts[summary["user"]] = [count for pair in counts_of_splits for count in pair]
+    rows = choose_rows(counts, by=1, all_users=all_users)  # by tokens to train on
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = {name for name, _ in rows}
@@ -369,9 +420,10 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
     """Return a table of numbers and lengths of conversations, skipped users, and sample conversations."""
     title = words(f"{recipe.base}: {run_data.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
-    for name in _SIZES:
+    for name in _COUNTS_OF_CONVERSATIONS:
         table.add_column(name, justify="right")
-    rows = choose_rows({user.name: _sizes(user) for user in run_data.users}, by=0, all_users=all_users)
+    counts = {user.name: _conversation_counts(user) for user in run_data.users}
+    rows = choose_rows(counts, by=0, all_users=all_users)  # by conversations to train on
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = dict(rows)
@@ -381,10 +433,15 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
     return [table, *skipped_lines(run_data, "too few conversations", all_users), *legend, *lines]
 
 
-def _sizes(user: UserAnswers) -> list[int]:
+def _conversation_counts(user: UserAnswers) -> list[int]:
+    """Return a user's numbers for the columns :data:`_COUNTS_OF_CONVERSATIONS`.
+
+    These are the conversations in each split, the mean and largest number of tokens of a conversation, and the tokens
+    of the longest response.
+    """
     parts = (user.train, user.valid, user.test)
-    sizes = [len(part.tokens(number)) for part in parts for number in range(len(part))] or [0]
-    return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
+    lengths = [len(part.tokens(number)) for part in parts for number in range(len(part))] or [0]
+    return [*map(len, parts), round(sum(lengths) / len(lengths)), max(lengths), user.test.limit]
 
 
 def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
@@ -398,7 +455,13 @@ def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list
 
 
 def _count_table(title: str, run_data: RunData, all_users: bool) -> Table:
-    """Return a table of the users' clusters and numbers of samples in each split."""
+    """Return a table of the users' clusters and numbers of samples in each split.
+
+    Args:
+        title: Title of the table.
+        run_data: The data.
+        all_users: List all users; otherwise many users are summarised (:func:`choose_rows`), without clusters.
+    """
     table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
     for split in SPLITS:
         table.add_column(split, justify="right")
@@ -418,7 +481,7 @@ _PREVIEWS: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]
 
 
 def skipped_lines(run_data: RunData, why: str, all_users: bool) -> list[RenderableType]:
-    """Return lines about skipped users.
+    """Return a line with the number of skipped users, and a line for each of the first 24; none without such users.
 
     Args:
         run_data: The data.
@@ -427,18 +490,23 @@ def skipped_lines(run_data: RunData, why: str, all_users: bool) -> list[Renderab
     """
     if not run_data.skipped:
         return []
-    shown = islice(run_data.skipped.items(), None if all_users else LISTED_USERS)
+    listed = islice(run_data.skipped.items(), None if all_users else LISTED_USERS)
     heading = f"skipped users with {why}: {len(run_data.skipped):,}"
-    return [words(heading), *(words(f"  {name}: {what}") for name, what in shown)]
+    return [words(heading), *(words(f"  {name}: {detail}") for name, detail in listed)]
 
 
 def sample_lines(name: str, samples: Mapping[str, str | Text]) -> list[RenderableType]:
-    """Return a line for the beginning of a document of each split."""
-    return [
-        Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
-        + (sample if isinstance(sample, Text) else Text(printable(sample, keep="\n\t")))
-        for split, sample in samples.items()
-    ]
+    """Return a line ``NAME SPLIT: excerpt`` for each of a user's excerpts.
+
+    Args:
+        name: Name of the user.
+        samples: Excerpts by split; plain ones are made safe for terminals here.
+    """
+    lines = []
+    for split, sample in samples.items():
+        prefix = Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
+        lines.append(prefix + (sample if isinstance(sample, Text) else Text(printable(sample, keep="\n\t"))))
+    return lines
 
 
 class Summary(TypedDict):
