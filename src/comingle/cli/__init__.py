@@ -270,8 +270,8 @@ def main() -> None:
         if (message := _message_to_user(error)) is None:
             raise
         if speaks():
-            has_several = isinstance(error, RecipeError) and len(error.problems) > 1
-            for problem in error.problems if has_several else (message,):
+            problems = error.problems if isinstance(error, RecipeError) and len(error.problems) > 1 else (message,)
+            for problem in problems:
                 print(f"comingle: {printable(problem)}", file=sys.stderr)
         raise SystemExit(2) from None
 
