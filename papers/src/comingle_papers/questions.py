@@ -240,12 +240,12 @@ def draw_parts(
         is_short: For each question, whether it fits the context in all languages.
         context: Length of the context in tokens.
         seed: Seed of the draw.
-        train: Questions to train on; None for the published number.
-        valid: Questions to validate on.
-        test: Questions to test on; None for the published number.
+        train: Number of questions to train on; None for the published number.
+        valid: Number of questions to validate on.
+        test: Number of questions to test on; None for the published number, or for all others if none is published.
 
     Returns:
-        The indices of the questions of each split.
+        The indices of the train, valid and test questions.
 
     Raises:
         DataError: There are too few questions.
@@ -278,7 +278,7 @@ def _check_counts(
     valid: int,
     test: int | None,
 ) -> None:
-    """Check that there are enough questions; without ``test`` one test question is enough.
+    """Check that enough questions fit the context for the three splits.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -286,9 +286,9 @@ def _check_counts(
         num_short: Number of questions that fit the context in all languages.
         num_all: Number of all questions.
         context: Length of the context in tokens.
-        train: Questions to train on.
-        valid: Questions to validate on.
-        test: Questions to test on; None for the rest.
+        train: Number of questions to train on.
+        valid: Number of questions to validate on.
+        test: Number of questions to test on; None for the rest, which must be at least one.
 
     Raises:
         DataError: There are too few questions.
@@ -351,7 +351,7 @@ def find_source(name: str, path: str | Path | None) -> Path | str:
     Raises:
         DataError: There is no such file or folder.
     """
-    folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name
+    folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name  # "-": a folder that does not exist
     default = folder if folder.is_dir() else QUESTIONS[name].hub
     source = default if path is None else path
     if str(source).startswith(HUB_PREFIX):
@@ -597,7 +597,11 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         return [str(find_source(self.section.name, self.section.path))]
 
     def read(self, rows: Rows) -> Generator[EncodedLanguage, None, None]:
-        """Yield the selected questions of each language, encoded."""
+        """Draw the questions, and yield each language with its encoded questions and the indices of each split.
+
+        Args:
+            rows: Stores the questions on disk between the two passes over them.
+        """
         return stream_questions(
             self.section.name,
             self.languages,
@@ -654,6 +658,10 @@ class QuestionsKind(AnswersKind):
 
         Costs are then counted without reading the questions. This gives an upper bound: a batch is as wide as its
         longest question, and none is wider than the context.
+
+        Args:
+            recipes: Recipes of several methods with the same questions.
+            users: Not used, as the questions' languages are the users.
 
         Returns:
             The recipes, the names of users that would be left out (none), and a note for the reader.

@@ -132,7 +132,7 @@ def load_theory_recipe(path: Path) -> TheoryRecipe:
 
 
 def parse_theory_recipe(content: object, *, where: str = "theory recipe") -> TheoryRecipe:
-    """Check a theory recipe.
+    """Return a theory recipe from parsed YAML, after checking its keys and values.
 
     Args:
         content: The parsed YAML.

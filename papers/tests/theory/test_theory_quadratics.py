@@ -16,7 +16,7 @@ from comingle_papers.theory.quadratics import (
     draw_quadratic,
     energy_norms,
     fixed_point,
-    perturb,
+    interpolate,
 )
 
 SEEDS = range(60)
@@ -27,7 +27,7 @@ def pair(seed: int, mismatch: float) -> tuple[Quadratic, Quadratic, np.ndarray]:
     rng = np.random.default_rng(seed)
     experts, router, condition = int(rng.integers(1, 7)), int(rng.integers(1, 7)), float(rng.choice([2.0, 30.0, 500.0]))
     valid, other = (draw_quadratic(rng, experts, router, condition) for _ in range(2))
-    return valid, perturb(valid, other, mismatch), 3 * rng.standard_normal(experts)
+    return valid, interpolate(valid, other, mismatch), 3 * rng.standard_normal(experts)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -17,7 +17,7 @@ from comingle_papers.theory.clusters import (
     ClusterSettings,
     Descent,
     Schedule,
-    aggregators,
+    aggregation_weights,
     cluster_curves,
     descend,
     descent_bound,
@@ -67,7 +67,7 @@ def test_each_holds_on_every_instance() -> None:
 def test_the_mismatch_bound_needs_its_logarithm() -> None:
     """Both users have the best model of cluster 0, and one is far from that of cluster 1: no gap, but a mismatch."""
     losses, even = np.array([[0.0, 10.0], [0.0, 0.0]]), np.full(2, 0.5)
-    truth, guessed = (aggregators(router(found, 1.0), even) for found in (np.zeros((2, 2)), losses))
+    truth, guessed = (aggregation_weights(router(found, 1.0), even) for found in (np.zeros((2, 2)), losses))
     apart = float(np.abs(truth - guessed)[:, 0].sum() ** 2)
     assert apart == pytest.approx((2 / 6) ** 2, rel=1e-3)  # p = (1/2, 1/2), p_hat = (2/3, 1/3)
     bound = mismatch_bound(rate=1.0, true_temperature=1.0, gap=0.0, lowest=0.0, users=2, clusters=2, drift=0.0)

@@ -10,7 +10,7 @@ from scipy import optimize, special
 
 from comingle_papers.theory.clusters import (
     Shared,
-    aggregators,
+    aggregation_weights,
     draw_clients,
     gradient_error,
     logit_gradient,
@@ -28,9 +28,9 @@ def test_with_the_clusters_own_loss_all_routers_are_the_same_after_an_exchange()
     """L4: eq. 5 has f_c. Models are everybody's then, so p(k|c) is p(k), whatever has been learned."""
     amounts, of_cluster = np.array([0.2, 0.5, 0.3]), np.array([0.1, 2.0])
     shares = router(np.broadcast_to(of_cluster, (3, 2)), 1.5)
-    np.testing.assert_allclose(aggregators(shares, amounts), np.stack([amounts, amounts], 1))
+    np.testing.assert_allclose(aggregation_weights(shares, amounts), np.stack([amounts, amounts], 1))
     own = router(np.array([[0.1, 2.0], [2.0, 0.1], [0.1, 2.0]]), 1.5)  # appendix C.1: with f^k
-    assert aggregators(own, amounts)[1, 1] > 0.8
+    assert aggregation_weights(own, amounts)[1, 1] > 0.8
 
 
 def test_routers_forget_as_steps_become_smaller() -> None:
@@ -48,7 +48,10 @@ def test_the_mismatch_is_less_than_lemma_a6_says_and_than_four(seed: int) -> Non
     losses, lowest = rng.exponential(5, (users, clusters)), rng.exponential(0.1, (users, clusters))
     amounts = rng.dirichlet(np.ones(users))
     rate, final = 0.1, 1.0
-    true, guessed = aggregators(router(lowest, final), amounts), aggregators(router(losses, rate), amounts)
+    true, guessed = (
+        aggregation_weights(router(lowest, final), amounts),
+        aggregation_weights(router(losses, rate), amounts),
+    )
     for c in range(clusters):
         found = float(np.abs(guessed[:, c] - true[:, c]).sum() ** 2)
         gap = float(true[:, c] @ (losses[:, c] - lowest[:, c]))

@@ -339,10 +339,10 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
     from comingle_papers.reproduce.runner import experiment_folder
 
     folder = experiment_folder(out, planned.name, resume=False, force=force)
-    recipe, costs = planned.cells[-1].recipe, None
+    recipe, costs = planned.cells[-1].recipe, None  # cells differ in their methods, given below
     with status("counting"):
         if recipe.data.kind == "text":
-            # The only such table on text is CoMiGS's Table 3, which has four users.
+            # The only table of costs on text is CoMiGS's Table 3, which has four users.
             costs = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
         counts = count_cells(planned, costs)
     for line in write_costs(folder, planned, counts, costs):

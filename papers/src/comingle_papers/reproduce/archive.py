@@ -334,7 +334,7 @@ def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting:
     finished = [cell for cell in cells if is_measured(out / RUNS / cell.folder)]
     if not finished:
         raise RunError(f"{out / RUNS}: none of the {len(cells)} runs that are asked for is finished there")
-    outcomes = list(run_cells(finished, out, waiting=waiting))
+    outcomes = list(run_cells(finished, out, waiting=waiting))  # only checks the inputs of runs that are finished
     columns = sorted({cell.column for cell in finished})
     _check_columns(path, archived, name, replace(selection, columns=columns), InputCache(waiting))
     merged = merge_records(path, archived, (record_of(outcome.folder) for outcome in outcomes))

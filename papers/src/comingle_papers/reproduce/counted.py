@@ -167,9 +167,10 @@ def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
 
 
 def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Path) -> Iterator[tuple[str, Figure]]:
-    """Yield the figure of results against usage: a row of panels for each kind of usage, a panel for each column.
+    """Yield the figure of test results against the numbers that a method stores or sends, with its file name's suffix.
 
-    Also write its numbers, ``usage.md`` and ``usage.json``, to ``folder``. Without finished runs do nothing.
+    It has a row of panels for each kind of usage (``server``, ``communicate``, ``client``) and a panel for each column.
+    Also write these numbers, ``usage.md`` and ``usage.json``, to ``folder``. Without finished runs do nothing.
 
     Args:
         plan: The figure's plan.
@@ -268,7 +269,9 @@ def _points_of_line(
     entries: Mapping[tuple[str, str], Entry],
     used: Mapping[tuple[str, str], Usage],
 ) -> list[Point]:
-    """Return the points of one line in one panel; rows without finished runs have none.
+    """Return the points of one line in one panel: usage, test results over seeds, and area of the mark.
+
+    Rows without finished runs have no point.
 
     Args:
         rows: The rows of the line, from few or small models to many or large ones; the area of the mark grows with the
@@ -284,7 +287,8 @@ def _points_of_line(
     for position, row in enumerate(rows):
         entry = entries.get((row, column))
         if entry is not None and (spread := final(entry)) is not None:
-            points.append((getattr(used[row, column], kind), spread, 26.0 + 9.0 * position))
+            mark_area = 26.0 + 9.0 * position  # in square points
+            points.append((getattr(used[row, column], kind), spread, mark_area))
     return points
 
 

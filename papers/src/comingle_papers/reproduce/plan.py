@@ -79,15 +79,17 @@ def _evaluation_interval(recipe: Recipe) -> int:
 
 
 def _text_work(recipe: Recipe, method: Method) -> float:
-    """Estimate the work of a run on text, in tokens that are trained on.
+    """Estimate the work of a run on text, in tokens that are trained on; a token of an evaluation counts a third.
 
-    Four users are assumed, as in CoMiGS, and 50,000 test tokens of each if the recipe sets no limit.
+    Four users are assumed, as in CoMiGS, since the data is not read, and 50,000 test tokens of each if the recipe sets
+    no limit.
     """
     training = recipe.training
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     test_tokens = sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users
     evaluation_work = test_tokens / 3  # without backward pass
     batch_tokens = training.batch_size * training.context * users
+    # A phase takes ``steps`` after every ``every``-th local step, in one of ``turns`` rounds.
     steps_per_local_step = sum(phase.steps / phase.every / phase.turns for phase in method.client.phases)
     steps = training.rounds * training.local_steps * steps_per_local_step
     evaluations = 1 + training.rounds // _evaluation_interval(recipe) * method.trains
@@ -132,8 +134,9 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
 def _task_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on a net, in multiply-adds: forward and backward passes, optimiser steps, evaluations.
 
-    The participants of a round are trained in one batch, so the fixed cost of a step counts once. If a method mixes
-    several models with a pass through each, the work is multiplied by their number.
+    Forward and backward pass together cost three forward passes. The participants of a round are trained in one batch,
+    so the fixed cost of a step counts once. If a method mixes several models or adapters with a pass through each, the
+    work is multiplied by their number.
     """
     task = cast(TaskDataSection, recipe.data).task
     training, (users, train, test) = recipe.training, count_samples(task)
@@ -145,6 +148,7 @@ def _task_work(recipe: Recipe, method: Method) -> float:
     net = recipe.base.removeprefix(NETS) if recipe.base.startswith(NETS) else ""
     per_sample, parameters = net_size(task.name, net)
     mixture = method.placement.mixture
+    # Adapters that are mixed by the losses of a batch or of each sample need one pass per adapter.
     has_pass_per_component = mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
     components = mixture.clusters if mixture is not None and has_pass_per_component else 1
     steps = training.local_epochs * ceil(train / training.batch_size)

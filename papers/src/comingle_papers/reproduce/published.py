@@ -68,10 +68,11 @@ class DataSet(Section):
         Raises:
             ValueError: It is none of these, or a mixture.
         """
-        keys_of_text = [self.users, self.hub, self.local, self.tokens or self.chats]
-        others = [kind for kind in (self.task, self.questions) if kind is not None]
-        is_valid = not any(keys_of_text) and len(others) == 1 if others else all(keys_of_text)
-        if not is_valid:
+        text_values = [self.users, self.hub, self.local, self.tokens or self.chats]
+        num_others = sum(value is not None for value in (self.task, self.questions))
+        is_complete_text = num_others == 0 and all(text_values)
+        is_single_other = num_others == 1 and not any(text_values)
+        if not (is_complete_text or is_single_other):
             raise ValueError("give users, hub, local and tokens of text, or a task alone, or questions alone")
         if self.questions is not None and "name" not in self.questions:
             raise ValueError("questions without a name; give one, as {name: xnli}")
@@ -454,7 +455,7 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
         return None
     if data.questions is not None:
         questions = folder / data.questions["name"]
-        return questions if folder == ANYWHERE or questions.is_dir() else None
+        return questions if folder == ANYWHERE or questions.is_dir() else None  # ANYWHERE stands for a complete folder
     images = folder / IMAGES
     return images if folder == ANYWHERE or has_images(data.images, images) else None
 

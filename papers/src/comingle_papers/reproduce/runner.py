@@ -120,10 +120,10 @@ def _commit() -> str:
 
 
 def digest_inputs(inputs: Inputs) -> dict[str, str]:
-    """Return digests of a run's base model and of every user's data.
+    """Return digests of a run's base model and of every user's data, by description, such as "the data of 'ann'".
 
-    The tokenizer's digest is left out: it changes with its library, and its effect on the text is part of the data's
-    digests.
+    A run that stores its users on disk has one digest for all of them, "the users". The tokenizer's digest is left out:
+    it changes with its library, and its effect on the text is part of the data's digests.
     """
     digests = {"the base": inputs.base} if inputs.base else {}
     digests |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
@@ -246,7 +246,7 @@ def run_cells(
             yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
             continue
         begun = (folder / "recipe.yaml").exists()
-        # Restart a run whose text has moved: its checkpoints are named after the old place.
+        # Restart a run whose text or base has moved: checkpoints belong to a recipe with its paths (its fingerprint).
         resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
         run_data = cache.run_data(cell)
         started = time.perf_counter()
@@ -487,8 +487,8 @@ def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
         if source.startswith(HUB_PREFIX) and not _is_cached(name := parse_hub_name(source).name):
             yield name
     data_set = plan.study.data[plan.column_of(cell.column).data]
-    task = data_section.get("task") or data_section.get("questions") or {}
-    if (data_set.images or data_set.questions) and task.get("path") is None:
+    task_or_questions = data_section.get("task") or data_section.get("questions") or {}
+    if (data_set.images or data_set.questions) and task_or_questions.get("path") is None:
         yield data_set.images or data_set.label
 
 
@@ -549,7 +549,7 @@ def layer_of(name: str, layers: int) -> int:
 def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     """Return the routing of the study's prompts in each user's model, to be drawn as coloured tokens.
 
-    Prompt i belongs to user i, whose training text is of its kind.
+    Prompt i belongs to user i: it is a text of the kind (a language or a subject) that this user trains on.
 
     Args:
         plan: The figure's plan.
@@ -570,7 +570,7 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
     # By order, not by name: users of the hub's text have other names than the study's prompts.
     texts = tuple(replace(text, owner=user) for text, user in zip(view.texts, users, strict=True))
-    # The texts are of the kind on which their owners' models were trained.
+    # To the recipe, users may be tested on another distribution, but prompts are like the training text of their users.
     return replace(view, texts=texts, in_distribution=True)
 
 

@@ -281,7 +281,7 @@ def build_table(
 def baseline_row(plan: Plan, wanted: str | None) -> str:
     """Return the baseline row: the wanted row or method; else ``local``, else the first row.
 
-    Several names with commas between them are one baseline, the best of them.
+    Several names with commas between them are one baseline: others are compared with the best of these rows.
 
     Args:
         plan: The table.
@@ -290,7 +290,7 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
     Raises:
         RecipeError: No row matches.
     """
-    by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}
+    by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}  # a method's first row
     if wanted is None:
         return baseline_of(plan.rows, by_method.get(BASELINE))
     names = [name if name in plan.rows else by_method.get(name, name) for name in baseline_methods(wanted)]

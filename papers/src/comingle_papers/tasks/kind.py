@@ -256,7 +256,7 @@ def _check_numbers(
         valid: Share of the train samples that become validation samples.
 
     Raises:
-        RecipeError: One is not; the message says what is allowed.
+        RecipeError: A number is out of range; the message says what is allowed.
     """
     if users < 1:
         raise RecipeError(f"task {name!r}: users={users}; allowed: from 1")
@@ -330,7 +330,7 @@ def _make_synthetic_task(
     return Task(
         users=as_users(made_users),
         loss="mse",
-        classes=OUTPUTS[kind],
+        classes=OUTPUTS[kind],  # of a regression, the number of outputs
         clusters=clusters,
         augment=False,
         input_shape=(DIMENSION,),

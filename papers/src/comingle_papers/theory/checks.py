@@ -122,7 +122,7 @@ def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]
             rng = np.random.default_rng([seed, 0, instance])  # 0: the random streams of quadratics
             sizes = settings.experts_size, settings.router_size, settings.condition
             valid, other = quadratics.draw_quadratic(rng, *sizes), quadratics.draw_quadratic(rng, *sizes)
-            train = quadratics.perturb(valid, other, mismatch)
+            train = quadratics.interpolate(valid, other, mismatch)
             start = 3 * rng.standard_normal(settings.experts_size)
             yield quadratic_curve(f"quadratic, {objectives}", instance, valid, train, start, settings.steps)
 
@@ -138,7 +138,9 @@ def quadratic_curve(
     """Minimise two quadratics by router and experts in turn (eq. 12), and check Theorem F.1 and Example 1 of CoMiGS.
 
     The theorem bounds the factor by which distances from the fixed point shrink in a step, in the norms of the two
-    objectives' curvatures. The curve's residual is the experts' distance in the norm of the training objective.
+    objectives' curvatures. The curve's residual is the experts' distance in the norm of the training objective. If both
+    objectives are one function, Example 1 bounds the same factor, as does Wielandt's inequality, more tightly; as
+    printed, Example 1 also bounds the spectral norm of a step's matrix.
 
     Args:
         scheme: Name of the scheme.
@@ -153,7 +155,7 @@ def quadratic_curve(
     experts, router = quadratics.fixed_point(valid, train)
     expert_distances = quadratics.energy_norms(thetas - experts, train.experts_block)
     router_distances = quadratics.energy_norms(phis - router, valid.router_block)
-    rate = bounds.rate if bounds.rate < 1 else None
+    rate = bounds.rate if bounds.rate < 1 else None  # Theorem F.1 requires a contraction
     measured = worst_step(expert_distances)
     claims = [
         Claim(statement=f"{F1}, experts", measured=measured, bound=rate),
@@ -403,7 +405,7 @@ FILES = ("recipe.yaml", "theory.json", "residuals.png", "residuals.svg")
 
 
 def check_folder(folder: Path, *, force: bool) -> None:
-    """Check that results may be written to a folder, without writing.
+    """Check that results may be written to a folder; write nothing but a temporary file, to see if that is possible.
 
     Args:
         folder: The folder to write to.

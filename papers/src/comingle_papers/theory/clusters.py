@@ -373,6 +373,9 @@ def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.
         (1 - eta mu) |w~ - w*|^2 + eta^2 (4 sigma^2 |p|^2 + 4 G^2 |delta|_1^2) + 8 L eta^3 H^2 G^2
             + eta sum_k (4 L eta p^k - p_hat^k) (f_c(w^k) - f_c*)
 
+    p are the true and p_hat the estimated weights of the clients, ``delta = p_hat - p``, w^k the clients' models, w~
+    their mean by p_hat, w* the minimum; sigma^2 and G^2 bound variance and second moment of gradients.
+
     Args:
         run: Measured quantities of the run, for each step.
         cluster: The cluster whose clients take part.
@@ -430,9 +433,10 @@ def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps
 
     It holds without mismatch (``p_hat = p``, Corollary A.5) and for ``eta <= 1 / (4 L)``:
 
-        (1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f_c*) / 2 + 2 eta L E |w~ - w^k|^2.
+        (1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f_c*) / 2 + 2 eta L E |w~ - w^k|^2
 
-    Here the clients' mean gap replaces ``f_c(w~) - f_c*``. It is no smaller, since f_c is convex.
+    with g the mean of the clients' drawn gradients, g_bar that of the exact ones and w~ the mean of their models w^k.
+    Here the clients' mean of ``f_c(w^k) - f_c*`` replaces ``f_c(w~) - f_c*``. It is no smaller, since f_c is convex.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -447,7 +451,11 @@ def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps
 def uniformity(weights: Weights, start: Weights) -> float:
     """Return the largest U in (0, 1] with ``p_hat >= U p`` in every entry, U_c of eq. 24.
 
-    It holds for all estimated weights ``p_hat`` on the line from ``start`` to the true weights p.
+    The inequality holds for all estimated weights ``p_hat`` on the line from their start to the true weights p.
+
+    Args:
+        weights: The true weights p of the clients.
+        start: The first estimate of p.
     """
     return float(min(1.0, (start / weights).min()))
 
@@ -473,10 +481,14 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
 
 
 def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
-    """Return the corrected bound of Theorem A.9 on the gap of the average after each step.
+    """Return the corrected bound of Theorem A.9, after each step, on the loss of the average model above the minimum.
 
-    It has the formula of :func:`rate_bound`, with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2``
-    from Lemma A.7 instead of A.4. It does not depend on the mismatch, so it holds for all routers.
+    After T steps ``eta_t = 3 / (mu (t + s))`` it is, with S and D as in :func:`rate_bound`,
+
+        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2)
+
+    with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` from Lemma A.7 instead of A.4. It does not
+    depend on the mismatch of the estimated weights, so it holds for all routers.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -633,13 +645,13 @@ def router(losses: Losses, inverse_temperature: float) -> Shares:
     return special.softmax(-inverse_temperature * losses, axis=-1)
 
 
-def aggregators(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
+def aggregation_weights(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
     """Return the weights with which users' models are averaged in each cluster (eq. 2).
 
     ``p(k|c)`` is in proportion to ``N^k pi_c^k``: the user's amount of data times its router's share of the cluster.
 
     Args:
-        shares: The users' routers.
+        shares: The users' routers, pi.
         amounts: Amount of data of each user.
 
     Returns:
@@ -840,8 +852,9 @@ def cluster_curve(
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     """Check Theorems A.9 and A.10 as printed on one client, from a start in the direction of least curvature.
 
-    Local SGD of one client is gradient descent without noise. The gap of the average then falls as ``9 / 8 mu D^2
-    (s - 1)^2 / T^2`` with s = 4 kappa and D the distance of the start from the minimum. The printed bounds fall faster.
+    Local SGD of one client is gradient descent without noise. The loss of the average model, above the minimum, then
+    falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` after T steps, with s = 4 kappa and D the distance of the start from the
+    minimum. The printed bounds fall faster, so that many steps show that they do not hold.
 
     Args:
         scheme: Name of the scheme.
@@ -852,10 +865,11 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
     rng, start = np.random.default_rng(0), np.array([1.0, 0.0])
     run = _descend_by_settings(cluster, schedule, settings, np.ones(1), start, 1, rng, steps_factor=20)
-    routed = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, 1))
+    claim_of_a9 = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, 1))
     if schedule.shift < 16 * run.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
-        routed = replace(routed, bound=None)
-    claims = [_tightest_claim(PRINTED, run.averaged, printed_rate(run, cluster, schedule, settings.decay)), routed]
+        claim_of_a9 = replace(claim_of_a9, bound=None)
+    claim_of_a10 = _tightest_claim(PRINTED, run.averaged, printed_rate(run, cluster, schedule, settings.decay))
+    claims = [claim_of_a10, claim_of_a9]
     return _make_curve(scheme, 0, run, claims, {"shift": schedule.shift, "kappa": settings.condition})
 
 
@@ -903,7 +917,8 @@ def _check_sharing(
 ) -> Claim:
     """Check the bound of eq. 31 on the aggregated gradient's error at drawn models.
 
-    The two clusters' models share a base, the first half of their entries.
+    The bound (:func:`sharing_bound`) has terms for wrong routers, for gradient noise, and for clusters that share a
+    base: the first half of the entries of both clusters' models. Its constants are measured at the same models.
 
     Args:
         hessians: Hessian of each client.
@@ -917,7 +932,7 @@ def _check_sharing(
     problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=base)
     guessed = routers + mismatch * (1 / routers.shape[1] - routers)
     models = rng.standard_normal((*routers.shape, hessians.shape[1]))
-    models[..., :base] = models[:, :1, :base]
+    models[..., :base] = models[:, :1, :base]  # every cluster gets the base of the first
     errors = gradient_error(problem, guessed, models)
     bound = sharing_bound(
         problem,
@@ -953,7 +968,7 @@ def _check_mismatch(
     Returns:
         The claims of Lemma A.6 and of Pinsker's inequality.
     """
-    weights = aggregators(np.stack([shares, 1 - shares], 1), amounts).T
+    weights = aggregation_weights(np.stack([shares, 1 - shares], 1), amounts).T
     clusters = [Cluster(hessians=hessians, centres=centres, weights=of_cluster) for of_cluster in weights]
     lowest = np.array([_cluster_loss(cluster, cluster.minimiser) for cluster in clusters])
     minimisers = np.stack([cluster.minimiser for cluster in clusters])
@@ -962,8 +977,8 @@ def _check_mismatch(
     true_temperature = float(rng.uniform(0.05, 1.0))  # eta_bar, an inverse temperature of routers
     rate = float(rng.uniform(0.1, 1.0)) * true_temperature  # eta, that of the estimated routers
     true_routers = np.broadcast_to(router(lowest, true_temperature), losses.shape)  # from the lowest losses, eq. 5
-    true_weights = aggregators(true_routers, amounts)  # p(k|c), (clients, clusters)
-    guessed_weights = aggregators(router(losses, rate), amounts)
+    true_weights = aggregation_weights(true_routers, amounts)  # p(k|c), (clients, clusters)
+    guessed_weights = aggregation_weights(router(losses, rate), amounts)
     squared_mismatch = np.abs(true_weights - guessed_weights).sum(0) ** 2
     gaps = (true_weights * (losses - lowest)).sum(0)  # excess of each cluster's mean loss over its lowest
     bounds = [
@@ -1012,7 +1027,7 @@ def _tightest_claim(statement: str, measured: Float[np.ndarray, " steps"], bound
 
 
 def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:
-    """Return the curve of a run, whose residual is the gap of the weighted average of its models.
+    """Return the curve of a run; its residual is the loss of the average of all models so far, above the minimum.
 
     Args:
         scheme: Name of the scheme.

@@ -176,14 +176,15 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
         router: Weights Phi of the router, (features, experts).
     """
     expert_outputs, logits = problem.inputs @ experts, problem.inputs @ router
-    low, high, magnitude = expert_outputs.min(1), expert_outputs.max(1), np.abs(expert_outputs).max(1)
+    low, high = expert_outputs.min(1), expert_outputs.max(1)  # the bracket of each sample's root t
+    tolerances = _ROOT_TOLERANCE * np.abs(expert_outputs).max(1)
     outputs = (low + high) / 2
     for iteration in range(_ITERATIONS):  # of a bracketed Newton method for t, all samples at once
         shares = _shares_at_outputs(problem, expert_outputs, logits, outputs)
         mixed = (shares * expert_outputs).sum(1)
         excess = outputs - mixed
-        is_open = np.abs(excess) > _ROOT_TOLERANCE * magnitude
-        if not is_open.any():
+        is_unsolved = np.abs(excess) > tolerances
+        if not is_unsolved.any():
             break
         low, high = np.where(excess < 0, outputs, low), np.where(excess > 0, outputs, high)
         variance = (shares * (expert_outputs - mixed[:, None]) ** 2).sum(1)
@@ -191,7 +192,7 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
         newton = outputs - excess / (1 + curvature * variance / problem.coupling)
         # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
         takes_newton = (newton > low) & (newton < high) & (iteration % 3 < 2)
-        outputs = np.where(is_open, np.where(takes_newton, newton, (low + high) / 2), outputs)
+        outputs = np.where(is_unsolved, np.where(takes_newton, newton, (low + high) / 2), outputs)
     return _shares_at_outputs(problem, expert_outputs, logits, outputs)
 
 
@@ -525,7 +526,8 @@ class LinearConstants:
     def smallest_share(self) -> float:
         """Lower bound ``1 / (1 + N exp(s))`` on every optimal share, with N + 1 experts.
 
-        Optimal shares are a softmax of the scores ``<phi_j - l' / mu theta_j, x>``; s bounds the difference of two.
+        Optimal shares are a softmax of the scores ``<phi_j - l' / mu theta_j, x>``. Two of them differ by at most
+        ``s = |x| radius sqrt(2 (1 + rho^2 / mu^2))``, as ``|l'| <= rho`` and ``|(Theta, Phi)| <= radius``.
         """
         ratio = self.slope / self.coupling
         max_score_difference = self.feature_norm * self.radius * float(np.sqrt(2 * (1 + ratio**2)))
@@ -551,8 +553,11 @@ class LinearConstants:
     def modulus(self) -> float:
         """Modulus m of strong convexity in all variables (mu of Theorem F.2); not positive if nothing is proved.
 
-        It solves ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)`` for n samples and coupling mu, that is,
-        ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``.
+        It is the largest m for which F without ``m / 2`` times the squared norm of all variables is still convex by the
+        proof of :attr:`modulus_shares`, with the weight decay ``alpha - m`` that is left. For n samples it solves
+        ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, that is,
+        ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``, with rho the loss's largest slope and mu
+        the weight of the divergence.
         """
         n = self.num_samples
         linear = n * self.decay + 2 * self.coupling
@@ -563,9 +568,11 @@ class LinearConstants:
 
     @property
     def smoothness_weights(self) -> float:
-        """L_Y: bound on the curvature in (Theta, Phi), ``alpha + max(sup l'', mu / 2) * feature_scale``.
+        """L_Y: bound on the curvature of F in experts and router, ``alpha + max(sup l'', mu / 2) * feature_scale``.
 
-        The curvature of a log-softmax is at most 1/2.
+        alpha is the weight decay, l'' the loss's second derivative, mu the weight of the divergence, and
+        ``feature_scale`` the largest eigenvalue of ``X^T X / n``. The divergence adds at most ``mu / 2``, since the
+        curvature of a log-softmax is at most 1/2.
         """
         return self.decay + max(self.max_curvature, self.coupling / 2) * self.feature_scale
 
@@ -654,12 +661,18 @@ Matrix = Float[np.ndarray, "rows columns"]
 
 
 def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of the objective F (eq. 25) in (Theta, Phi, Lambda), row-major, with free shares.
+    """Return the Hessian of the objective F (eq. 25) in (Theta, Phi, Lambda), row-major.
 
-    With one sample this is the Hessian of eq. 26. In a direction (H, G, h) the loss contributes
-    ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>``. The paper's proof of Proposition 1 has 1 in place of
-    the last 2, and of the 2 inside the square.
+    Shares are free variables here, although they must sum to one (:func:`tangent_hessian`). With one sample this is the
+    Hessian of eq. 26. In a direction (H, G, h) of (Theta, Phi, lambda) the loss contributes
+    ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>`` with its derivatives l' and l'' at the output. The
+    paper's proof of Proposition 1 has 1 in place of the last 2, and of the 2 inside the square.
+
+    Args:
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        point: Experts Theta, router Phi and shares Lambda.
     """
+    # Experts and router have no mixed derivatives: the loss sees the experts only, the divergence the router only.
     top = linalg.block_diag(_experts_block(problem, point), router_curvature(problem, point.router))
     cross = _cross_block(problem, point)
     return np.block([[top, cross], [cross.T, _shares_block(problem, point)]])
@@ -715,6 +728,10 @@ def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
 def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
     """Return the mixed second derivatives of the objective F (eq. 25): rows (Theta, Phi), columns Lambda, row-major.
 
+    For a sample x, its feature d, the weight's expert e and the share's expert f they are, divided by the number of
+    samples, ``l' x_d [e = f] + l'' x_d lambda_e a_f`` in Theta, with the experts' outputs a, and ``-mu x_d [e = f]`` in
+    Phi.
+
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
@@ -734,6 +751,9 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
     """Return the Hessian of the objective F (eq. 25) in Lambda, row-major: a block for each sample.
+
+    The block of a sample is ``(l'' a a^T + mu diag(1 / lambda)) / n`` with the experts' outputs a, the loss's second
+    derivative l'', the sample's shares lambda and the number n of samples.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.

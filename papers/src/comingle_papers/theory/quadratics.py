@@ -210,7 +210,7 @@ def coupled_curve(
     settings: CoupledSettings,
     rng: np.random.Generator,
 ) -> Curve:
-    """Minimise two functions in turn (eq. 7), and check Propositions 1 and 2 of the earlier version.
+    """Minimise two functions in turn (eq. 7), and check Propositions 1 and 2 of an earlier version of CoMiGS's paper.
 
     Proposition 1 bounds the Lipschitz constant of a minimiser, here measured on random pairs of points. Proposition 2
     bounds the factor by which the distance of x from the fixed point shrinks in one step. The curve's residual is that
@@ -228,10 +228,10 @@ def coupled_curve(
     Raises:
         DivergenceError: scipy failed on a convex step.
     """
-    rate = first.lipschitz * second.lipschitz
+    rate = first.lipschitz * second.lipschitz  # Proposition 2's bound, if below 1
     points = alternate_coupled(first, second, start, settings.steps)
-    limit = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
-    residuals = np.linalg.norm(points - limit, axis=1)
+    fixed_point = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
+    residuals = np.linalg.norm(points - fixed_point, axis=1)
     return Curve(
         scheme=scheme,
         instance=instance,
@@ -385,7 +385,9 @@ class QuadraticConstants:
     def rate(self) -> float:
         """Bound ``lambda_1 lambda_2`` of Theorem F.1 on the factor by which a step shrinks distances; of use below 1.
 
-        With one function for both steps this is the spectral radius of T, so it cannot be improved.
+        lambda_1 and lambda_2 are the Lipschitz constants of the best router, as a function of the experts, and of the
+        best experts, as a function of the router. With one function for both steps the bound is the spectral radius of
+        a whole step's matrix (:func:`composition`), so it cannot be improved.
         """
         return self.router_lipschitz * self.experts_lipschitz
 
@@ -407,11 +409,12 @@ class QuadraticConstants:
 
 
 def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
-    """Return the constants of Theorem F.1 and Example 1 from the two Hessians.
+    """Return the constants of Theorem F.1 and Example 1 from the two Hessians ``[[A, C^T], [C, B]]``.
 
-    lambda_1 is the norm of ``B^-1 C``, which maps a change of the experts to that of the best router; lambda_2 is that
-    of the map back. In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike for the other map. The
-    product of the Euclidean constants can exceed 1 where the product in energy norms is far below.
+    A is the curvature in the experts, B that in the router. lambda_1 is the norm of ``B^-1 C`` (of the validation
+    objective), which maps a change of the experts to that of the best router; lambda_2 is that of the map back,
+    ``A^-1 C^T`` (of the training objective). In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike
+    for the other map. The product of the Euclidean constants can exceed 1 where that in energy norms is far below.
 
     Args:
         valid: The validation objective, which the router minimises.
@@ -456,7 +459,7 @@ def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int
     return Quadratic(hessian=(hessian + hessian.T) / 2, centre=rng.standard_normal(size), experts_size=experts_size)
 
 
-def perturb(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadratic:
+def interpolate(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadratic:
     """Interpolate two quadratics' Hessians and minimisers: ``mismatch`` 0 gives the first, 1 the second.
 
     Args:
@@ -464,7 +467,7 @@ def perturb(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadrati
         other: The second quadratic.
         mismatch: The weight of the second.
     """
-    if mismatch == 0:
+    if mismatch == 0:  # exactly the same function, for which Example 1 holds
         return quadratic
     return Quadratic(
         hessian=(1 - mismatch) * quadratic.hessian + mismatch * other.hessian,
