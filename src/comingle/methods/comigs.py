@@ -84,7 +84,8 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
     Args:
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-1g1s", phases)
@@ -101,7 +102,8 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Args:
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-2g", phases, generalists=2, specialists=0)
@@ -118,7 +120,8 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Args:
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-2s", phases, generalists=0, specialists=2)
@@ -161,7 +164,8 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Args:
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-tr", phases)

@@ -22,10 +22,12 @@ def mfl(*, clusters: Models = 4) -> Method:
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL), eq. 4 and 5, Theorem 4.5.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
     Client: pi_c ~ exp(-eta f_c), f_c the loss of each downloaded model on all training data of the user and eta the
-    router's learning rate; then separate descent on each f(w_c), C passes a step.  Server: each model by p(k|c), with
-    pi from the start of the round.
+    router's learning rate; then separate descent on each model's own loss, with C passes a step.
+    Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
+    weights and pi is that of user k at the start of the round.
     Differs from the paper: a user predicts sum_c pi_c f_c(x), which the paper leaves open.  Models start at different
-    values, or they would all stay equal; p(k) and the user's own loss for f_c as for ``floral-mfl``.
+    values, or they would all stay equal.  p(k) is ``training.weighting``.  Eq. 5 has f_c, the mean over a cluster; each
+    user takes its own loss, as in C.1.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
     phases, parts = (Phase(roles=MODELS),), (Entropic(),)
@@ -37,10 +39,11 @@ def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1 with all weights in the components.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: simultaneous descent on f(sum_c pi_c w_c), models and router (its own learning rate).  Server: each model by
-    p(k|c).
-    Differs from the paper: models start at different values; p(k) as for ``floral``; all models of a user have the
-    running statistics of the mixed one.
+    Client: simultaneous descent on f(sum_c pi_c w_c), models and router (its own learning rate).
+    Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
+    weights and pi is that of user k.
+    Differs from the paper: models start at different values; p(k) is ``training.weighting``; all models of a user have
+    the running statistics of the mixed one.
     """
     mixture = ClientMixture(clusters=clusters, of="models", temperature=temperature)
     phase = Phase(roles=MODELS | ROUTERS, optimizer="both")
@@ -77,9 +80,10 @@ def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0, server_adam_r
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
-    Client: simultaneous descent on models and router.  Server: each model by p(k|c), or Adam as for
-    ``floral`` with ``server_adam_rate``.
-    Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) as for ``floral``.
+    Client: simultaneous descent on models and router.
+    Server: the mean of each model c over users k with weights p(k|c) ~ pi_c p(k), where p(k) are the aggregation
+    weights and pi is the mixture of user k; with ``server_adam_rate`` above 0 a step of Adam towards that mean.
+    Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) is ``training.weighting``.
 
     Args:
         clusters: Number of models C.
@@ -99,7 +103,7 @@ def ensemble_optimal(*, clusters: Models = 4, server_adam_rate: NotNegative = 0.
     Shared: C models with their running statistics.  Local: nothing.  Frozen: routers, one-hot.
     Client: descent on the model of the user's cluster.  Server: mean by cluster, or Adam as for
     ``floral`` with ``server_adam_rate``.
-    Differs from the paper: p(k) as for ``floral``.
+    Differs from the paper: means are weighted by ``training.weighting``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
     phases, server = (Phase(roles=MODELS),), ClusterSteps(adam_rate=server_adam_rate)

@@ -64,17 +64,20 @@ class ExactMean(Mean):
 
 
 def add_to_residual(kept: Tree, name: str, products: list[tuple[Tensor, Tensor]]) -> None:
-    """Add the sum of the products ``A^T B`` to the residual of a weight, which is kept as two factors.
+    """Add the sum of the products ``A^T B`` to the residual of a weight, which is kept as ``I^T O``.
+
+    The factors I ``(*experts, rank, d_in)`` and O ``(*experts, rank, d_out)`` of the new residual have the old rank.
 
     Args:
         kept: State of the server, changed in place.
         name: Name of the weight.
         products: Pairs (A, B) with the rank on the second last dimension.
     """
-    factors = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
-    residual = sum((a.mT @ b for a, b in products), factors[0].mT @ factors[1])
-    for factor, new in zip(factors, factorise(residual, factors[0].shape[-2]), strict=True):
-        factor.copy_(new)
+    factor_in, factor_out = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
+    residual = sum((a.mT @ b for a, b in products), factor_in.mT @ factor_out)
+    new_in, new_out = factorise(residual, rank=factor_in.shape[-2])
+    factor_in.copy_(new_in)
+    factor_out.copy_(new_out)
 
 
 def factorise(

@@ -47,7 +47,8 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
     Args:
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
@@ -64,7 +65,8 @@ def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumul
     Args:
         router_every: Local steps between two runs of the routers' steps.
         router_steps: Steps on the routers each time.
-        accumulate_gradients: As for ``comigs``.
+        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
+            code.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="fedavg-moe-tr", placement=_SHARED, client=Client(phases=phases), server=Mean())

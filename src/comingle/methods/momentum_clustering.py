@@ -37,9 +37,11 @@ class Centres(Server):
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the initial state: the same model for all users, centres of zero, and a random number of each user.
+        """Return the initial state: the same model for all users, and centres of zero.
 
-        The random numbers choose the users at whose momenta the centres start.
+        Besides these it has a random number of each user (``draw``), which chooses the users at whose momenta the
+        centres start; the sum of all steps of each cluster so far (``moved``); and a flag that is 1 until the centres
+        have started (``left``).
         """
         initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
@@ -125,10 +127,11 @@ def momentum_clustering(
     that is linear in the number of users, which FLoRAL's section 6 tries; as FLoRAL's public code runs it.
     Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: the momentum.
     Frozen: a language model's base.
-    Client: joint steps on training data, which change it by ``-g``; then ``m = momentum m + (1 - momentum) g``, at
-    first ``m = g``; it uploads ``x - m``.
-    Server: ``iterations`` times each centre becomes the mean over users of ``m_i``, or of the centre itself for users
-    further from it than the ``quantile`` of all distances; then ``x_i = x_i - server_rate v_k``, k the nearest centre.
+    Client: joint steps on training data, which change the downloaded model x by ``-g``; then the momentum becomes ``m =
+    momentum m + (1 - momentum) g``, in the first round ``m = g``; the client uploads ``x - m``.
+    Server: ``iterations`` times each centre v_c becomes the mean over users of ``m_i``, or of the centre itself for
+    users further from it than the ``quantile`` of all distances; then ``x_i = x_i - server_rate v_k``, where v_k is the
+    centre nearest to m_i.
     Differs from the paper: we had its abstract and public code, and FLoRAL's code, not its text.  g is the change of a
     round of local steps, statistics included; in the paper's code, which has this momentum and first value, it is by
     default one gradient step of rate 0.001, and FLoRAL's server has no momentum.  With many steps of Adam in a round

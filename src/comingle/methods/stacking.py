@@ -140,11 +140,13 @@ class FitWeights(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set the router to the logarithms of the weights by :func:`likeliest_weight`, which are logits of a softmax.
+        """Set each user's router to ``log w, log (1 - w)``, the logits of a softmax, with w the likeliest weight.
 
-        With ``tempered`` the logarithms of the powers follow them.
+        With ``tempered`` each model's probabilities are first raised to a power, which has the lowest validation loss
+        of the model alone; the logarithms of the two powers are the router's entries 3 and 4.
         """
         powers = best_powers(cohort) if self.tempered else None
         first = likeliest_weight(cohort.held_out_losses(powers))
+        # A weight of 0 would have a logit of minus infinity.
         weights = torch.stack([first, 1 - first], 1).clamp(min=torch.finfo(torch.float32).tiny)
         cohort.tensors[CLIENT_ROUTER].copy_((weights if powers is None else torch.cat([weights, powers], 1)).log())

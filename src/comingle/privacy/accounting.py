@@ -333,10 +333,15 @@ class Account(ABC):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
 
-        If both noise and a budget are given, the run may stop before ``planned`` rounds to stay within the budget.
+        If the settings give both noise and a budget (an epsilon), releases end when the next one would exceed the
+        budget, and the epsilon is that of the releases until then.
 
         Args:
-            planned: Rounds of the run in which something of that user is released.
+            planned: Largest number of rounds in which something of one user is released, without regard to the budget.
+
+        Returns:
+            ``mechanism``, ``epsilon``, ``delta``, ``noise_multiplier``, ``clip_norm``, ``accountant``, ``releases``
+            (those within the budget) and ``planned_releases`` (all).
         """
 
 

@@ -106,7 +106,7 @@ def one_model(server: Server, kept: Tree) -> Tree:
         server: Server of the method.
         kept: Its state.
     """
-    return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}
+    return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}  # tensors are (users, models, *shape)
 
 
 def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
@@ -190,14 +190,14 @@ class PrivacyMechanism:
         """
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
-        """Check that rounds have enough users.
+        """Check that rounds have enough users for the mechanism, and that their uploads can be compared.
 
         Args:
-            sizes: Numbers of users that a round may have.
-            same_ranks: Whether all users have the same LoRA rank.
+            sizes: All numbers of users that a round may have.
+            same_ranks: Whether all users have the same LoRA rank, so that entries of their uploads correspond.
 
         Raises:
-            RecipeError: A round has too few.
+            RecipeError: A check fails.
         """
 
     # ---------------------------------------------------------------- on a client
@@ -248,11 +248,11 @@ class PrivacyMechanism:
         """End a round without aggregation; ``received`` are the users whose uploads arrived."""
         self.rule_result = None
 
-    def warn(self, numbers: int, rounds: int) -> str | None:
-        """Return a warning for a run that cannot work, else None.
+    def warn(self, num_shared: int, rounds: int) -> str | None:
+        """Return a warning if the mechanism leaves the run no chance to learn, such as too much noise; else None.
 
         Args:
-            numbers: Parameters that a user shares.
+            num_shared: Number of parameters that a user shares.
             rounds: Rounds of the run.
         """
         return None

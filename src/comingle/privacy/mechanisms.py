@@ -176,7 +176,7 @@ class DifferentialPrivacy(PrivacyMechanism):
                 "noise could make negative; allowed: a net with group norm, such as net:resnet9-group"
             )
 
-    def warn(self, numbers: int, rounds: int) -> str | None:
+    def warn(self, num_shared: int, rounds: int) -> str | None:
         """Return a warning if the noise exceeds all that users can change, else None.
 
         In a round the mean change is at most the clip norm C, and the noise on it has norm ``z C sqrt(d) / n``, or ``z
@@ -184,22 +184,22 @@ class DifferentialPrivacy(PrivacyMechanism):
         times its norm.
 
         Args:
-            numbers: Parameters d that a user shares.
+            num_shared: Number d of parameters that a user shares.
             rounds: Rounds R of the whole run, each with a release.
         """
         if not self.privacy.noisy:
             return None
         users, z, is_local = self.expected(0), self.privacy.multiplier, self.privacy.noise_at == "upload"
-        round_ratio = z * math.sqrt(numbers / users) / (1.0 if is_local else math.sqrt(users))  # noise over change
+        round_ratio = z * math.sqrt(num_shared / users) / (1.0 if is_local else math.sqrt(users))  # noise over change
         run_ratio = round_ratio / math.sqrt(max(1, rounds))
         if run_ratio <= 1:
             return None
         needed_users = users * run_ratio**2 if is_local else users * run_ratio
         return (
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
-            f"users per round and {numbers:,} shared parameters the norm of the noise is {round_ratio:,.3g} times that "
-            f"of the largest possible change in one round, and {run_ratio:,.3g} times over all {rounds} rounds. Use "
-            f"about {needed_users:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger epsilon; or "
+            f"users per round and {num_shared:,} shared parameters the norm of the noise is {round_ratio:,.3g} times "
+            f"that of the largest possible change in one round, and {run_ratio:,.3g} times over all {rounds} rounds. "
+            f"Use about {needed_users:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger epsilon; or "
             "mechanism: example, which protects each example of a user instead of the user"
         )
 
@@ -341,8 +341,12 @@ class Central(DifferentialPrivacy):
     def _multiplier_beside_count(self, users: float) -> float:
         """Return the noise multiplier of the model's sum if the count of users within the clip norm is released too.
 
-        It is larger than the given multiplier z, so that both releases together reveal as much as one with z (Andrew
-        et al. 2021, Theorem 1).
+        It is ``(z^-2 - (2 s)^-2)^(-1/2)``, with z the multiplier of the settings and s the standard deviation of the
+        noise on the count: then both releases together reveal as much as one with z (Andrew et al. 2021, Theorem 1). A
+        user moves the centred count by 1/2, so the count's own noise multiplier is 2 s.
+
+        Args:
+            users: Expected number of users in the round.
         """
         return (self.privacy.multiplier**-2 - (2 * self._count_deviation(users)) ** -2) ** -0.5
 
@@ -359,7 +363,9 @@ class Central(DifferentialPrivacy):
             number: Number of the round, from 0.
         """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
-        noise = self._count_deviation(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
+        # Seeded with the count too: a repeated release gets the same noise, and different counts never do.
+        draw = float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
+        noise = self._count_deviation(users) * draw
         share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
 
@@ -374,7 +380,10 @@ class Local(DifferentialPrivacy):
         return ""
 
     def client_update(self, update: Update) -> Update:
-        """Return the clipped changes times the users' weights, with noise from a separate stream for each user."""
+        """Return the clipped changes times the users' weights, with noise from a separate stream for each user.
+
+        The noise has a standard deviation of the noise multiplier times the user's clip norm, ``update.bounds``.
+        """
         changes = clip_update(update, self.privacy).changes
         rows = [
             add_noise(
@@ -451,7 +460,7 @@ class Example(DifferentialPrivacy):
                 "amounts of data; allowed: uniform, without privacy.weight_cap"
             )
 
-    def warn(self, numbers: int, rounds: int) -> str | None:
+    def warn(self, num_shared: int, rounds: int) -> str | None:
         """Return None: the noise is in users' steps, not in uploads."""
         return None
 

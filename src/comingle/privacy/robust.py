@@ -291,9 +291,12 @@ class RobustRule(PrivacyMechanism):
             )
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
-        """Return the result of the rule; None if too few uploads have arrived."""
+        """Return the result of the rule; None if too few uploads have arrived.
+
+        It also sets ``rule_result``, which says how much each upload counts.
+        """
         self.rule_result = None
-        if not received.tensors:
+        if not received.tensors:  # nothing was uploaded, so there is nothing to combine
             return received
         started = server_round.server.starts(server_round.kept, received)
         aggregated, self.rule_result = apply_rule(self.aggregation, received, started, server_round.names)

@@ -644,7 +644,7 @@ PRIME = 2**256 + 297
 """Smallest prime above all secrets of 32 bytes."""
 
 _COEFFICIENT_BYTES = 48
-"""Random bytes per coefficient; modulo the prime they are uniform to one part in 2^127."""
+"""Random bytes per coefficient, more than the prime's 33: modulo the prime they are uniform to one part in 2^127."""
 
 
 def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> dict[int, bytes]:
@@ -661,6 +661,7 @@ def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> d
     """
     assert len(secret) == KEY_BYTES
     assert all(0 < point < PRIME for point in points)
+    # More bytes per coefficient than the prime has, so that the remainder modulo the prime is close to uniform.
     random_bytes = stream(key, _COEFFICIENT_BYTES * (threshold - 1))
     coefficients = [int.from_bytes(secret)]
     for start in range(0, len(random_bytes), _COEFFICIENT_BYTES):

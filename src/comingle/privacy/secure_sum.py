@@ -239,10 +239,11 @@ class Sums:
         return self.secure.least(self.expected(round_number))
 
     def deviation(self, round_number: int) -> float:
-        """Return the standard deviation of each user's part of the noise in round ``round_number``.
+        """Return the standard deviation of each user's part of the noise: ``z C / sqrt(least - colluders)``.
 
-        The parts of the smallest sum without those of colluding users, who know theirs, add up to the noise that the
-        account assumes.
+        z is the noise multiplier, C the clip norm and ``least`` the smallest number of users in the round's sum.
+        Colluding users know their own parts, so only the others' hide anything: together they have at least the
+        deviation ``z C`` that the account assumes.
         """
         if not self.privacy.noisy:
             return 0.0
@@ -336,17 +337,17 @@ class Sums:
         if self.privacy.noisy:
             levels = self._clip_and_add_noise(changes, weights, names, key, round_number)
         else:
-            levels = self._clamp_to_range(changes, weights, names, round_number)
+            levels = self._clamp_and_weigh(changes, weights, names, round_number)
         if self.weighted:
             levels = torch.cat([levels, self._integer_weights(weights, grid).unsqueeze(1)], 1)
         return levels.to(DTYPES[self.word])
 
-    def _clamp_to_range(
+    def _clamp_and_weigh(
         self, changes: Tree, weights: Tensor, names: Sequence[str], round_number: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's weighted change as grid points, for sums without noise.
+        """Return each user's change, clamped to the grid's range and times the user's weight, as grid points.
 
-        Each entry is clamped to the range of the grid; the log warns of users whose change exceeds it.
+        This is for sums without noise. The log warns of users whose change exceeds the range.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -361,6 +362,7 @@ class Sums:
                     "user %r, round %d: %d of %d entries of its change are clipped to the range %g "
                     "(privacy.secure_aggregation.range)", name, round_number, beyond, values.shape[1], grid.bound,
                 )  # fmt: skip
+        # The sum is divided by the sum of integer weights, so changes get the same rounded weights.
         weight = self._integer_weights(weights, grid).double() / grid.levels
         return grid.place(values.nan_to_num(0.0).clamp(-grid.bound, grid.bound) * weight.unsqueeze(1))
 
