@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Collection as Container
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -175,9 +175,10 @@ def test_fewer_than_the_threshold_with_the_server_learn_nothing(monkeypatch: pyt
     everyone = list(rehearsal.users.values())
     colluders, victim = everyone[:3], everyone[5]
     points = {name: at for at, name in enumerate(rehearsal.server.roster, start=1)}
-    for which, purpose in ((0, "own mask"), (1, "masking")):
+    purposes: tuple[Literal["own mask", "masking"], ...] = ("own mask", "masking")
+    for purpose in purposes:
         secret = victim._derive_secret(purpose)
-        held = {points[user.name]: user._share_of(victim.name, which) for user in everyone}
+        held = {points[user.name]: user._share_of(victim.name, purpose) for user in everyone}
         assert secure_client.join(held, terms.threshold) == secret
         theirs = {points[user.name]: held[points[user.name]] for user in colluders}
         with pytest.raises(MessageError, match="3 shares; needed: 4"):

@@ -257,7 +257,7 @@ class ClientHook:
         return {}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Return more state, shaped like the shared tensors.
+        """Return state for each user that is shaped like the shared tensors, besides that of :meth:`start`.
 
         Args:
             tensors: Shared tensors before any training, ``(users, *shape)``.

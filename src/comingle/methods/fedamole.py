@@ -59,11 +59,14 @@ class AssignmentServer(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial state: experts with different initial values, assigned to users at random.
 
-        Later assignments follow from the mean projections of data that users report (``tokens`` of each user,
-        ``embeddings`` of each expert). Nothing is reported yet, so these start at random values.
+        Later assignments follow from mean projections of data that users report: ``tokens`` ``(users, mlps, rank)``,
+        a user's mean of T x, and ``embeddings`` ``(mlps, experts, rank)``, an expert's mean of A_e x. Nothing is
+        reported yet, so these start at random values. ``places`` ``(users, mlps, most)`` has the indices of each
+        user's experts.
 
         Raises:
-            RecipeError: The mean number of experts per user is above ``most`` or below 1.
+            RecipeError: The mean number of experts per user is above ``most`` or below 1. A single user is exempt: it
+                gets the experts that fit best.
         """
         num_users, num_mlps = len(setup.users), len(layers_of(setup.models))
         num_experts = self.experts or EXPERTS_PER_USER * num_users
@@ -82,14 +85,17 @@ class AssignmentServer(Server):
                 continue
             # LoRA of an MLP, (models, experts, rank, width). The first expert is the generalist.
             kept[MODEL_PREFIX + name] = t[0, :1].clone()
-            drawn = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
-            kept[EXPERTS + name] = drawn.to(t) if name.endswith(".a") else torch.zeros_like(drawn).to(t)
+            random_a = init_a((num_experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
+            kept[EXPERTS + name] = random_a.to(t) if name.endswith(".a") else torch.zeros_like(random_a).to(t)
         factor = next(t for name, t in kept.items() if name.startswith(EXPERTS))
-        size = (num_mlps, factor.shape[-2])  # a projection to the LoRA rank in each MLP
-        drawn = [torch.randn(size, generator=generator(setup.seed, name, "tokens")) for name in setup.users]
-        kept[TOKENS] = torch.stack(drawn).to(factor)
-        drawn = [torch.randn(size, generator=generator(setup.seed, e, "embeddings")) for e in range(num_experts)]
-        kept[EMBEDDINGS] = torch.stack(drawn, 1).to(factor)
+        means_shape = (num_mlps, factor.shape[-2])  # projections have as many numbers as the LoRA rank
+        tokens = [torch.randn(means_shape, generator=generator(setup.seed, user, "tokens")) for user in setup.users]
+        kept[TOKENS] = torch.stack(tokens).to(factor)
+        embeddings = [
+            torch.randn(means_shape, generator=generator(setup.seed, expert, "embeddings"))
+            for expert in range(num_experts)
+        ]
+        kept[EMBEDDINGS] = torch.stack(embeddings, 1).to(factor)
         assigned = [self.assign(fit_scores(kept, mlp, range(num_users))) for mlp in range(num_mlps)]
         kept[PLACES] = torch.stack(assigned, 1)
         return kept

@@ -31,7 +31,8 @@ def floral(
     Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
     each adaptor set, and the running statistics of batch norms' adaptors.  Frozen: a language model's base.
     Client: simultaneous descent on base, adaptors and router (its own learning rate) on training data.
-    Server: base by p(k), adaptors by p(k|c) (eq. 2).
+    Server: means over users k, of the base with weights p(k), of adaptor set c with p(k|c) ~ pi_c p(k) (eq. 2), where
+    pi is the mixture of user k.
     Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c);
     secure aggregation could hide it.  p(k) is ``training.weighting``, one setting for all methods that a recipe
     compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as in the published recipes.
@@ -103,16 +104,19 @@ def floral_optimal(
     """FLoRAL whose routers know the true clusters: an upper bound for learned routers.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
-    Shared: as for ``floral``.  Local: only adaptors' running statistics.  Frozen: routers, one-hot.
-    Client: descent on the base and the adaptors of the user's cluster.  Server: base by p(k), adaptors by cluster,
-    or Adam as for ``floral`` with ``server_adam_rate``.
+    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: only adaptors'
+    running statistics.  Frozen: routers, one-hot; a language model's base.
+    Client: descent on the base and the adaptors of the user's cluster.
+    Server: means over users, of the base over all, of an adaptor set over the users of its cluster; with
+    ``server_adam_rate`` above 0 a step of Adam towards these means.
     Differs from the paper: as ``floral``, but for the router.
 
     Args:
         clusters: Number of adaptor sets C.
-        precondition: As for ``floral``.
-        centre: As for ``floral``.
-        server_adam_rate: As for ``floral``.
+        precondition: Whether to precondition the adaptors as in eq. 36.
+        centre: Whether to move the adaptors' mean under p(c), the clusters' shares of the users, into the base, as in
+            eq. 37.
+        server_adam_rate: Learning rate of the server's Adam; 0 for the means.
 
     Raises:
         RecipeError: ``server_adam_rate`` is given with ``centre``.
@@ -131,20 +135,22 @@ def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool 
     """FLoRAL with the mixture outside of the loss, and routers computed from the components' losses.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.
-    Shared: as for ``floral``.  Local: one logit for each adaptor set, adaptors' running statistics.  Frozen: a language
-    model's base.
+    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
+    each adaptor set, adaptors' running statistics.  Frozen: a language model's base.
     Client: pi_c ~ exp(-eta f_c), f_c the loss of the downloaded base with adaptor set c on all training data of the
     user and eta the router's learning rate (1/C in the first round).  Then each adaptor set descends on its own f_c,
     the base on sum_c pi_c f_c, C passes a step.
-    Server: base by p(k), adaptors by p(k|c), with pi from the start of the round; ``centre`` under p(c).
-    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as in (FML).  p(k) and the
-    adaptors' initial values as for ``floral``.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss,
+    Server: means over users k, of the base with weights p(k), of adaptor set c with p(k|c) ~ pi_c p(k), where pi is
+    that of user k at the start of the round.
+    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as in (FML).  p(k) is
+    ``training.weighting``.  The adaptors' factor on the input side starts random and the output side zero, where
+    section 3.2 says the reverse.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss,
     as in C.1.
 
     Args:
         clusters: Number of adaptor sets C.
-        precondition: As for ``floral``.
-        centre: As for ``floral``.
+        precondition: Whether to precondition the adaptors as in eq. 36.
+        centre: Whether to move the adaptors' mean under p(c), the mean of pi_c over users, into the base, as in eq. 37.
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
     return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), parts=(Entropic(),))

@@ -221,6 +221,7 @@ def mean_factors(
     left, singular_values, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
     new_a = _resize_rank((q @ left).mT, rank)
     new_b = _resize_rank(singular_values.unsqueeze(-1) * (right @ p.mT), rank)
+    # An SVD leaves the signs of the rows open. Fixing them makes the factors independent of the order of users.
     signs = _signs(new_a)
     return new_a * signs, new_b * signs
 

@@ -44,7 +44,7 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
 
     largest_log = torch.full_like(cohort.tensors[CLIENT_ROUTER][:, :2], math.log(LARGEST_POWER), dtype=torch.float64)
     low, high = bisect(falls, -largest_log, largest_log, POWER_BISECTIONS)
-    return torch.where(low >= 0, low, high).exp()
+    return torch.where(low >= 0, low, high).exp()  # logarithms, so the end closer to a = 1 is the one closer to 0
 
 
 def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:

@@ -227,7 +227,7 @@ class PrivacyMechanism:
     # ---------------------------------------------------------------- on the server
 
     def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the participants of a round among the selected users; None ends the run.
+        """Return the participants of a round among the selected users; None if no budget is left, which ends the run.
 
         Args:
             selected: Indices of the selected users.

@@ -199,8 +199,8 @@ class DifferentialPrivacy(PrivacyMechanism):
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
             f"users per round and {num_shared:,} shared parameters the norm of the noise is {round_ratio:,.3g} times "
             f"that of the largest possible change in one round, and {run_ratio:,.3g} times over all {rounds} rounds. "
-            f"Use about {needed_users:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger epsilon; or "
-            "mechanism: example, which protects each example of a user instead of the user"
+            f"Use about {needed_users:,.0f} users or more, fewer shared parameters (adapters.rank) or a larger "
+            "epsilon; or mechanism: example, which protects each example of a user instead of the user"
         )
 
     # ---------------------------------------------------------------- participants
@@ -449,7 +449,7 @@ class Example(DifferentialPrivacy):
             )
 
     def unsupported(self, method: Method) -> str:
-        """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
+        """Return the reason why uploads would depend on users' data other than by noisy gradients; else empty."""
         return _why_gradients_unprotected(method)
 
     def check_weights(self, recipe: Recipe) -> None:
@@ -467,7 +467,14 @@ class Example(DifferentialPrivacy):
     # ---------------------------------------------------------------- on a client
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
-        """Draw a batch for each user; return its mean loss and noisy mean gradients, both over its expected size."""
+        """Draw a batch for each user; return the user's mean loss and noisy mean gradients on it.
+
+        Both are sums divided by the expected size of the batch: its actual size would reveal who was drawn. A batch is
+        split into parts of ``step.batch`` examples, whose sums are added up.
+
+        Args:
+            step: The users' work, keys of their random streams, and the clipped sums of given examples.
+        """
         drawn = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
         sums: Tree = {}
         losses = torch.zeros(len(drawn), dtype=torch.float64)
@@ -562,11 +569,11 @@ def check_supported(method: Method, recipe: Recipe) -> None:
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:
-    """Return what a round of a recipe reveals of a user; the noise multiplier must be known.
+    """Return noise and sampling of a round under a recipe's mechanism, from which the epsilon of a user follows.
 
     Args:
-        privacy: Section of the recipe.
-        participation: Share of the users that take part in a round, or the users of each round.
+        privacy: Section of the recipe, with a known noise multiplier.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
     """
     return MECHANISMS[privacy.mechanism].load().account_type.release_of(privacy, participation, users)
@@ -641,7 +648,10 @@ _ROUND_HOOKS = ("received", "begin", "stepped", "end", "penalty")
 
 
 def _why_gradients_unprotected(method: Method) -> str:
-    """Return the reason why uploads would be more than a function of noisy gradients; empty if they are not."""
+    """Return the reason why uploads would depend on users' data other than by noisy gradients; empty if they do not.
+
+    DP-SGD protects an upload only if all that it tells about the user's training data comes from such gradients.
+    """
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
@@ -663,8 +673,9 @@ def _why_gradients_unprotected(method: Method) -> str:
     if client.accumulates:
         return "gradients that router steps pass to shared experts have no noise; allowed: accumulate_gradients: false"
     for part in client.parts:
-        looks = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
+        # Hooks that run after the last upload (``finishing``) may read data.
+        reads_data = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
         hooks = [hook for hook in _ROUND_HOOKS if not (hook == "begin" and part.only_resets_moments)]
-        if looks or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
+        if reads_data or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
             return f"{type(part).__name__} changes users' tensors by more than steps on noised gradients"
     return ""

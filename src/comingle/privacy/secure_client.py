@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -403,8 +403,8 @@ class Session:
     def unmask(self, survivors: Sequence[str]) -> dict[str, bytes]:
         """Return one share for each user who has shared, with which the server removes masks from the sum.
 
-        Of a user in the sum it is a share of the seed of its own mask, of one that dropped out a share of its masking
-        key. With both of one user the server could read its upload.
+        For a user in the sum it is a share of the seed of its own mask, for a user that dropped out a share of its
+        masking key. It is never both: with both secrets of a user the server could read its upload.
 
         Args:
             survivors: Users in the sum.
@@ -417,7 +417,7 @@ class Session:
             raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
         self._require_threshold(len(survivors), "mask")
         self._record_step("unmask", sorted(survivors), after="masked")
-        return {name: self._share_of(name, 0 if name in survivors else 1) for name in sharers}
+        return {name: self._share_of(name, "own mask" if name in survivors else "masking") for name in sharers}
 
     @property
     def sharers(self) -> list[str]:
@@ -446,15 +446,15 @@ class Session:
         seed_shares, masking_key_shares = split_secret("own mask"), split_secret("masking")
         return {name: seed_shares[point] + masking_key_shares[point] for name, point in points.items()}
 
-    def _share_of(self, name: str, which: int) -> bytes:
+    def _share_of(self, name: str, secret: Literal["own mask", "masking"]) -> bytes:
         """Return this user's share of a secret of the user ``name``.
 
         Args:
             name: The user, who may be this user itself.
-            which: 0 for the seed of its own mask, 1 for its masking key.
+            secret: The seed of its own mask ("own mask"), or its masking key ("masking").
         """
         both = self._all_shares()[name] if name == self.name else self._unseal_shares(name, self.sealed[name])
-        return both[which * SHARE_BYTES :][:SHARE_BYTES]
+        return both[:SHARE_BYTES] if secret == "own mask" else both[SHARE_BYTES:]
 
     def _unseal_shares(self, name: str, sealed: bytes) -> bytes:
         """Decrypt the shares that the user ``name`` sealed for this user: of its own mask and of its masking key.

@@ -254,7 +254,8 @@ class SimulatedSum:
 def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
     """Return the sum of uploads, computed by the secure protocol with all users in this process.
 
-    A simulation that is to run the whole protocol passes it as ``InProcess.masked``; others add uploads directly.
+    A run in one process adds uploads directly, which gives the same sum. To run the whole protocol instead, pass this
+    function as ``InProcess.masked``.
 
     Args:
         terms: Terms of the sum.

@@ -251,7 +251,11 @@ class Sums:
         return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(num_parts)
 
     def grid(self, round_number: int) -> Grid:
-        """Return the grid for a round's uploads, large enough for a clipped change and its noise."""
+        """Return the grid for a round's uploads.
+
+        With noise its bound is the clip norm plus :data:`TAIL` standard deviations of the noise, which an upload
+        practically never exceeds. Without noise it is the setting ``range``, or :data:`RANGE`.
+        """
         bound = self.secure.range or RANGE
         if self.privacy.noisy:
             bound = self.privacy.first_bound + TAIL * self.deviation(round_number)
@@ -325,6 +329,8 @@ class Sums:
         self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, round_number: int
     ) -> Int[Tensor, "users entries"]:
         """Return each user's upload before masks: integers modulo ``2^word``.
+
+        With ``weighted`` the last entry is the user's weight as an integer, which is summed like the changes.
 
         Args:
             changes: Changes ``(users, *shape)``.
