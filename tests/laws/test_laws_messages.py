@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.settings import allowed
+from comingle.methods.settings import allowed_values
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.training.backends import local as inprocess
@@ -204,7 +204,7 @@ def random_case(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, Any
     known, settings = settings_of(name), {}
     for key in ("generalists", "models", "clusters"):
         if key in known:
-            fits = allowed(REGISTRY[name])[key][1]
+            fits = allowed_values(REGISTRY[name])[key][1]
             settings[key] = draw.choice([n for n in range(2 if key != "generalists" else 1, 4) if fits(n)])
     if "chosen" in known:
         settings["chosen"] = draw.randint(1, settings["models"])

@@ -11,7 +11,7 @@ from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import MODEL, ROUTERS, Client, ClientHook, Method, Phase, Placement, alternating, joint
 from comingle.methods.fedavg import fedavg
 from comingle.methods.server import Mean
-from comingle.methods.settings import Range, allowed
+from comingle.methods.settings import Range, allowed_values
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import ATTENTION, ROUTER
 
@@ -66,7 +66,7 @@ def test_settings_in_their_ranges_are_taken() -> None:
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_every_setting_has_a_range_that_its_default_lies_in(name: str) -> None:
-    ranges = allowed(REGISTRY[name])
+    ranges = allowed_values(REGISTRY[name])
     for key, default in settings_of(name).items():
         words, fits = ranges[key]
         assert fits(default), (name, key)

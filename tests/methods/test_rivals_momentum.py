@@ -10,7 +10,7 @@ from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 from torch import Tensor
 
 from comingle.data.samples.samples import UserSamples
-from comingle.methods.momentum_clustering import CENTRES, MOVED, OWN, Centres, threshold_step
+from comingle.methods.momentum_clustering import CENTRES, OWN, TOTAL_MOVES, Centres, threshold_step
 from comingle.utils.seeds import generator
 from federations import replace_user
 
@@ -98,7 +98,7 @@ def test_who_joins_takes_what_its_cluster_has_moved_by(federate_nets: Any) -> No
     for cluster in (0, 1):
         kept[OWN][1] = first
         settled.aggregate(kept, received(sent_by_who_moves(kept, kept[CENTRES][cluster])))
-        torch.testing.assert_close(kept[OWN][1], first + kept[MOVED][cluster])
+        torch.testing.assert_close(kept[OWN][1], first + kept[TOTAL_MOVES][cluster])
     torch.testing.assert_close(kept[CENTRES], server.kept[CENTRES])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from comingle.methods.base import Client, ClientHook, Method, Placement
 from comingle.methods.server import Server
-from comingle.methods.settings import allowed, by_type, setting_hint
+from comingle.methods.settings import allowed_by_type, allowed_values, setting_hint
 from comingle.methods.validation import check_method, defined_at
 from comingle.utils.errors import ComingleError, PluginError, RecipeError, UnknownMethodError, lacks_memory
 from comingle.utils.registry import Registry
@@ -319,14 +319,14 @@ def make(method: str | Method | Make, /, **settings: object) -> Method:
         PluginError: A plug-in cannot be used.
     """
     constructor, name, known = _constructor(method), _name_of(method), settings_of(method)
-    ranges = allowed(constructor)
+    allowed = allowed_values(constructor)
     for key, value in settings.items():
         if key not in known:
             names = ", ".join(sorted(known)) or "no settings"
             raise RecipeError(f"method {name}: no setting {key!r}.{setting_hint(key, known)} Allowed: {names}")
-        words, fits = ranges.get(key) or by_type(type(known[key]))
+        description, fits = allowed.get(key) or allowed_by_type(type(known[key]))
         if not fits(value):
-            raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {words}")
+            raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {description}")
     made = call_constructor(name, constructor, settings)
     check_method(name, made)
     return made

@@ -121,12 +121,12 @@ def fixed_step(
 ) -> Float[Tensor, "users models"]:
     """Return the step to subtract from the weights, its largest entry just above ``size``.
 
-    This is the paper's "fixed magnitude" (section 4.1). The public code scales the gradient ``p_i G_ij`` so that the
-    magnitudes of G sum to 1, and adds up small steps ``size p_i G_ij`` until an entry has moved by more than ``size``.
-    This is the closed form of that sum.
+    This is the paper's "fixed magnitude" (section 4.1). The public code writes the gradient as ``p_i G_ij`` and scales
+    it so that the magnitudes of G sum to 1. Then it adds up steps of ``size p_i G_ij`` until an entry has moved by more
+    than ``size``, or :data:`MOST_STEPS` are taken. This is the closed form of that sum.
 
     Args:
-        gradient: Gradient of the merging weights or logits.
+        gradient: Gradient of the merging weights or logits, ``p_i G_ij`` for user i and model j.
         weights: Aggregation weights p.
         size: Size of the step.
     """
@@ -251,7 +251,11 @@ class Merge(Server):
         return self.models
 
     def start(self, setup: ServerSetup) -> Tree:
-        """Return the models and the initial merging weights: equal, or random choices of ``chosen`` models a user."""
+        """Return the models and the users' initial merging weights, or their logits with ``softmax``.
+
+        They are equal for all models; or, with ``chosen``, which needs ``softmax``, for that many models of each user,
+        drawn at random, while the others have no weight.
+        """
         equal = 0.0 if self.softmax else 1 / self.models  # of logits, or of the weights themselves
         weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), equal)
         if self.chosen:
@@ -297,7 +301,9 @@ class Merge(Server):
         return softmax_mixture(logits, 1.0) if self.softmax else logits
 
     def _move_models(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        """Take a step of all models against the gradient of eq. 5, in place.
+        """Take a step of all models against the gradient ``sum_i p_i w_ij g_i`` of eq. 5, in place.
+
+        With ``column_normalize`` the shares ``p_i w_ij`` of each model j are scaled so that their magnitudes sum to 1.
 
         Args:
             soup: Models ``(models, *shape)``, changed in place.
@@ -406,8 +412,10 @@ def fedmerge_fixed(
     """FedMerge with frozen merging weights: each user merges randomly drawn models with equal or random weights.
 
     Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".
-    Shared: as for ``fedmerge``.  Local: nothing.  Frozen: a language model's base.
-    Client: as for ``fedmerge``.  Server: as for ``fedmerge``, with only the models moving.
+    Shared: the net with its statistics; on a language model attention and 1 LoRA expert per MLP.  Local: nothing.
+    Frozen: a language model's base.
+    Client: joint steps on the merged model, as in FedAvg.  Server: the models move as for ``fedmerge``, by a mean over
+    the users that merge them; the merging weights do not.
     Differs from the paper: none known; Table 4's caption has even weights, the text below it random ones from an
     unnamed distribution: ours are uniform on the simplex.
 

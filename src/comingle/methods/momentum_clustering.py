@@ -16,7 +16,7 @@ from comingle.methods.settings import BelowOne, Count, Models, NotNegative, Rang
 from comingle.utils.seeds import generator
 from comingle.utils.trees import Tree, flatten
 
-OWN, DRAW, CENTRES, MOVED, LEFT = "own", "draw", "centres", "moved", "left"
+OWN, DRAW, CENTRES, TOTAL_MOVES, WITHOUT_CENTRES = "own", "draw", "centres", "moved", "left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,13 @@ class Centres(Server):
         models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
         draw = torch.cat([torch.rand(1, generator=generator(setup.seed, u, "momentum")) for u in setup.users])
         zeros = models.new_zeros(self.clusters, models.shape[1])
-        return initial | {OWN: models, DRAW: draw, CENTRES: zeros, MOVED: zeros.clone(), LEFT: torch.ones(())}
+        return initial | {
+            OWN: models,
+            DRAW: draw,
+            CENTRES: zeros,
+            TOTAL_MOVES: zeros.clone(),
+            WITHOUT_CENTRES: torch.ones(()),
+        }
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Update the centres of the users' momenta, then move each participant's model by its nearest centre.
@@ -58,17 +64,17 @@ class Centres(Server):
         users, centres = list(received.users), kept[CENTRES]
         momenta = kept[OWN][users] - flatten([received.tensors[name] for name in model_of(kept)])
         if not self.fixed:
-            if kept[LEFT]:  # the first round: centres start at the momenta of random participants
+            if kept[WITHOUT_CENTRES]:  # the first round: centres start at the momenta of random participants
                 order = kept[DRAW][users].argsort()
                 centres.copy_(momenta[order[torch.arange(self.clusters) % len(order)]])
-                kept[LEFT].zero_()
+                kept[WITHOUT_CENTRES].zero_()
             for _ in range(self.iterations):
                 centres.copy_(threshold_step(centres, momenta, received.weights, self.quantile))
-            kept[MOVED].sub_(centres, alpha=self.rate)
+            kept[TOTAL_MOVES].sub_(centres, alpha=self.rate)
         nearest = distances(centres, momenta).argmin(0)
         if self.fixed:
             initial = flatten([t.unsqueeze(0) for t in model_of(kept).values()])
-            kept[OWN][users] = initial + kept[MOVED][nearest]
+            kept[OWN][users] = initial + kept[TOTAL_MOVES][nearest]
         else:
             kept[OWN][users] -= self.rate * centres[nearest]
 

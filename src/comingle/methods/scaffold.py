@@ -25,11 +25,12 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     download.  Local: c_i.  Frozen: a language model's base.
     Client: joint steps on training data, each followed by the correction; then ``c_i = c_i - c + (x - y_i) / sum of
     rates``.
-    Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (c_i's change)`` over the round's users.
-    Differs from the paper: users send the sum of their learning rates, from which and y_i the server computes the
-    change of c_i: half the upload.  With plain descent at a constant rate all is as in the paper; with other optimisers
-    the control variates are of steps, not gradients.  With compressed uploads, c follows the compressed y_i and c_i the
-    exact one.  x is a mean by ``training.weighting``; ``evaluation.model: exchanged`` scores it, the default y_i.
+    Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (new c_i - old c_i)`` over the round's
+    users, N being the number of all users.
+    Differs from the paper: users do not send the change of c_i, which halves the upload; the server computes it from
+    y_i and from the sum of the user's learning rates, which is sent.  With plain descent at a constant rate all is as
+    in the paper; with other optimisers the control variates are of steps, not gradients.  With compressed uploads, c
+    follows the compressed y_i and c_i the exact one.  x is a mean by ``training.weighting``; ``evaluation.model: exchanged`` scores it, the default y_i.
     """
     return Method(
         name="scaffold",
@@ -111,6 +112,7 @@ def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> 
         after: Tensors y at its end.
         rates: Sum of each user's learning rates.
     """
+    # 1e-12 avoids 0 / 0 for a user who has taken no step.
     return (before - after) / rates.to(after).clamp(min=1e-12).view(-1, *[1] * (after.dim() - 1))
 
 

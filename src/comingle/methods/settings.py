@@ -18,7 +18,7 @@ class Range:
     above: bool = False
     below: bool = False
 
-    def words(self, kind: type) -> str:
+    def describe(self, kind: type) -> str:
         """Return a description of the allowed values, for messages."""
         if kind is int:
             return f"whole numbers from {self.least:,} to {self.most:,}"
@@ -33,8 +33,8 @@ class Range:
         """Return whether a value is allowed; booleans are not numbers."""
         if not is_number(value) or (kind is int and not isinstance(value, int)):
             return False
-        low = value > self.least if self.above else value >= self.least
-        return low and (value < self.most if self.below else value <= self.most)
+        is_large_enough = value > self.least if self.above else value >= self.least
+        return is_large_enough and (value < self.most if self.below else value <= self.most)
 
 
 Count = Annotated[int, Range(least=1, most=10_000_000)]
@@ -76,16 +76,16 @@ def setting_hint(key: str, known: Collection[str]) -> str:
 Fits = Callable[[Any], bool]
 
 
-def allowed(make: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
+def allowed_values(constructor: Callable[..., object]) -> dict[str, tuple[str, Fits]]:
     """Return the allowed values of each setting of a constructor: a description and a test.
 
     Settings without a range must have the type of their annotation.
     """
-    hints = get_type_hints(make, include_extras=True)
-    return {key: _allowed_by(hint) for key, hint in hints.items() if key != "return"}
+    hints = get_type_hints(constructor, include_extras=True)
+    return {key: _allowed_by_annotation(hint) for key, hint in hints.items() if key != "return"}
 
 
-def _allowed_by(hint: Any) -> tuple[str, Fits]:
+def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
     """Return the allowed values of a setting with this annotation: a description and a test."""
     limit = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)  # Annotated
     plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
@@ -93,19 +93,27 @@ def _allowed_by(hint: Any) -> tuple[str, Fits]:
         words = get_args(plain)
         return ", ".join(map(str, words)), lambda v: v in words
     if limit is None:
-        return by_type(plain)
+        return allowed_by_type(plain)
     kinds = get_args(plain) or (plain,)
-    kind, many = int if int in kinds else float, len(kinds) > 1
-    return limit.words(kind), lambda v: _fits(limit, kind, v, many)
+    # With several kinds, such as int | Sequence[int], a list is allowed too: one number for each user.
+    kind, accepts_lists = int if int in kinds else float, len(kinds) > 1
+    return limit.describe(kind), lambda v: _fits(limit, kind, v, accepts_lists)
 
 
-def _fits(limit: Range, kind: type, value: object, many: bool) -> bool:
-    """Return whether a value is allowed; where lists are, each of its values, of which there is at least one."""
-    values = list(value) if many and isinstance(value, list | tuple) else [value]
+def _fits(limit: Range, kind: type, value: object, accepts_lists: bool) -> bool:
+    """Return whether a number is within a range, or all numbers of a list that is not empty.
+
+    Args:
+        limit: The range.
+        kind: int or float.
+        value: The value.
+        accepts_lists: Whether a list of numbers is allowed too.
+    """
+    values = list(value) if accepts_lists and isinstance(value, list | tuple) else [value]
     return bool(values) and all(limit.fits(kind, each) for each in values)
 
 
-def by_type(kind: object) -> tuple[str, Fits]:
+def allowed_by_type(kind: object) -> tuple[str, Fits]:
     """Return the description and the test of a setting that is only limited by its type."""
     if kind is bool:
         return "true, false", lambda v: isinstance(v, bool)

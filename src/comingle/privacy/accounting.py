@@ -393,7 +393,10 @@ class UploadAccount(Account):
         super().charge(range(len(self.users)) if self.sampled else users)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
-        """Return the epsilon so far, with the settings behind it and the clip norm of the next round."""
+        """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
+
+        The key ``releases`` has the number of rounds that count for the user with the most of them.
+        """
         return {
             **self.spent,
             "mechanism": self.privacy.mechanism,
@@ -406,10 +409,14 @@ class UploadAccount(Account):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the epsilon after a whole run, equal for all users, with the settings behind it.
 
-        The run ends earlier if ``planned`` releases would exceed the budget.
+        If ``planned`` releases would exceed the budget, the run ends earlier; the epsilon is that of the releases until
+        then.
 
         Args:
             planned: Number of releases of a run without a budget.
+
+        Returns:
+            Keys as in :meth:`Account.forecast`; ``releases`` are those within the budget.
         """
         count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))
         return {

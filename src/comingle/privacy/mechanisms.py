@@ -296,7 +296,7 @@ class Central(DifferentialPrivacy):
         """
         model, uploads, users = server_round.model, received.tensors, len(server_round.names)
         downloads: Tree = {}
-        if uploads:
+        if uploads:  # with Poisson sampling a round may have no participants
             downloads = {name: t.unsqueeze(0).expand(users, *t.shape) for name, t in model.items()}
         downloads = without_padding(downloads, received.ranks)
         changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}

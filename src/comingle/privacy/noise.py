@@ -58,8 +58,9 @@ def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
     """
     lengths = norms(changes)
     factors = (bound / lengths.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
-    kept = scaled(changes, torch.where(lengths.isfinite(), factors, 0.0))
-    return {name: t.nan_to_num_(0.0, 0.0, 0.0) for name, t in kept.items()}  # finite changes stay as they are
+    shortened = scaled(changes, torch.where(lengths.isfinite(), factors, 0.0))
+    # 0 times NaN or infinity is NaN. Finite changes stay as they are.
+    return {name: t.nan_to_num_(0.0, 0.0, 0.0) for name, t in shortened.items()}
 
 
 def without_padding(tree: Tree, ranks: Tensor) -> Tree:

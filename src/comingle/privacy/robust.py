@@ -318,7 +318,10 @@ def _why_not_boundable(method: Method) -> str:
 
 
 def _why_not_combinable(method: Method) -> str:
-    """Return the reason why uploads cannot be aggregated without knowing their senders; empty if they can."""
+    """Return the reason why a robust rule cannot take the place of the server's mean; empty if it can.
+
+    A rule decides itself how much each upload counts, so the server's weights must not depend on the uploads.
+    """
     if method.server.clipped_mean:
         return ""
     allowed = "" if _why_not_boundable(method) else "; allowed: norm-bound"

@@ -309,7 +309,7 @@ class Session:
         save: Called with the record before an answer is sent.
         roster: Public keys of all users who advertised, in the server's order.
         sealed: Sealed shares from the users who have shared.
-        done: Digest of the request in each step taken.
+        request_digests: Digest of the request in each step taken.
     """
 
     terms: Terms
@@ -318,20 +318,20 @@ class Session:
     save: Callable[[Record], None]
     roster: dict[str, bytes] = field(default_factory=dict)
     sealed: dict[str, bytes] = field(default_factory=dict)
-    done: dict[str, str] = field(default_factory=dict)
+    request_digests: dict[str, str] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- record
 
     @property
     def record(self) -> Record:
-        """Complete state of the session, for JSON."""
+        """Complete state of the session, for JSON; ``done`` has the digest of the request in each step taken."""
         return {
             "terms": asdict(self.terms),
             "name": self.name,
             "seed": self.seed.hex(),
             "roster": {name: key.hex() for name, key in self.roster.items()},
             "sealed": {name: text.hex() for name, text in self.sealed.items()},
-            "done": dict(self.done),
+            "done": dict(self.request_digests),
         }
 
     @classmethod
@@ -345,7 +345,7 @@ class Session:
             save=save,
             roster={name: bytes.fromhex(key) for name, key in record["roster"].items()},
             sealed={name: bytes.fromhex(text) for name, text in record["sealed"].items()},
-            done=dict(record["done"]),
+            request_digests=dict(record["done"]),
         )
 
     # ---------------------------------------------------------------- steps
@@ -489,18 +489,18 @@ class Session:
         Raises:
             MessageError: The step before is missing, or the step was requested before with other contents.
         """
-        if after and after not in self.done:
+        if after and after not in self.request_digests:
             raise MessageError(f"secure aggregation: {step} requested before {after}")
         digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-        if self.done.get(step, digest) != digest:
+        if self.request_digests.get(step, digest) != digest:
             raise MessageError(
                 f"secure aggregation: {step} of round {self.terms.round} requested again with other contents; a sum is "
                 "computed only once"
             )
-        if step not in self.done:
+        if step not in self.request_digests:
             for name, value in updates.items():
                 setattr(self, name, value)
-            self.done[step] = digest
+            self.request_digests[step] = digest
             self.save(self.record)
 
     def _require_threshold(self, num_users: int, step: str) -> None:
