@@ -223,27 +223,27 @@ class _SecureSum:
             NoSumError: Too few users have answered in a step.
         """
         server, terms, done = self.collection, self.collection.terms, self.collection.terms.round
-        self._take(answers, lambda name, got: server.advertised(name, secure_client.read_keys(got, name, done)))
+        self._take(answers, lambda name, got: server.store_keys(name, secure_client.read_keys(got, name, done)))
         server.require(server.roster, "advertise")
 
         def share(name: str, got: Upload | Download) -> None:
             others = [other for other in server.roster if other != name]
-            server.shared(name, secure_client.read_shares(got, name, done, others, sealed=True))
+            server.store_sealed_shares(name, secure_client.read_shares(got, name, done, others, sealed=True))
 
         self._ask("share", server.roster, lambda name: secure_client.roster_message(name, done, server.roster), share)
         server.require(server.sealed, "share")
 
         def add(name: str, got: Upload | Download) -> None:
-            server.added(name, secure_client.read_masked(got, name, done, terms.entries, terms.word))
+            server.add_upload(name, secure_client.read_masked(got, name, done, terms.entries, terms.word))
 
         self._ask("mask", server.sharers, lambda n: secure_client.sealed_message(n, done, server.sealed_for(n)), add)
         server.require(server.survivors, "mask")
         survivors, self.revealing = list(server.survivors), True
 
-        def opened(name: str, got: Upload | Download) -> None:
-            server.unmasked(name, secure_client.read_shares(got, name, done, server.sharers, sealed=False))
+        def reveal(name: str, got: Upload | Download) -> None:
+            server.store_revealed_shares(name, secure_client.read_shares(got, name, done, server.sharers, sealed=False))
 
-        self._ask("unmask", survivors, lambda name: secure_client.survivors_message(name, done, survivors), opened)
+        self._ask("unmask", survivors, lambda name: secure_client.survivors_message(name, done, survivors), reveal)
         return server.total(largest)
 
     def _ask(

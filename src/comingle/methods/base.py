@@ -188,11 +188,14 @@ class Cohort(CohortState):
 
     @abstractmethod
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
-        """Return all losses on each user's validation data under each component, in nats, padded with zeros.
+        """Return the loss of each token or sample of the users' validation data under each component, in nats.
 
         Args:
             powers: Exponents applied to each component's probabilities before they are normalised; the losses are
                 differentiable in them.
+
+        Returns:
+            Losses ``(users, clusters, losses)``; rows of users with less data are padded with zeros.
         """
 
     @abstractmethod

@@ -186,7 +186,7 @@ Keys = Literal["head", "all", "trained", "body", "first"]
 """
 
 
-def keys(tree: Tree, which: Keys) -> list[str]:
+def names_for_inner_products(tree: Tree, which: Keys) -> list[str]:
     """Return the names of the tensors from whose inner products merging weights move.
 
     Args:
@@ -194,6 +194,7 @@ def keys(tree: Tree, which: Keys) -> list[str]:
         which: "head" is a net's last layer, "first" its first layer, "trained" all but running statistics, "body" the
             trained ones without the last layer, "all" everything. For LoRA, head, body and all are the same.
     """
+    # Running statistics have names such as "norm.running_mean". A layer is a name without its last part.
     trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
     if which == "head":
         return head(tree)
@@ -201,7 +202,8 @@ def keys(tree: Tree, which: Keys) -> list[str]:
         first_layer = trained[0].rpartition(".")[0]
         return [name for name in trained if name.rpartition(".")[0] == first_layer]
     if which == "body":
-        return [name for name in trained if name not in head(tree)] or trained
+        without_head = [name for name in trained if name not in head(tree)]
+        return without_head or trained  # empty for LoRA, whose head is everything
     return trained if which == "trained" else list(tree)
 
 
@@ -330,7 +332,7 @@ class Merge(Server):
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.
         """
-        names = keys(soup, self.keys)
+        names = names_for_inner_products(soup, self.keys)
         inner = inner_products(soup, largest(updates, names, self.share), names).to(logits)
         gradient = (
             logit_gradient(logits.softmax(1), inner, weights) if self.softmax else weight_gradient(inner, weights)

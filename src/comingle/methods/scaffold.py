@@ -30,7 +30,8 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     Differs from the paper: users do not send the change of c_i, which halves the upload; the server computes it from
     y_i and from the sum of the user's learning rates, which is sent.  With plain descent at a constant rate all is as
     in the paper; with other optimisers the control variates are of steps, not gradients.  With compressed uploads, c
-    follows the compressed y_i and c_i the exact one.  x is a mean by ``training.weighting``; ``evaluation.model: exchanged`` scores it, the default y_i.
+    follows the compressed y_i and c_i the exact one.  x is a mean by ``training.weighting``; ``evaluation.model:
+    exchanged`` scores it, the default y_i.
     """
     return Method(
         name="scaffold",

@@ -473,7 +473,10 @@ class StepAccount(UploadAccount):
         return spent_by(self.privacy, work, count * work.steps)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
-        """Return the epsilon so far, with the noise multiplier of each user if they differ."""
+        """Return the epsilon so far, with the noise multiplier of each user if they differ.
+
+        The key ``releases`` has the number of noisy steps of the user with the most of them.
+        """
         works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
         of_users = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}

@@ -334,7 +334,8 @@ class Central(DifferentialPrivacy):
     def _count_deviation(self, users: float) -> float:
         """Return the standard deviation of the noise on the count of users within the clip norm.
 
-        A twentieth of the users is the choice of Andrew et al. 2021; it is never below the noise multiplier.
+        A twentieth of the users is the choice of Andrew et al. 2021. It is never below the noise multiplier z, because
+        :meth:`_multiplier_beside_count` needs more than z / 2: the count alone must not reveal as much as z allows.
         """
         return max(users / 20, self.privacy.multiplier)
 

@@ -354,7 +354,7 @@ def apply_rule(
         return None, RuleResult(
             rule=rule, reason=f"{len(names)} uploads are too few for {rule}; the model stays unchanged"
         )
-    received = replace(received, weights=capped(received.weights))
+    received = replace(received, weights=capped(received.weights))  # users may lie about their amount of data
     if rule == "norm-bound":
         tensors, counted = _shorten_changes(aggregation, received, started)
         aggregated = replace(received, tensors=tensors)
@@ -433,6 +433,7 @@ def _shorten_changes(
     changes = {name: t.double() - initial[name].double() for name, t in received.tensors.items()}
     shortened = norm_bound(changes, None if isinstance(aggregation.bound, str) else aggregation.bound)
     lengths = norms(changes)
+    # A change of zero counts in full, a change of unknown length (NaN) not at all: norm_bound has set it to zero.
     counted = torch.where(lengths == 0, 1.0, norms(shortened) / lengths).nan_to_num(0.0)
     tensors = {name: (initial[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}
     return tensors, counted

@@ -27,7 +27,7 @@ class SumCollector:
         sealed: ``sealed[user][other]`` is what a user sealed for another.
         masked: Sum of the masked uploads.
         survivors: Users whose masked uploads arrived.
-        opened: ``opened[user][other]`` is a user's share of another's secret.
+        revealed: ``revealed[user][other]`` is a user's share of another's secret.
     """
 
     terms: Terms
@@ -35,36 +35,36 @@ class SumCollector:
     sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     masked: np.ndarray | None = None
     survivors: list[str] = field(default_factory=list)
-    opened: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    revealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- uploads
 
-    def advertised(self, name: str, public: bytes) -> None:
+    def store_keys(self, name: str, public: bytes) -> None:
         """Store a user's public keys.
 
         Raises:
-            MessageError: They have a wrong length or are another user's.
+            MessageError: The keys have a wrong length or are another user's.
         """
         if len(public) != PUBLIC_KEYS_BYTES or public in self.roster.values():
             raise MessageError("secure aggregation: keys of the wrong length, or those of another user")
         self.roster[name] = public
 
-    def shared(self, name: str, sealed: Mapping[str, bytes]) -> None:
+    def store_sealed_shares(self, name: str, sealed: Mapping[str, bytes]) -> None:
         """Store a user's sealed shares for all others."""
         assert set(sealed) == set(self.roster) - {name}
         self.sealed[name] = dict(sealed)
 
-    def added(self, name: str, masked: np.ndarray) -> None:
-        """Add a user's masked upload to the sum; uploads are not kept."""
+    def add_upload(self, name: str, masked: np.ndarray) -> None:
+        """Add a user's masked upload to the sum; single uploads are not stored."""
         assert name in self.sealed
         assert name not in self.survivors
         self.masked = masked.copy() if self.masked is None else self.masked + masked
         self.survivors.append(name)
 
-    def unmasked(self, name: str, opened: Mapping[str, bytes]) -> None:
+    def store_revealed_shares(self, name: str, revealed: Mapping[str, bytes]) -> None:
         """Store a user's shares of all sharers' secrets."""
-        assert set(opened) == set(self.sharers)
-        self.opened[name] = dict(opened)
+        assert set(revealed) == set(self.sharers)
+        self.revealed[name] = dict(revealed)
 
     # ---------------------------------------------------------------- downloads
 
@@ -105,7 +105,7 @@ class SumCollector:
         Raises:
             NoSumError: Too few users have revealed their shares, or the result is out of range.
         """
-        self.require(self.opened, "unmask")
+        self.require(self.revealed, "unmask")
         assert self.masked is not None
         total = self.masked.copy()
         for name in self.survivors:
@@ -149,7 +149,7 @@ class SumCollector:
             NoSumError: There are too few shares, or they belong to no secret.
         """
         points = {user: point for point, user in enumerate(self.roster, start=1)}
-        shares = {points[user]: opened[name] for user, opened in self.opened.items()}
+        shares = {points[user]: revealed[name] for user, revealed in self.revealed.items()}
         try:
             return secure_client.join(shares, self.terms.threshold)
         except MessageError as error:
@@ -199,7 +199,7 @@ class SimulatedSum:
             if self.answers("advertise", name):
                 keys = secure_client.keys_message(name, round_number, user.advertise())
                 message = self._transmit_upload("advertise", name, keys)
-                server.advertised(name, secure_client.read_keys(message, name, round_number))
+                server.store_keys(name, secure_client.read_keys(message, name, round_number))
         server.require(server.roster, "advertise")
         for name in [user for user in server.roster if self.answers("share", user)]:
             self._run_share_step(name, round_number)
@@ -219,7 +219,9 @@ class SimulatedSum:
         )
         sealed = user.share(secure_client.read_roster(request, name, round_number, user.advertise()))
         message = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed))
-        self.server.shared(name, secure_client.read_shares(message, name, round_number, others, sealed=True))
+        self.server.store_sealed_shares(
+            name, secure_client.read_shares(message, name, round_number, others, sealed=True)
+        )
 
     def _run_mask_step(self, name: str, round_number: int) -> None:
         """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
@@ -228,15 +230,15 @@ class SimulatedSum:
         request = self._transmit_download("mask", name, sealed)
         masked = self.users[name].mask(secure_client.read_sealed(request, name, round_number), self.uploads[name])
         message = self._transmit_upload("mask", name, secure_client.masked_message(name, round_number, masked))
-        self.server.added(name, secure_client.read_masked(message, name, round_number, terms.entries, terms.word))
+        self.server.add_upload(name, secure_client.read_masked(message, name, round_number, terms.entries, terms.word))
 
     def _run_unmask_step(self, name: str, round_number: int) -> None:
         """Send a user the names of the users in the sum, and give the server the shares that it reveals."""
         survivors = secure_client.survivors_message(name, round_number, self.server.survivors)
         request = self._transmit_download("unmask", name, survivors)
-        opened = self.users[name].unmask(secure_client.read_survivors(request, name, round_number))
-        message = self._transmit_upload("unmask", name, secure_client.shares_message(name, round_number, opened))
-        self.server.unmasked(
+        revealed = self.users[name].unmask(secure_client.read_survivors(request, name, round_number))
+        message = self._transmit_upload("unmask", name, secure_client.shares_message(name, round_number, revealed))
+        self.server.store_revealed_shares(
             name, secure_client.read_shares(message, name, round_number, self.server.sharers, sealed=False)
         )
 

@@ -267,7 +267,7 @@ class Sums:
         Args:
             run: Name of the run.
             round_number: Number of the round, from 1.
-            size: Number of shared parameters.
+            size: Number of shared parameters. With weights there is one more entry, the user's weight.
             selected: Users selected for the round.
         """
         return Terms(
@@ -306,7 +306,7 @@ class Sums:
         Changes are clipped to the clip norm less that increase, so a large one would leave little of them.
 
         Raises:
-            RecipeError: It does.
+            RecipeError: Rounding may increase the norm by more than :data:`MOST_SLACK` of the clip norm.
         """
         if self.privacy.noisy and self.grid(1).slack(size) > MOST_SLACK * self.privacy.first_bound:
             raise RecipeError(
@@ -426,7 +426,7 @@ class Sums:
         """
         numbers, grid = torch.as_tensor(total), self.grid(round_number)
         divisor = float(senders)
-        if self.weighted:
+        if self.weighted:  # the last entry is the sum of the integer weights
             divisor = float(numbers[-1]) / grid.levels
         if self.privacy.noisy:
             divisor = float(self.expected(round_number))
@@ -479,8 +479,8 @@ class SecureSum(PrivacyMechanism):
             self.sums.check_size(layout.count(method.shared))
 
     def client_update(self, update: Update) -> Update:
-        """Return changes as integers modulo ``2^word``, before masks."""
+        """Return changes as integers modulo ``2^word``, to which the protocol of the secure sum later adds masks."""
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
-        whole = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)
-        return replace(update, masked={VECTOR: whole})
+        integers = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)
+        return replace(update, masked={VECTOR: integers})
