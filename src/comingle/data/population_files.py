@@ -203,7 +203,9 @@ class PopulationWriter:
         self._open.close()
 
     def add(self, user: Named) -> None:
-        """Append a user.
+        """Append a user: its record, the end of the record in bytes with a checksum, and the sizes of its splits.
+
+        Also adds the user to the totals. The total of a key is a maximum if the key begins with ``most_``, else a sum.
 
         Raises:
             DataError: The name is invalid, or the user's type is not registered or differs from the other users' type.

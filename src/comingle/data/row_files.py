@@ -317,7 +317,7 @@ def _parse_object(line: str) -> Row:
         ValueError: The line is not JSON or not an object; says why.
     """
     try:
-        row = json.loads(line, parse_float=TypedNumber)
+        row = json.loads(line, parse_float=TypedNumber)  # keeps the spelling of numbers, which may name users
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from None
     except ValueError as error:  # an integer beyond Python's limit on digits

@@ -160,7 +160,7 @@ def _reopened_population(
     def make(number: int) -> Any:
         return lazy_user(kind.user, names[number], lambda: read_users()[number])
 
-    return LazyPopulation(names, make, digest="")
+    return LazyPopulation(names, make, digest="")  # no digest: `read_users` checks that of the data that it reads
 
 
 @torch_defaults()

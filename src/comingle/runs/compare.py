@@ -168,7 +168,10 @@ def recipes_of(
         recipe: The recipe of the comparison.
         methods: Names, ``NAME:KEY=VALUE:...``, or mappings of ``name`` and settings.
         seeds: The seeds.
-        for_all: Settings for every method that has them and that is not given as a mapping.
+        for_all: Settings by key, for every method that has such a setting and is not given as a mapping.
+
+    Returns:
+        The recipes by label of the method and seed.
 
     Raises:
         RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate other
@@ -182,8 +185,8 @@ def recipes_of(
     parsed = [dict(method) if isinstance(method, Mapping) else parse_method(method) for method in methods]
     # A mapping has all settings; to a name, those of the recipe and of all methods are added.
     complete = [
-        method if isinstance(given, Mapping) else _with_settings(recipe, method["name"], for_all) | method
-        for given, method in zip(methods, parsed, strict=True)
+        method if isinstance(as_passed, Mapping) else _with_settings(recipe, method["name"], for_all) | method
+        for as_passed, method in zip(methods, parsed, strict=True)
     ]
     names = [method["name"] for method in parsed]
     labels = [method["name"] if names.count(method["name"]) == 1 else _label(method) for method in parsed]
@@ -197,13 +200,13 @@ def recipes_of(
         for label, method in zip(labels, complete, strict=True)
     }
     # With defaults, so that a method with a default written out equals the same method without it.
-    all_settings = {label: settings_of(one.method.name) | one.method.settings for (label, _), one in recipes.items()}
+    all_settings = {label: settings_of(run.method.name) | run.method.settings for (label, _), run in recipes.items()}
     for i, label in enumerate(labels):
         same_method = [other for j, other in enumerate(labels[:i]) if names[j] == names[i]]
         if same := next((other for other in same_method if all_settings[other] == all_settings[label]), None):
             raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
-    for one in recipes.values():
-        check_recipe(one)
+    for run_recipe in recipes.values():
+        check_recipe(run_recipe)
     return recipes
 
 

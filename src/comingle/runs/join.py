@@ -83,7 +83,7 @@ def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: 
 JOINED = "joined.json"
 _PASSED = ("net", "loss")
 """Settings of a run on samples that a program may have passed, and then passes again for the newcomer."""
-_PER_NAME = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
+_LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
 """Keys of ``data`` that may be a mapping of users' names to limits; it does not have the newcomer's name."""
 
 
@@ -201,12 +201,14 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     dataset = content.pop("dataset", None) or {}
     for key in ("users", "given", "held_out"):  # of the run's users
         content.pop(key, None)
-    for key in _PER_NAME:
-        if isinstance(content.get(key), dict):
+    for key in _LIMITS:
+        if isinstance(content.get(key), dict):  # limits of the run's users by name
             del content[key]
     content |= {"kind": section.kind}
-    if run.settings.get("whole"):  # classes were collected from all users; the newcomer may lack some
-        content["classes"] = list(run.settings["labels"]) or run.settings["classes"]
+    # With a loss on classes, the run collected the classes from all its users; the newcomer may lack some of them.
+    if run.settings.get("whole"):
+        class_names, num_classes = list(run.settings["labels"]), run.settings["classes"]
+        content["classes"] = class_names or num_classes
     if "on_small_user" in content:  # there is no other user
         content["on_small_user"] = "refuse"
     if dataset and "split" in content:  # names of a data set's splits
@@ -321,8 +323,9 @@ def _shared_models(clients: Clients) -> Models:
     if mixture is None or not mixture.trains_independently:
         return models
     rows = clients.state.rows.clone()  # a row of parameters per user
-    mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]
-    mixture_logits[:, placement.generalists : mixture.clusters] = ZERO_SHARE_LOGIT  # the local models
+    mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # users x models: downloaded ones, then local ones
+    # A logit so low that the softmax gives the local models a weight of exactly 0.
+    mixture_logits[:, placement.generalists : mixture.clusters] = ZERO_SHARE_LOGIT
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 

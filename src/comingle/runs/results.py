@@ -27,7 +27,7 @@ from comingle.utils.terminal import printable
 if TYPE_CHECKING:
     import pandas
 
-_COUNTS = tuple(f"{split}_{unit}" for split in SPLITS for unit in ("tokens", "samples"))
+_SPLIT_SIZES = tuple(f"{split}_{unit}" for split in SPLITS for unit in ("tokens", "samples"))
 """Keys of a user's metrics that give the size of its splits."""
 
 
@@ -95,11 +95,15 @@ class Run:
         return replace(personal, about=self._model_info(name)) if isinstance(personal, PersonalModel) else personal
 
     def _model_info(self, name: str) -> ModelInfo:
-        """Return facts about a user's language model: its method and test scores, and a function that validates it."""
+        """Return facts about a user's language model, and a function that validates it.
+
+        The facts are its method, the kind of data, the number of users, the sizes of the user's splits and the test
+        scores.
+        """
         clients = self.federation.clients
         metrics = self.metrics.get("users", {}).get(name, {})
         scores = {key: value for key, value in metrics.items() if key.startswith("test_") and isinstance(value, float)}
-        counts = {key: metrics[key] for key in _COUNTS if metrics.get(key)}
+        split_sizes = {key: metrics[key] for key in _SPLIT_SIZES if metrics.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> AnyScore:
             """Return the score of a model on the user's validation data.
@@ -117,7 +121,7 @@ class Run:
             method=self.metrics.get("method", self.recipe.method.name),
             kind=self.recipe.data.label,
             users=len(self.users),
-            counts=counts,
+            counts=split_sizes,
             scores=scores,
             validate=validate,
         )

@@ -74,7 +74,7 @@ def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
     """
     if recipe.runtime.users_per_step != AUTO:
         return recipe
-    chosen = load_object(_FIT)(recipe, run_data)
+    chosen = load_object(_FIT)(recipe, run_data)  # loaded by name, since its module imports this one
     return recipe.with_changes(
         {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
     )
@@ -342,7 +342,9 @@ def run_in(
         observers: Makes observers of the run's events from its clients; called in the process that leads.
         building: Makes the federation from recipe, data and method. If several processes share a run, each has a
             shard of the federation, and the one that leads observes and writes.
-        entering: Enters the context that opens the folder, given a stack of contexts and this context.
+        entering: Opens the folder: called with a stack of contexts and the context that opens the folder, which it
+            enters on the stack. If several processes share a run, only the one that writes the folder does so, while
+            the others wait.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.

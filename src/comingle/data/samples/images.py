@@ -241,7 +241,8 @@ def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
         raise DataError(f"{path}: reading images needs the package pillow: pip install 'comingle[data]'") from error
     try:
         with Image.open(path) as image:
-            upright = _convert_to_8_bits(ImageOps.exif_transpose(image), image).convert(
+            # The rotated copy lacks the file's format and tags, which determine the range of the pixels.
+            upright = _convert_to_8_bits(ImageOps.exif_transpose(image), file=image).convert(
                 "L" if image_format.grey else "RGB"
             )
             if image_format.size is not None:

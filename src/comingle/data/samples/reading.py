@@ -138,7 +138,10 @@ def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tu
 
 
 def _class_numbers(samples: Samples) -> Int64[Tensor, " n"]:
-    """Return the class of each sample; zeros for a regression."""
+    """Return the class of each sample, by which samples are held out evenly (:func:`hold_out`).
+
+    Targets that are no class numbers, such as real numbers, give zeros: all samples are then alike.
+    """
     targets = samples.targets
     if not targets.is_floating_point() and bool((targets >= 0).all()):
         return targets.long()
@@ -544,8 +547,15 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return about, lines
 
     def common(self, users: Sequence[UserSamples], about: Mapping[str, Any]) -> Population:
-        """Return the users with the task that they share: loss, net, and shapes of inputs and outputs."""
-        shape, self._has_whole_targets = tuple(about["shape"]), about["whole"]
+        """Return the users with the task that they share: loss, net, and shapes of inputs and outputs.
+
+        Args:
+            users: The users.
+            about: Facts about all users, from :meth:`summary` or from the cache: ``shape`` of an input, number of
+                ``outputs``, ``whole`` (whether targets are whole numbers) and ``labels`` (names of the classes).
+        """
+        shape = tuple(about["shape"])
+        self._has_whole_targets = about["whole"]  # users from the cache were not read here; `loss` depends on it
         return Population(
             users=as_users(users),
             loss=self.loss,
