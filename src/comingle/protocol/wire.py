@@ -119,15 +119,17 @@ def _header(message: Download | Upload) -> dict[str, Any]:
 def _tensors_to_send(message: Download | Upload) -> Tree:
     """Return the tensors of one user's message as they are sent: without users dimension, cut to the user's LoRA rank.
 
-    A download with all senders' uploads leaves out the receiver's own, which it has already.
+    A download may contain the uploads of other users (``senders``), for the receiver to combine. If the receiver is
+    among the senders, its own upload is left out, as it has that already.
     """
     rank = int(message.ranks[0])
     tensors = {name: _without_rank_padding(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
         return tensors | {_REPORT + name: t[0] for name, t in message.reports.items()}
-    if message.users[0] not in message.senders:
+    (receiver,) = message.users
+    if receiver not in message.senders:
         return tensors
-    others = [i for i, sender in enumerate(message.senders) if sender != message.users[0]]
+    others = [i for i, sender in enumerate(message.senders) if sender != receiver]
     return {name: t[others] for name, t in tensors.items()}
 
 

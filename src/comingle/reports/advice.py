@@ -255,7 +255,12 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
 
 
 def paragraph(advice: Advice) -> str:
-    """Return the advice in a few sentences, without anything that an interval leaves open."""
+    """Return the advice in a few sentences, which name only changes whose confidence intervals exclude 0.
+
+    They name the method to take, users that all methods harm or none is shown to help, pairs of users, and limits of
+    the evidence: number of intervals, rounds, seeds, and methods that stopped early. With one seed there are no
+    intervals, so only the limits remain.
+    """
     sentences = [_method_sentence(advice)]
     if len(advice.seeds) < 2:
         sentences = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
@@ -284,7 +289,8 @@ def _method_sentence(advice: Advice) -> str:
     chosen = method_to_take(advice)
     if chosen is None:
         return "No method is shown to beat local training on average over users; take local, which sends nothing."
-    gain, best = advice.means[chosen], next(name for name in advice.means if name not in advice.against_best)
+    gain = advice.means[chosen]
+    best = next(name for name in advice.means if name not in advice.against_best)  # it is not compared with itself
     upload = sizes([advice.upload_bytes[chosen]])[0]
     text = f"Take {chosen}: {_gain_text(gain)} on average over users; each user uploads {upload} per round."
     if chosen != best:
@@ -295,7 +301,10 @@ def _method_sentence(advice: Advice) -> str:
 
 
 def _pair_sentences(advice: Advice) -> list[str]:
-    """Return a sentence for each user that gains from others in groups of two, or is harmed by them."""
+    """Return a sentence for each user that gains or is harmed when it trains in a pair, with the names of its partners.
+
+    If smaller groups of users have trained and there is no such user, return one sentence that says so.
+    """
     users = dict.fromkeys(user for gains in advice.groups.values() for user in gains)
     sentences = []
     for user in users:

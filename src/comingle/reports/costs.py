@@ -456,7 +456,11 @@ def _times_head(times: TimesRecord) -> str:
 
 
 def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
-    """Return the table of a method's rounds for populations of several sizes; ``priced`` adds a column of money."""
+    """Return the table of a method's times, one row for each size of the population.
+
+    Columns: users, participants of a round, the seconds of a round by part and in all, the time of the run, its price
+    if ``priced``, the part that takes longest ("binds"), and the bytes of the users' tensors on one machine.
+    """
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)
     names = [
         "users",

@@ -66,7 +66,7 @@ from comingle.reports.runs import (
     final,
     verdicts,
 )
-from comingle.reports.tables import judged_tables, ledger
+from comingle.reports.tables import cost_rows, judged_tables
 from comingle.utils.errors import RunError
 from comingle.utils.inputs import Inputs, read_inputs
 from comingle.utils.records import describe_sample, number, read_metrics
@@ -444,7 +444,7 @@ class FigureMarkup:
             name: Name of the CSV file.
             phone: Panels that replace them on narrow screens.
         """
-        inner = [self._keys(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
+        inner = [self._legend(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
         if phone is not None:
             inner.append(self._grid(phone, label, "phone"))
         return _figure_markup(inner, name, panels.sheet)
@@ -464,12 +464,12 @@ class FigureMarkup:
         room = round(72 * panels.size[0] * _MIN_SCALE)  # CSS pixels that a panel needs; 72 points per inch
         return Markup('<div class="panels {}" style="--room:{}px">{}</div>').format(screen, room, frames)
 
-    def _keys(self, keys: Sequence[Key]) -> Markup:
-        """Return a legend; empty without marks."""
-        marks = [
-            Markup('<span class="key">{}{}</span>').format(self._svg(draw_key(mark), ""), label) for mark, label in keys
-        ]
-        return Markup('<div class="keys">{}</div>').format(Markup(" ").join(marks)) if marks else Markup("")
+    def _legend(self, keys: Sequence[Key]) -> Markup:
+        """Return a legend with the mark and the label of each key; empty without keys."""
+        template = Markup('<span class="key">{}{}</span>')
+        # Marks are decoration for screen readers, as the label follows.
+        spans = [template.format(self._svg(draw_key(mark), label=""), label) for mark, label in keys]
+        return Markup('<div class="keys">{}</div>').format(Markup(" ").join(spans)) if spans else Markup("")
 
     def _svg(self, figure: Figure, label: str) -> Markup:
         """Return a figure as inline SVG with a unique prefix for its ids; without a label it is decoration."""
@@ -489,7 +489,7 @@ def _figure_markup(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
     return Markup("<figure>{}{}</figure>").format(Markup("\n").join(inner), link)
 
 
-WIDE = 8
+MAX_USER_COLUMNS = 8
 """Largest number of users with a column each in the table of results; else it has the worst and the best user."""
 MAX_NAMES = 12
 """Largest number of names in a cell."""
@@ -548,7 +548,7 @@ def render_page(
         level=negligible_change_text(first.measure),
         curves=list(_curve_figures(entries, drawn)),
         gains=[section for one in baselines(entries) if (section := _gains_section(entries, one, drawn))],
-        costs=ledger([cost(entry) for entry in entries]),
+        costs=cost_rows([cost(entry) for entry in entries]),
         judged=judged_tables(entries),
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
@@ -589,10 +589,15 @@ def _spread_text(value: Spread | None, measure: str) -> str:
 
 
 def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
-    """Return the table of final results for the template: entries x users, with means over users.
+    """Return the table of final results for the page's template: a row per entry, and columns of users and means.
 
-    For many users it has columns of the worst and the best user instead, and ``users`` has the columns of all users for
-    a second table.
+    For more than :data:`MAX_USER_COLUMNS` users, two columns replace those of single users: the worst and the best user
+    of each entry. Private runs have a column of epsilons.
+
+    Returns:
+        ``head``, the names of the columns; ``rows``, each entry's ``label`` and ``cells``; and for a second, transposed
+        table ``labels``, all entries' labels, and ``users``, pairs of a user and its cells, one for each entry. It is
+        empty if the first table has columns of all users.
     """
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
@@ -605,12 +610,12 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
         return [(name, [_spread_text(result, measure) for result in column]) for name, column in results.items()]
 
     user_columns = columns_of(by_user)
-    if len(users) <= WIDE:
+    if len(users) <= MAX_USER_COLUMNS:
         columns = user_columns
     else:
         columns = [_extreme_column(by_user, measure, worst=worst) for worst in (True, False)]
     columns = [*columns, *columns_of(means)]
-    if any(entry.first.spent for entry in entries):
+    if any(entry.first.spent for entry in entries):  # at least one entry is private
         columns.append(("epsilon", [epsilon_text(entry) for entry in entries]))
     cells_of_entries = zip(*(cells for _, cells in columns), strict=True)
     rows = zip(entries, cells_of_entries, strict=True)
@@ -618,7 +623,7 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
         "head": [name for name, _ in columns],
         "rows": [{"label": entry.label, "cells": cells} for entry, cells in rows],
         "labels": [entry.label for entry in entries],
-        "users": user_columns if len(users) > WIDE else [],
+        "users": user_columns if len(users) > MAX_USER_COLUMNS else [],
     }
 
 
@@ -664,7 +669,7 @@ def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tu
 
 
 def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarkup) -> dict[str, object] | None:
-    """Return the section on each user's change against a baseline, for the template.
+    """Return the section on each user's change against a baseline, for the page's template.
 
     Args:
         entries: Entries with the same users.
@@ -672,14 +677,19 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
         drawn: Converts figures to markup.
 
     Returns:
-        Figures, and for each entry the users of each verdict; None if nothing can be compared.
+        ``figure``, bars of the users' changes; ``population``, figures of all users' changes, None for few users; a
+        table with a column for each of ``kinds``, the verdicts, and ``rows`` that list the users of each verdict for an
+        entry; ``single``, whether verdicts of single seeds occur; ``room``, the largest number of users with bars.
+        None if nothing can be compared.
     """
     measure, pairs = baseline.first.measure, compared(entries, baseline)
     bars = users_panels(entries, baseline)
     if bars is None:
         return None
     columns = [verdict for verdict in verdicts(measure) if _has_column(verdict, pairs)]
-    bad_verdicts = verdicts(measure)[3:]  # in their columns the worst users are listed first
+    # Verdicts are ordered from the best to the worst. Columns of bad ones list the worst users first.
+    after_level = verdicts(measure).index("level") + 1
+    bad_verdicts = verdicts(measure)[after_level:]
     rows = []
     for entry, gains_of_entry in pairs:
         cells = []
@@ -701,10 +711,10 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
 
 
 def _has_column(verdict: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
-    """Return whether a verdict on users has a column.
+    """Return whether the page's table of users by verdict has a column for a verdict.
 
-    "level" always has one. Verdicts with intervals have one if a gain is over several seeds, and those of single seeds
-    if a gain is of one seed.
+    "level" always has a column. "gained" and "harmed" need intervals, so they have a column if at least one gain is
+    over several seeds. The verdicts that end in "(one seed)" have a column if at least one gain is of one seed.
 
     Args:
         verdict: One of :func:`comingle.reports.runs.verdicts`.

@@ -30,7 +30,7 @@ from comingle.utils.records import MEASURES, geometric_mean, measure_of, read_ev
 logger = logging.getLogger(__name__)
 
 # Recipe keys that affect neither the result nor the label of an entry.
-_IRRELEVANT_KEYS = ("seed", "runtime", "checkpoints")
+_KEYS_WITHOUT_EFFECT = ("seed", "runtime", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +135,15 @@ class RunRecord:
 
     @cached_property
     def key(self) -> tuple[tuple[str, object], ...]:
-        """Everything that distinguishes the run from others, except for the seed."""
-        kept = {key: value for key, value in self.recipe.items() if key not in _IRRELEVANT_KEYS}
-        section = kept.pop("evaluation", None) or {}
-        # How often a run is evaluated does not affect its result.
+        """Recipe settings that affect the result, except for the seed: sorted pairs of dotted recipe key and value.
+
+        Runs with equal keys differ only in their seeds.
+        """
+        settings = {key: value for key, value in self.recipe.items() if key not in _KEYS_WITHOUT_EFFECT}
+        section = settings.pop("evaluation", None) or {}
+        # Of the evaluation, only these two affect the result; how often a run is evaluated does not.
         evaluation = {"model": section.get("model"), "select": section.get("select", "last")}
-        return tuple(sorted(_flattened({**kept, "evaluation": evaluation}).items()))
+        return tuple(sorted(_flattened({**settings, "evaluation": evaluation}).items()))
 
 
 def brief_list(names: Sequence[str], last: str) -> str:
@@ -344,13 +347,13 @@ def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
 
     Args:
         run: The run.
-        full_privacy: Whether to keep all settings of privacy. If other runs have no privacy, these would all differ, so
-            only the mechanism is kept.
+        full_privacy: Whether to keep all settings of privacy. Otherwise only the mechanism is kept: against a run
+            without privacy, every setting of privacy differs, which would make the label long.
     """
     if full_privacy:
         return dict(run.key)
-    kept = {key: value for key, value in run.key if not key.startswith("privacy")}
-    return kept | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
+    others = {key: value for key, value in run.key if not key.startswith("privacy")}
+    return others | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
 
 
 def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -464,8 +467,11 @@ def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, 
 
 
 def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
-    """Return the score of each of a user's experts in each layer (CoMiGS, Figures 4 and 10); empty without routers."""
-    last = entry.first.evaluations[-1]
+    """Return the mean gate of each of a user's experts in each layer over training (CoMiGS, Figures 4 and 10).
+
+    Empty if the user's model has no routers.
+    """
+    last = entry.first.evaluations[-1]  # names of experts and the number of layers are equal in all evaluations
     names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
 
     def score_curve(layer: int, expert: int) -> Curve:
@@ -490,13 +496,13 @@ def _curve_of(entry: Entry, value: Callable[[Evaluation], float | None]) -> Curv
         entry: The entry.
         value: Returns the quantity of an evaluation; None where it is unknown, which is left out.
     """
-    results: dict[int, list[float]] = {}  # one per seed, by the number of local steps
+    results: dict[int, list[float]] = {}  # for each number of local steps, one value per seed
     for run in entry.runs:
         for evaluation in run.evaluations:
             if (result := value(evaluation)) is not None:
                 results.setdefault(evaluation.iterations, []).append(result)
     iterations = tuple(sorted(results))
-    return Curve(iterations=iterations, values=tuple(spread(results[at]) for at in iterations))
+    return Curve(iterations=iterations, values=tuple(spread(results[steps]) for steps in iterations))
 
 
 def common_measures(entries: Sequence[Entry]) -> list[str]:

@@ -119,8 +119,9 @@ def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -
 def _run_circumstances(metrics: dict[str, Any], unit: str) -> str:
     """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data."""
     rate = metrics[f"{unit}_per_second"]
-    is_private = metrics.get("untold") or not metrics["users"]  # in a federation users can keep their results private
-    without_rate = "speed not reported" if is_private else "no training"
+    # In a federation users can keep their results private; "untold" lists those that do.
+    has_private_users = metrics.get("untold") or not metrics["users"]
+    without_rate = "speed not reported" if has_private_users else "no training"
     speed = f"{rate:,.0f} {unit}/s" if rate else without_rate
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
@@ -475,8 +476,13 @@ def _ago_text(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
 
 
-def ledger(costs: Sequence[Cost]) -> list[list[str]]:
-    """Return the rows of the page's table of costs, one for each entry; all byte counts of a column have one unit."""
+def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:
+    """Return the cells of the page's table of costs, one row for each entry.
+
+    Columns: label, rounds, trainable parameters, bytes per user and round (upload, download), bytes in total (upload,
+    download), peak memory, tokens or samples per second, seconds, and dtype with device. All byte counts of a column
+    have one unit.
+    """
 
     def bytes_of(key: str) -> list[str]:
         """Return a column of byte counts as text, from an attribute of the costs."""
@@ -644,12 +650,13 @@ def markdown(table: ComparisonTable) -> str:
 
 
 def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Table | Text]:
-    """Yield a comparison for the terminal: table, note, and verdicts against the baseline.
+    """Yield a comparison for the terminal: the table of means, notes below it, and verdicts against the baseline.
 
-    With ``all_users`` a last table has a row for each user, if users have no columns.
+    The first table has a column for each user if there are at most :data:`MOST_USERS`. For more users, ``all_users``
+    adds a last table with a row for each user.
     """
     yield from render_comparison(table)
-    if note := note_of(table):
+    if note := note_of(table):  # samples, missing seeds, budgets, privacy and warnings
         yield words(note, "dim")
     if comparison := read_baseline_comparison(table):
         yield words("")

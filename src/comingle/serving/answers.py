@@ -196,7 +196,7 @@ class Answer:
             "tokens": [self._text(sampled.token) for sampled in tokens],
             "token_logprobs": [sampled.logprob for sampled in tokens],
             "top_logprobs": [{self._text(token): value for token, value in sampled.top} for sampled in tokens],
-            "text_offset": [sampled.at for sampled in tokens],
+            "text_offset": [sampled.text_offset for sampled in tokens],
         }
 
     def _top_entries(self, sampled: SampledToken) -> list[dict[str, object]]:

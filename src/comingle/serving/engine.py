@@ -51,13 +51,13 @@ class SampledToken:
         token: The token.
         logprob: Its log probability under the model, before temperature and other settings; None if not requested.
         top: The most likely tokens with theirs, in descending order.
-        at: Length of the text before the token, in characters.
+        text_offset: Length of the text before the token, in characters.
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    at: int = 0
+    text_offset: int = 0
 
 
 class TokenSampler:
@@ -404,7 +404,7 @@ class Engine:
             **options,
             **self._options,
         )
-        return out.logits[:, -1]
+        return out.logits[:, -1]  # all rows end at the last position
 
     def _emit(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
         """Sample a token for each row from ``first`` on, pass it to the request, and free rows that have finished."""
@@ -424,7 +424,7 @@ class Engine:
     def _next_piece(self, row: _Row, sampled: SampledToken) -> Piece:
         """Append a token to a row; return it with the text that it completes, and the reason if the text has ended."""
         row.tokens.append(sampled.token)
-        sampled = replace(sampled, at=len(row.detokenizer.text))
+        sampled = replace(sampled, text_offset=len(row.detokenizer.text))
         text = row.detokenizer.add(sampled.token)
         if row.detokenizer.stopped:
             return Piece(text=text, sampled=sampled, finish="stop")
@@ -440,4 +440,4 @@ class Engine:
             self.rows.move(last, number)
         self.active[number] = self.active[last]
         self.active.pop()
-        self._bound = False
+        self._bound = False  # so that the next step binds the adapters of the remaining rows

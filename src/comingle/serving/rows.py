@@ -93,14 +93,16 @@ class RowCache(Cache):
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
-        """Add rows for prompts that have been read, ending at the same position as all other rows.
+        """Append rows for new prompts: copy their keys and values, so that each prompt ends at position ``stop``.
+
+        All rows of the cache end there, since a step writes its keys and values at one position for all rows.
 
         Args:
-            prompts: Keys and values of the left-padded prompts.
+            prompts: Keys and values of the left-padded prompts, from the base's forward pass over them.
             lengths: Number of tokens of each prompt.
         """
         prompt_layers: list[Any] = prompts.layers
-        if not self.starts:
+        if not self.starts:  # no rows, so the window begins again at position 0
             self.start = self.stop = 0
         self._reserve(prompt_layers, max(lengths))
         for own, other in zip(self.layers, prompt_layers, strict=True):
@@ -130,16 +132,18 @@ class RowCache(Cache):
         self.start = min(self.starts, default=self.stop)
 
     def _reserve(self, like: Sequence[Any], longest: int) -> None:
-        """Enlarge the tensors of keys and values if rows of a length, or the next step, do not fit.
+        """Make room for the next step and for new rows of at most ``longest`` tokens.
 
-        All rows are moved so that the window starts at position 0, or later if a new row is longer than it.
+        All rows end at ``stop``, so a new row fits if ``longest <= stop``, and a step fits if ``stop < capacity``.
+        Otherwise larger tensors are made, in which rows end at the length of the longest row, old or new: that row
+        starts at position 0.
 
         Args:
             like: Layers with keys and values, whose shapes and dtypes are taken for the first tensors.
-            longest: Number of tokens of the longest new row.
+            longest: Number of tokens of the longest new row; 0 without new rows.
         """
         if longest <= self.stop < self.capacity:
-            return
+            return  # there is room
         if not self.layers:
             self.layers = [_Layer(self) for _ in like]
         stop = max(self.stop - self.start, longest)
@@ -153,11 +157,14 @@ class RowCache(Cache):
         self.start, self.stop, self.capacity = self.start + shift, stop, capacity
 
     def _reallocated(self, store: States, stop: int, capacity: int) -> Stores:
-        """Return a larger tensor with the window of all rows, ending at position ``stop``.
+        """Copy the keys or values of all rows to a larger tensor, where they end at position ``stop``.
+
+        Copies the positions from the first token of the longest row to the newest token (``self.start`` to
+        ``self.stop``); others are zero.
 
         Args:
-            store: Keys or values of one layer.
-            stop: Position of the window's end in the new tensor.
+            store: Keys or values of one layer, ``(rows, heads, positions, width)``.
+            stop: Position in the new tensor at which all rows end.
             capacity: Number of positions of the new tensor.
         """
         moved = store.new_zeros(self.max_rows, store.shape[1], capacity, store.shape[3])

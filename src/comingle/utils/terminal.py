@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 # C0 and C1 controls, line and paragraph separators, bidirectional controls, surrogates
-_COMMANDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object, keep: str = "") -> str:
@@ -24,7 +24,7 @@ def printable(text: object, keep: str = "") -> str:
     def escape(match: re.Match[str]) -> str:
         return match[0] if match[0] in keep else match[0].encode("unicode_escape").decode("ascii")
 
-    return _COMMANDS.sub(escape, str(text))
+    return _CONTROL_CHARACTERS.sub(escape, str(text))
 
 
 def words(text: object, style: str = "") -> Text:

@@ -242,7 +242,8 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
     users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
     columns = tensors[0].new_empty(users, sum(sizes), dtype=dtype)
     for part, t in zip(columns.split(sizes, 1), tensors, strict=True):
-        part.unflatten(1, t.shape[1:] or (1,)).copy_(t if t.dim() > 1 else t.unsqueeze(1))
+        one_per_user = t if t.dim() > 1 else t.unsqueeze(1)  # a tensor (users,) becomes one column
+        part.unflatten(1, one_per_user.shape[1:]).copy_(one_per_user)
     return columns
 
 

@@ -176,6 +176,7 @@ class Card:
     def _front_matter(self) -> list[str]:
         """Return the front matter that the Hugging Face Hub reads: licence and base if known, library, tags."""
         licence, name = licence_of(self.base), name_of(self.base)
+        # Random bases ("random:...") are made here, not loaded from the Hub.
         is_on_hub = "/" in name and is_public(name) and not name.startswith(PREFIX)
         return [
             "---",
