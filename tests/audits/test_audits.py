@@ -31,7 +31,7 @@ from comingle.audits.canaries import (
 from comingle.data.text.streams import UserData
 from comingle.models.scoring import fixed_windows
 from comingle.privacy.accounting import Release, epsilon
-from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
+from comingle.reports.audit import Audit, Membership, Proof, conclusions, exposure
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
@@ -82,7 +82,7 @@ def test_an_upload_without_privacy_gives_the_canary_away() -> None:
     assert (server.view, server.coins, server.upper) == (SERVER, 24, None)
     assert server.correct >= 22
     assert server.epsilon > 1
-    assert "can tell whether a canary" in verdict(found)[0]
+    assert "can tell whether a canary" in conclusions(found)[0]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_of_single_examples_no_more_is_proven_than_the_account_allows(noise: flo
     server = audit.proofs[0]
     assert (server.view, server.coins) == (SERVER, 24)
     assert (server.epsilon > 0.5) == found
-    assert "replacement of one example" in verdict(audit)[0]
+    assert "replacement of one example" in conclusions(audit)[0]
 
 
 @pytest.mark.slow
@@ -294,15 +294,15 @@ def page(*, correct: int, upper: float | None, aucs: tuple[float, ...]) -> Audit
 
 
 def test_the_verdict_says_no_more_than_the_intervals() -> None:
-    said = verdict(page(correct=22, upper=None, aucs=(0.9, 0.2, 0.7)))
+    said = conclusions(page(correct=22, upper=None, aucs=(0.9, 0.2, 0.7)))
     assert "is not shown to learn" in said[0]
     assert "not shown to be distinguishable" in said[1]
     assert "not shown to have memorised" in said[2]
-    said = verdict(page(correct=40, upper=9.0, aucs=(0.71, 0.7, 0.72)))
+    said = conclusions(page(correct=40, upper=9.0, aucs=(0.71, 0.7, 0.72)))
     assert "can infer whether" in said[0]
     assert "can be distinguished" in said[1]
-    assert "please report it" in verdict(page(correct=40, upper=1.0, aucs=(0.5,)))[0]
-    assert "no interval" in verdict(page(correct=40, upper=1.0, aucs=(0.5,)))[1]
+    assert "please report it" in conclusions(page(correct=40, upper=1.0, aucs=(0.5,)))[0]
+    assert "no interval" in conclusions(page(correct=40, upper=1.0, aucs=(0.5,)))[1]
 
 
 def test_exposure_is_in_bits() -> None:
@@ -370,7 +370,7 @@ def test_where_inversion_fails_it_is_said(hidden: str) -> None:
     run = net_run() if hidden == "adam" else net_run(experts=SGD, privacy=privacy)
     found = comingle.audit(run, users=PICTURES)
     assert all(min(one.errors) > 0.3 for one in found.inversions)
-    assert all("reconstructs no input" in said and "others may" in said for said in verdict(found)[:2])
+    assert all("reconstructs no input" in said and "others may" in said for said in conclusions(found)[:2])
 
 
 def test_a_net_that_begins_with_a_convolution_is_refused() -> None:

@@ -150,7 +150,7 @@ def test_a_method_with_fewer_seeds_is_paired_with_those_it_has() -> None:
     against = held(found)
     assert verdicts(against) == {"good": "better", "other": "one seed"}
     assert [one.seeds for one in against.verdicts] == [(0, 2), (2,)]
-    assert against.judged == 1
+    assert against.num_tested == 1
     assert rows_of(against)[1][1][:5] == ["other", "–", "–", "one seed", "–"]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from comingle.reports.page import Text, TokenView, pack_gates, render_page
 from comingle.reports.runs import read_entries
-from comingle.reports.tables import judged_tables, upload_weights
+from comingle.reports.tables import upload_weight_tables, upload_weights
 from comingle.utils.errors import RecipeError
 
 NASTY = "</script><img src=x onerror=alert(1)> & \"'{{ 7*7 }} \u2028"
@@ -395,7 +395,7 @@ def test_the_page_says_whose_uploads_counted(run_writer: Any, tmp_path: Any, pag
     assert NASTY not in found
     crowd = {f"user{number:02}": float(number) for number in range(20)}
     many = {1: {name: number / 20 for number, name in enumerate(crowd)}}
-    of_many = judged_tables(read_entries([write_run("many", "fedavg", {0: crowd, 1: crowd}, judged=many)]))[0]
+    of_many = upload_weight_tables(read_entries([write_run("many", "fedavg", {0: crowd, 1: crowd}, judged=many)]))[0]
     assert ([row[0] for row in of_many["rows"]], of_many["more"]) == ([f"user{number:02}" for number in range(12)], 8)
 
 

@@ -533,11 +533,11 @@ def test_a_rate_has_a_limit(people: Any) -> None:
 def test_a_bucket_fills_as_time_goes_by() -> None:
     now = [0.0]
     rates = Rates(60, clock=lambda: now[0])
-    assert [rates.wait("ann") for _ in range(60)] == [0] * 60
-    assert rates.wait("ann") == pytest.approx(1)
+    assert [rates.take_request("ann") for _ in range(60)] == [0] * 60
+    assert rates.take_request("ann") == pytest.approx(1)
     now[0] = 1.0
-    assert rates.wait("ann") == 0
-    assert rates.wait("ann") > 0
+    assert rates.take_request("ann") == 0
+    assert rates.take_request("ann") > 0
 
 
 @pytest.mark.slow

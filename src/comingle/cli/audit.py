@@ -58,7 +58,7 @@ def audit(
     audit.md, by default to the run folder.
     """
     from comingle.audits import auditing
-    from comingle.reports.audit import check_targets, render_audit, verdict
+    from comingle.reports.audit import check_targets, conclusions, render_audit
     from comingle.runs.api import load
     from comingle.utils.terminal import words
 
@@ -70,7 +70,7 @@ def audit(
     found = auditing.audit(
         opened, trials=trials, rounds=rounds, shadows=shadows, out=folder, force=force, progress=not quiet
     )
-    for sentence in verdict(found):
+    for sentence in conclusions(found):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     for table in render_audit(found):
         console.print()

@@ -92,11 +92,13 @@ def advise_on(
     Args:
         local: Runs of ``local`` with all users.
         methods: Runs of at least one other method with all users and the seeds of ``local``.
-        groups: Runs of one method with smaller groups of users and the same seeds, by the names of a group's users.
+        groups: Runs of the method ``grouped_by`` with smaller groups of users and the same seeds; a key has the names
+            of the group's users.
         grouped_by: The method with which these groups trained.
     """
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
+    # One interval for each user with each method, and for each user in each smaller group.
     num_intervals = len(first["users"]) * len(methods) + sum(map(len, groups))
     # Of means over users: each method against `local`, and each but the best method against the best.
     num_mean_intervals = 2 * len(methods) - 1
@@ -106,6 +108,7 @@ def advise_on(
         measure=measure,
         seeds=tuple(local),
         rounds=max(metrics.get("planned_rounds", metrics["rounds"]) for metrics in local.values()),
+        # Metrics have "planned_rounds" only if the privacy budget was spent before all of them.
         stopped={
             name: min(metrics["rounds"] for metrics in runs.values())
             for name, runs in {"local": local, **methods}.items()
@@ -141,7 +144,7 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
         local: Runs of ``local`` by seed.
         users: The users.
         measure: The measure.
-        num_intervals: Number of intervals that hold simultaneously.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
     key, gains = f"test_{measure}", {}
     for user in users:
@@ -161,26 +164,26 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
         runs: Its runs by seed.
         others: Runs to compare with, by seed.
         measure: The measure.
-        num_intervals: Number of intervals that hold simultaneously.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
     key, means = f"test_{measure}", []  # one mean per seed
     for seed, other_run in others.items():
         users = other_run["users"]
         changes = [change(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
         means.append(fmean(value for value in changes if value is not None))
-    return Gain(user=name, measure=measure, change=spread(means), interval=interval(means, together=num_intervals))
+    return Gain(user=name, measure=measure, change=spread(means), interval=interval(means, num_intervals=num_intervals))
 
 
 def _gain_of_user(
     user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, num_intervals: int
 ) -> Gain | None:
-    """Return a user's mean change over seeds; None if a result is not finite.
+    """Return a user's mean change against ``local`` over seeds; None if a result is not finite.
 
     Args:
         user: The user.
         pairs: The user's result and its result of ``local``, for each seed.
         measure: The measure.
-        num_intervals: Number of intervals that hold simultaneously.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
     changes = [
         change(value, baseline, measure) for value, baseline in pairs if value is not None and baseline is not None
@@ -188,7 +191,9 @@ def _gain_of_user(
     values = [number for number in changes if number is not None]
     if len(values) < len(pairs):
         return None
-    return Gain(user=user, measure=measure, change=spread(values), interval=interval(values, together=num_intervals))
+    return Gain(
+        user=user, measure=measure, change=spread(values), interval=interval(values, num_intervals=num_intervals)
+    )
 
 
 def _best_method(means: Mapping[str, Gain], measure: str) -> str:

@@ -173,13 +173,13 @@ class Audit(AuditedRun):
         return "conversations" if self.kind == "conversations" else "text"
 
     @property
-    def windows(self) -> str:
+    def unit_plural(self) -> str:
         """The unit of membership inference, in the plural."""
         return "conversations" if self.kind == "conversations" else "windows"
 
     def as_dict(self) -> dict[str, object]:
         """Return the content of the audit's JSON file."""
-        return {**asdict(self), "verdict": verdict(self)}
+        return {**asdict(self), "verdict": conclusions(self)}
 
 
 def exposure(rank: int, references: int) -> float:
@@ -187,11 +187,15 @@ def exposure(rank: int, references: int) -> float:
     return math.log2(references + 1) - math.log2(rank)
 
 
-# -------------------------------------------------------------------- verdict
+# -------------------------------------------------------------------- conclusions
 
 
-def verdict(audit: Audit) -> list[str]:
-    """Return sentences on what the audit shows and what it does not show."""
+def conclusions(audit: Audit) -> list[str]:
+    """Return sentences on what the audit shows and what it does not show.
+
+    Audits of users with samples have reconstructed inputs (inversions). Others have bounds on epsilon, membership
+    inference without and with reference models ("shadowed"), exposures of canaries, and recoveries of tokens.
+    """
     if audit.inversions:
         return [
             *map(_inversion_sentence, audit.inversions),
@@ -243,23 +247,24 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
 def _membership_sentence(audit: Audit) -> str:
     """Return the sentence on membership inference from the final shared model.
 
-    Windows count as distinguishable if the interval of the mean AUC over users is above 0.5.
+    Training windows (or conversations) count as distinguishable from held-out ones if the confidence interval of the
+    mean AUC over users is above 0.5, the AUC of guessing.
     """
     values = [result.auc for result in audit.members]
     if not values:
         return "Membership inference was not run."
     mean, bounds = fmean(values), interval(values)
-    if bounds is None:
-        return f"Training {audit.windows}: AUC {mean:.2f} for one user, so there is no interval and no conclusion."
+    if bounds is None:  # a single user
+        return f"Training {audit.unit_plural}: AUC {mean:.2f} for one user, so there is no interval and no conclusion."
     auc_text = f"AUC {mean:.2f} on average over users ({bounds_text(bounds)})"
     if bounds[0] > 0.5:
         return (
-            f"Training {audit.windows} can be distinguished from held-out ones of the same user with the final "
+            f"Training {audit.unit_plural} can be distinguished from held-out ones of the same user with the final "
             f"shared model: {auc_text}. Other differences between training and test data contribute to this."
         )
     return (
-        f"Training {audit.windows} are not shown to be distinguishable from held-out ones with the final shared model: "
-        f"{auc_text}."
+        f"Training {audit.unit_plural} are not shown to be distinguishable from held-out ones with the final shared "
+        f"model: {auc_text}."
     )
 
 
@@ -278,7 +283,7 @@ def _shadowed_sentence(audit: Audit, view: str) -> str:
     if bounds is None:
         return f"With reference models: too few observations of {source} for a conclusion."
     auc_text = f"AUC {fmean(values):.2f} on average over users ({bounds_text(bounds)})"
-    which = f"With reference models, membership of {audit.windows} in the training data"
+    which = f"With reference models, membership of {audit.unit_plural} in the training data"
     if bounds[0] > 0.5:
         return f"{which} can be inferred from {source}: {auc_text}."
     return f"{which} is not shown to be inferable from {source}: {auc_text}."
@@ -445,10 +450,10 @@ def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
     canaries = f"canaries: {runs}; {audit.confidence:.0%}, delta {audit.delta:g}"
-    members = f"training {audit.windows}, by the final shared model; 95%"
+    members = f"training {audit.unit_plural}, by the final shared model; 95%"
     sections = {canaries: proof_rows(audit), members: member_rows(audit)}
     if audit.shadowed:
-        sections[f"training {audit.windows}, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
+        sections[f"training {audit.unit_plural}, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
     if audit.recoveries:
         sections["tokens out of one upload; 95%"] = recovery_rows(audit)
     return sections
@@ -476,9 +481,9 @@ def render_audit(audit: Audit) -> list[Table]:
 
 
 def markdown(audit: Audit) -> str:
-    """Return the page of an audit as Markdown: its verdict in sentences, then the tables."""
+    """Return the page of an audit as Markdown: its conclusions in sentences, then the tables."""
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
-    lines += [f"- {sentence}" for sentence in verdict(audit)]
+    lines += [f"- {sentence}" for sentence in conclusions(audit)]
     for head, rows in _sections(audit).values():
         lines += ["", _markdown_row(head), _markdown_row(["---"] * len(head)), *map(_markdown_row, rows)]
     return "\n".join(lines) + "\n"

@@ -56,7 +56,12 @@ class Estimate:
     freedom: float
 
     def interval(self, share: float = 1.0) -> tuple[float, float]:
-        """Return ``mean -+ t error`` with confidence ``1 - 0.05 share``."""
+        """Return both ends of the confidence interval, ``mean -+ t error``.
+
+        Args:
+            share: Share of the error rate :data:`ERROR` (0.05): the confidence is ``1 - share * ERROR``. Of several
+                simultaneous intervals, each has a share below 1.
+        """
         from scipy.special import stdtrit  # slow to import
 
         half_width = self.error * float(stdtrit(self.freedom, 1 - share * ERROR / 2)) if self.error else 0.0
@@ -64,7 +69,7 @@ class Estimate:
 
     @property
     def p_value(self) -> float:
-        """Two-sided p-value for a mean of 0, that is the share of ERROR at which an end of the interval is 0."""
+        """Two-sided p-value for a mean of 0: the error rate ``share * ERROR`` at which an end of the interval is 0."""
         if not self.error:
             return 1.0 if self.mean == 0 else 0.0
         from scipy.special import stdtr  # slow to import
@@ -81,17 +86,17 @@ def one_way(values: Sequence[float]) -> Estimate:
     return Estimate(mean=statistics.fmean(values), error=error, freedom=len(values) - 1)
 
 
-def interval(values: Sequence[float], *, together: int = 1) -> tuple[float, float] | None:
+def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``.
 
     Args:
         values: Independent values.
-        together: Number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
+        num_intervals: Number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
 
     Returns:
         Both ends; None for fewer than two values.
     """
-    return None if len(values) < 2 else one_way(values).interval(1 / together)
+    return None if len(values) < 2 else one_way(values).interval(1 / num_intervals)
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
@@ -124,8 +129,9 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p-values (Scandinavian Journal of Statistics 6, 1979).
 
-    The k-th smallest of n p-values, counted from 0, is multiplied by ``n - k``, and is at least the one before it.
-    Hypotheses with an adjusted p-value of at most 0.05 are rejected; with 95% none of them is true.
+    The k-th smallest of n p-values, counted from 0, is multiplied by ``n - k``, and is at least the adjusted value
+    before it and at most 1. If hypotheses with an adjusted value of at most 0.05 are rejected, the probability to
+    reject at least one true hypothesis is at most 0.05.
     """
     adjusted, largest = [1.0] * len(p_values), 0.0  # largest adjusted p-value so far
     for rank, number in enumerate(np.argsort(p_values, kind="stable")):
@@ -235,7 +241,7 @@ class BaselineComparison:
     verdicts: tuple[Verdict, ...]
 
     @property
-    def judged(self) -> int:
+    def num_tested(self) -> int:
         """Number of methods with an interval, over which Holm's procedure adjusts."""
         return sum(verdict.change is not None for verdict in self.verdicts)
 
@@ -466,7 +472,7 @@ def _p_text(value: float | None) -> str:
 
 def notes(against: BaselineComparison) -> list[str]:
     """Return sentences on how to read the table of verdicts, and on what it cannot show."""
-    num_methods = against.judged
+    num_methods = against.num_tested
     verdict_note = (
         "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
         "Users and seeds both count as random."

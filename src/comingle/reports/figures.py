@@ -543,14 +543,17 @@ def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] 
 
 
 def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the adaptor sets in the order of the true clusters that use them.
+    """Return an order of the adaptor sets: the set of the first true cluster, that of the second, and so on.
 
-    The assignment of sets to clusters maximises the total weight (linear sum assignment). Sets without a cluster
-    follow, the most used first.
+    Each cluster is assigned another set, so that the total weight of the clusters' users on their sets is largest
+    (linear sum assignment). Sets that no cluster has follow, those with the largest total weight first.
 
     Args:
         mixture: Weights, of shape (user, adaptor set).
         clusters: True cluster of each user; None if unknown.
+
+    Returns:
+        Indices of all adaptor sets.
     """
     matched: list[int] = []
     if clusters is not None:
@@ -558,7 +561,7 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
         # Total weight of each set in each cluster, of shape (cluster, adaptor set).
         weights = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
         rows, columns = linear_sum_assignment(weights, maximize=True)
-        matched = [int(columns[place]) for place in np.argsort(rows)]
+        matched = [int(columns[i]) for i in np.argsort(rows)]  # in the order of the clusters
     total = mixture.sum(0)
     unmatched = [number for number in range(mixture.shape[1]) if number not in matched]
     return (*matched, *sorted(unmatched, key=lambda number: (-total[number], number)))
@@ -850,7 +853,7 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> No
     Args:
         axis: The axes.
         entries: The entries.
-        mean: ``mean`` or ``geometric mean``, over users.
+        mean: Which mean over users: ``mean`` or ``geometric mean``.
     """
     measure = entries[0].first.measure
     largest = max((cost(entry).upload_bytes for entry in entries), default=0)
@@ -865,11 +868,12 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> No
         points.append((uploaded, spread.mean, entry.label))
     axis.set_title(f"{mean} over users")
     axis.margins(y=0.2)
-    axis.set_xlim(-0.04 * (largest / unit or 1.0), 1.4 * (largest / unit or 1.0))  # room for labels on the right
+    width = largest / unit or 1.0  # 1 if nothing is uploaded
+    axis.set_xlim(-0.04 * width, 1.4 * width)  # room for labels on the right
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    ends = [end for _, end, _ in points]
-    if measure == "loss" and ends and min(ends) > 0 and max(ends) > 10 * min(ends):
-        logarithmic(axis, ends, measure, room=3.0)
+    results = [result for _, result, _ in points]
+    if measure == "loss" and results and min(results) > 0 and max(results) > 10 * min(results):
+        logarithmic(axis, results, measure, room=3.0)  # labels need more room than curves
     figure = axis.figure
     assert isinstance(figure, Figure)
     label_points(figure, axis, points)

@@ -66,7 +66,7 @@ from comingle.reports.runs import (
     final,
     verdicts,
 )
-from comingle.reports.tables import cost_rows, judged_tables
+from comingle.reports.tables import cost_rows, upload_weight_tables
 from comingle.utils.errors import RunError
 from comingle.utils.inputs import Inputs, read_inputs
 from comingle.utils.records import describe_sample, number, read_metrics
@@ -252,6 +252,7 @@ def _paint_tokens(axis: Axes, cell: _TokenCell, lines: int) -> None:
         if not visible_text:
             continue
         colour = expert_colour(cell.experts[int(top_expert)]).light
+        # y grows downwards: the box is almost as high as the line, and the letters' baseline is in its lower part.
         axis.barh(line + 0.5, len(visible_text), 0.95, left=column, color=colour, alpha=0.75, linewidth=0)
         axis.text(column, line + 0.78, visible_text, family="monospace", clip_on=True)
 
@@ -549,7 +550,7 @@ def render_page(
         curves=list(_curve_figures(entries, drawn)),
         gains=[section for one in baselines(entries) if (section := _gains_section(entries, one, drawn))],
         costs=cost_rows([cost(entry) for entry in entries]),
-        judged=judged_tables(entries),
+        judged=upload_weight_tables(entries),
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
         component=components.pop() if len(components) == 1 else "component",
@@ -811,7 +812,10 @@ def _scores_section(
 
 
 def _score_rows(entry: Entry) -> list[tuple[str, str, list[str]]]:
-    """Return the table of the figure: each user's experts with their last score in every layer."""
+    """Return the rows of the table below an entry's figure of scores: user, expert, and its last score in each layer.
+
+    A score is the expert's mean gate.
+    """
     return [
         (user, expert.name, [f"{curve.values[-1].mean:.2f}" for curve in expert.layers])
         for user in entry.first.users

@@ -91,7 +91,7 @@ class RunRecord:
     """Each user's amount of training data in that unit; empty if the run does not record it."""
     spent: dict[str, Any] = field(default_factory=dict)
     """Privacy budget spent so far: largest ``epsilon`` of all users, and ``delta``; empty without privacy."""
-    judged: tuple[dict[str, Any], ...] = ()
+    aggregations: tuple[dict[str, Any], ...] = ()
     """One event per round with an aggregation rule, with the weight of each upload."""
 
     @property
@@ -240,7 +240,7 @@ def read_run(folder: Path) -> RunRecord:
         unit=_unit(start["users"]),
         amounts=_amounts(start["users"], f"train_{_unit(start['users'])}"),
         spent=next((event for event in reversed(events) if event["event"] == "privacy"), {}),
-        judged=tuple(event for event in events if event["event"] == "aggregation"),
+        aggregations=tuple(event for event in events if event["event"] == "aggregation"),
     )
 
 
@@ -330,6 +330,7 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     labels = []
     for run in runs:
         same_method = [other for other in runs if other.method == run.method]
+        # Settings of privacy are listed only if all these runs have them; else every one would differ.
         all_private = all(other.recipe.get("privacy") for other in same_method)
         settings = _settings_of(run, full_privacy=all_private)
         differing_keys: set[str] = set()

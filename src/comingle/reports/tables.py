@@ -319,7 +319,7 @@ def upload_weights(entry: Entry) -> list[UploadWeights]:
     """
     weights: dict[str, list[float]] = {}
     for run in entry.runs:
-        for event in run.judged:
+        for event in run.aggregations:
             for user, weight in event.get("counted", {}).items():
                 weights.setdefault(user, []).append(weight)
     users = [
@@ -329,12 +329,13 @@ def upload_weights(entry: Entry) -> list[UploadWeights]:
     return sorted(users, key=lambda user: (user.mean, -user.left_out))
 
 
-def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
-    """Return the tables of users with the smallest weights, one for each entry with an aggregation rule, for the page.
+def upload_weight_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
+    """Return a table for each entry that aggregates robustly: the users whose uploads had the smallest weights.
 
     Returns:
-        Mappings of ``label`` (of the entry), ``rule``, ``rows`` (user, uploads left out, mean weight), and ``more``,
-        the number of users without a row.
+        Mappings for the page's template: ``label`` of the entry, ``rule`` (name of the aggregation rule), ``rows`` of
+        at most :data:`MOST_WEIGHTS` users (user, uploads with weight 0, mean weight), and ``more``, the number of
+        other users.
     """
     tables: list[dict[str, object]] = []
     for entry in entries:
@@ -342,7 +343,7 @@ def judged_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
         if not users:
             continue
         rows = [(user.user, f"{user.left_out} of {user.uploads}", f"{user.mean:.2f}") for user in users[:MOST_WEIGHTS]]
-        aggregation_rule = entry.first.judged[0]["rule"]
+        aggregation_rule = entry.first.aggregations[0]["rule"]
         tables.append({"label": entry.label, "rule": aggregation_rule, "rows": rows, "more": len(users) - len(rows)})
     return tables
 
@@ -721,7 +722,7 @@ _HYPHENS = re.compile("-(?=-)")
 
 
 def escape_latex(text: object) -> str:
-    """Return a text that LaTeX typesets as it is, on one line.
+    """Return a text that LaTeX typesets as it is, on one line; hyphens in a row are kept apart, not joined to a dash.
 
     >>> escape_latex("50% of a_b")
     '50\\\\% of a\\\\_b'

@@ -133,7 +133,7 @@ class Service:
         """
         if name not in self._accessible_users(request):
             raise model_not_found(name)
-        if wait := self.rates.wait(name):
+        if wait := self.rates.take_request(name):
             message = f"user {name!r} has sent {self.limits.rate} requests within a minute"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after=wait)
 
@@ -250,7 +250,7 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded", param=param)
 
     def _new_tokens(self, prompt_tokens: int, max_new_tokens: int | None, param: str) -> int:
-        """Return the limit on new tokens: the requested number, or as many as the context has room for.
+        """Return the number of new tokens to allow: the requested one, or else the most that server and context allow.
 
         Args:
             prompt_tokens: Number of tokens in the prompt.
@@ -269,6 +269,7 @@ class Service:
         limit = self.limits.max_tokens
         if self.engine.context_length is not None:
             limit = min(limit, self.engine.context_length - prompt_tokens)
+        # Without room for a single token, ask for one, which the check refuses.
         new_tokens = max(1, limit) if max_new_tokens is None else max_new_tokens
         self._require_room(prompt_tokens, new_tokens, param)
         return new_tokens

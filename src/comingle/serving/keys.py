@@ -177,7 +177,7 @@ class Rates:
         self.rate, self.clock = rate, clock
         self._left: dict[str, tuple[float, float]] = {}
 
-    def wait(self, name: str) -> float:
+    def take_request(self, name: str) -> float:
         """Take one request from a user's bucket.
 
         Returns:

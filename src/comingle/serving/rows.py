@@ -249,10 +249,11 @@ class MixedRows(Rows):
         for layer_name, a, b in lora_pairs(personal.tensors):
             name = layer_name.removeprefix("model.")
             layer = layers[layer_name]
-            factors = layer.alpha * layer.of_mixture(shares)  # scale times share of each component
+            layer_shares = layer.of_mixture(shares)  # (clusters,): a mixture may have shares of its own for each layer
+            factors = layer.alpha * layer_shares
             scaled_b = b[0] * factors.to(b).view(-1, 1, 1)  # (clusters, d_out, rank)
-            tree[f"{name}.a"] = a.flatten(1, 2)
-            tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)
+            tree[f"{name}.a"] = a.flatten(1, 2)  # (1, clusters rank, d_in)
+            tree[f"{name}.b"] = scaled_b.mT.flatten(0, 1).unsqueeze(0)  # (1, clusters rank, d_out)
         return tree
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
@@ -313,8 +314,11 @@ def prepare(network: PreTrainedModel) -> None:
 
 
 def without_adapters(personal: PersonalModel) -> PersonalModel:
-    """Return a user's model that behaves as the base does: adapters add zeros, mixtures leave logits unchanged."""
-    # Without its second factor a LoRA adds zeros. A router of zeros gives all models equal weights and exponent 1.
-    zeroed = (".b", f".{OUT}", CLIENT_ROUTER)
+    """Return a user's model named "pretrained" that computes the same as the base, for comparison with it.
+
+    Factors B of all LoRAs and residuals are zero, so adapters add nothing. The logits of a mixture's router are zero,
+    too: its components, all equal to the base now, have equal weights, and their probabilities the power 1.
+    """
+    zeroed = (".b", f".{OUT}", CLIENT_ROUTER)  # endings of the names of such tensors
     tensors = {name: torch.zeros_like(t) if name.endswith(zeroed) else t for name, t in personal.tensors.items()}
     return replace(personal, name="pretrained", tensors=cast(dict[str, Tensor], tensors))

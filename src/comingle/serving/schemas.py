@@ -445,10 +445,12 @@ class Worker:
             self._changed.notify()
 
     def call(self, job: Callable[[], Result]) -> Future[Result]:
-        """Run a function in the engine's thread between two steps, since it uses the network as a step does.
+        """Queue a function for the engine's thread and return the future of its result.
+
+        It runs between two steps of the engine, because both it and a step use the network, with other batches.
 
         Raises:
-            Overloaded: Too many functions are waiting.
+            Overloaded: ``queue`` functions are already waiting.
         """
         future: Future[Result] = Future()
         with self._changed:

@@ -10,9 +10,9 @@ from urllib.parse import parse_qsl
 from comingle.utils.errors import DataError, did_you_mean
 
 # Control characters, line and paragraph separators, halves of surrogate pairs. Joiners (Cf) are part of words.
-_REFUSED = frozenset({"Cc", "Zl", "Zp", "Cs"})
+_REFUSED_CATEGORIES = frozenset({"Cc", "Zl", "Zp", "Cs"})
 # Characters that reorder a line, so that one name looks like another, and the invisible byte order mark.
-_DISGUISES = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
+_DISGUISING_CHARACTERS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
 
 
 def as_folder(name: str) -> str:
@@ -32,7 +32,9 @@ def name_problem(names: Iterable[str]) -> str | None:
     for name in names:
         if not name.strip():
             return "a user's name is empty; allowed: text on one line"
-        refused = [sign for sign in name if sign in _DISGUISES or unicodedata.category(sign) in _REFUSED]
+        refused = [
+            sign for sign in name if sign in _DISGUISING_CHARACTERS or unicodedata.category(sign) in _REFUSED_CATEGORIES
+        ]
         if refused:
             return (
                 f"user {name!r}: the name contains {refused[0]!r}; allowed: text on one line without control characters"

@@ -143,20 +143,22 @@ class Layout:
         return int(self.mask(roles).sum())
 
     def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
-        """Return for each slot that has entries in ``roles`` all names of its roles: alone, with factor and with part.
+        """Return all names of each slot's roles, by the slot's name; slots without entries in ``roles`` are left out.
 
-        For example, a LoRA's first factor has ``{"attention", "attention.a", "attention.body"}``. If the entries of a
-        slot have several roles, only those in ``roles`` count: a tensor of experts, restricted to the shared ones, is a
-        generalist.
+        A role has up to three names: the role itself, with the slot's factor, and with its part of the model. For
+        example, a LoRA's first factor has ``{"attention", "attention.a", "attention.body"}``. If the entries of a slot
+        have several roles, only those in ``roles`` count: a tensor of generalist and specialist experts has the names
+        of a generalist if ``roles`` are the shared ones.
         """
         wanted = frozenset(roles)
-        named: dict[str, frozenset[str]] = {}
+        names_by_slot: dict[str, frozenset[str]] = {}
         for slot in self.slots:
-            kept = {role for role, chosen in zip(slot.roles, slot.chosen(wanted), strict=True) if chosen}
+            chosen_roles = {role for role, chosen in zip(slot.roles, slot.chosen(wanted), strict=True) if chosen}
             suffixes = [suffix for suffix in (slot.factor, slot.part) if suffix]
-            if kept:
-                named[slot.name] = frozenset(kept | {f"{role}.{suffix}" for role in kept for suffix in suffixes})
-        return named
+            if chosen_roles:
+                suffixed = {f"{role}.{suffix}" for role in chosen_roles for suffix in suffixes}
+                names_by_slot[slot.name] = frozenset(chosen_roles | suffixed)
+        return names_by_slot
 
     def only(self, roles: Iterable[str]) -> Layout:
         """Return a layout of the slots whose roles are all in ``roles``, in the same order."""

@@ -178,14 +178,14 @@ def test_bytes_and_special_tokens_are_kept() -> None:
     assert (words.model, words.pre, words.adds_bos, words.adds_eos) == ("gpt2", "gpt-2", False, False)
     assert words.tokens[ord("A")] == "A"
     assert words.tokens[256:] == ("<|eos|>", "<|bos|>", "<|pad|>", "[UNUSED259]", "[UNUSED260]", "[UNUSED261]")
-    assert words.kinds[255:260] == (
+    assert words.token_types[255:260] == (
         TokenType.NORMAL,
         TokenType.CONTROL,
         TokenType.CONTROL,
         TokenType.CONTROL,
         TokenType.UNUSED,
     )
-    assert words.numbers == {"bos": 257, "eos": 256, "pad": 258}
+    assert words.special_ids == {"bos": 257, "eos": 256, "pad": 258}
 
 
 def learned(split: str) -> PreTrainedTokenizerFast:
@@ -216,7 +216,7 @@ def test_the_way_of_splitting_text_is_found(split: str) -> None:
     tokenizer = learned(split)
     words = vocabulary("bob", tokenizer, len(tokenizer) + 3)
     assert words.pre == split
-    assert len(words.tokens) == len(words.kinds) == len(tokenizer) + 3
+    assert len(words.tokens) == len(words.token_types) == len(tokenizer) + 3
     assert words.merges[0].replace(" ", "") in words.tokens
 
 
@@ -238,7 +238,7 @@ def test_sentencepiece_tokens_keep_their_order_of_merging(stories: Path) -> None
     first, last = ("".join(spec["merges"][at]) for at in (0, -1))
     assert words.model == "llama"
     assert words.scores[spec["vocab"][first]] == 0.0 > words.scores[spec["vocab"][last]]
-    assert words.kinds[spec["vocab"]["<0x0A>"]] == TokenType.BYTE
+    assert words.token_types[spec["vocab"]["<0x0A>"]] == TokenType.BYTE
 
 
 # -------------------------------------------------------------------- llama.cpp

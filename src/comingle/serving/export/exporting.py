@@ -209,7 +209,10 @@ class Card:
         return ["## Data", "", f"The user's own {self.about.kind}: {amounts}. {note}", ""]
 
     def _metrics(self) -> list[str]:
-        """Return the section with the model's scores, also of an approximation; no lines if there are none."""
+        """Return the section with the model's scores as Markdown lines; no lines if there are none.
+
+        An exported approximation also has its perplexity and that of the mixture which it replaces (``lost``).
+        """
         scores = {**(self.about.scores if self.about else {}), **self.lost}
         if not scores:
             return []
@@ -346,7 +349,8 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
         score = source.about.validate(_personal_losses(source, gates_seen), lambda: torch.cat(gates_seen, 1))
     present = model.adapters.present[source.row]
-    return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in score.expert_scores]
+    mean_gates = score.expert_scores  # by layer and expert
+    return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in mean_gates]
 
 
 def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
@@ -363,15 +367,18 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
 def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes per-token losses of the user's model for windows of tokens.
 
+    While routers record their gates (:func:`comingle.models.routing.record_gates`), each call of the function replaces
+    the content of ``gates_seen`` with the gates of its windows.
+
     Args:
         source: The user's model.
-        gates_seen: Each call of the function replaces its contents with the gates, if these are being recorded.
+        gates_seen: A list to which the gates are written.
     """
     model = source.model
     mlps = model.adapters.experts.values() if isinstance(model, AdaptedModel) else ()
 
-    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
-        gates_seen.clear()
+    def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # there is only one user
+        gates_seen.clear()  # each call of model.predict overwrites the routers' gates, so they are collected here
         losses_of_batches = []
         for batch in windows.to(model.device).unsqueeze(1):
             losses_of_batches.append(model.predict(source.tensors, [source.row], batch)[0])
@@ -385,7 +392,7 @@ def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequ
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes per-token losses of a network of transformers, 0 for negative targets."""
 
-    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
+    def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # all users share the network
         targets = windows[..., 1:]
         logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
         token_losses = torch.nn.functional.cross_entropy(
@@ -445,7 +452,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         DataError: The model cannot be exported in this format; the message names the reason and a format that works.
         RunError: The format or number format is unknown, or the folder cannot be written to.
     """
-    kind = _number_format(source, format, dtype)
+    number_format = _number_format(source, format, dtype)
     check_target(folder, force=force)
     write = {
         "peft": _write_peft_folder,
@@ -454,7 +461,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         "merged-approximately": _write_approximate,
     }[format]
     with replace_folder(folder, force=force) as draft, quiet_transformers():
-        exported, library, usage = write(source, draft, kind)
+        exported, library, usage = write(source, draft, number_format)
         if (tokenizer := _tokenizer_with_template(source)) is not None and format != "gguf":
             tokenizer.save_pretrained(draft)
         card = Card(
@@ -472,17 +479,24 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
 
 
 def _number_format(source: Source, format: str, dtype: str | None) -> str:
-    """Return the number format of the weights: the requested one, or by default that of the base if the format has it.
+    """Return the number format of the exported weights: the requested one, or by default that of the base.
+
+    If the export format has no weights of the base's dtype, the default is float32.
+
+    Args:
+        source: The model to export.
+        format: Export format, one of :data:`FORMATS`.
+        dtype: The requested number format; None for the default.
 
     Raises:
         RunError: The format or the number format is unknown.
     """
     if format not in FORMATS:
         raise RunError(f"--format: got {format!r}; allowed: {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
-    own = str(source.model.base.dtype).removeprefix("torch.")
+    base_dtype = str(source.model.base.dtype).removeprefix("torch.")
     allowed = tuple(KINDS) if format == "gguf" else tuple(DTYPES)
     if dtype is None:
-        return own if own in allowed else "float32"
+        return base_dtype if base_dtype in allowed else "float32"
     if dtype not in allowed:
         raise RunError(f"--dtype: got {dtype!r}; allowed for {format}: {', '.join(allowed)}")
     return dtype
@@ -603,7 +617,11 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
-    """Write a network of transformers with the generation settings for the user's data."""
+    """Write a network of transformers with the generation settings for the user's data.
+
+    ``config.json`` also says so if the network's experts must run one after another ("eager"), because the default
+    implementation of transformers fails for their sizes.
+    """
     network.generation_config = generation_of(source.model.base, source.about)
     network.save_pretrained(draft)
     if needs_eager_experts(network.config):  # transformers reads this key of config.json but does not write it.

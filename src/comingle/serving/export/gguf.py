@@ -42,10 +42,10 @@ class Vocabulary:
     model: str
     pre: str
     tokens: tuple[str, ...]
-    kinds: tuple[int, ...]
+    token_types: tuple[int, ...]
     scores: tuple[float, ...]
     merges: tuple[str, ...]
-    numbers: Mapping[str, int]
+    special_ids: Mapping[str, int]
     """IDs of the special tokens bos, eos, eot, eom, unk and pad, as far as they exist."""
     adds_bos: bool
     adds_eos: bool
@@ -66,7 +66,8 @@ def vocabulary(
         tokenizer: A fast tokenizer.
         size: Rows of the model's embedding.
         turn_end: The token that ends a response.
-        ends: All tokens that end a text. Besides the tokenizer's own and ``turn_end``, a file holds one of them.
+        ends: All tokens that end a text. A GGUF file has fields for three: the tokenizer's own ("eos"), ``turn_end``
+            ("eot"), and one more ("eom"), for which the first other token of ``ends`` is taken.
 
     Raises:
         DataError: The tokenizer is of another kind, or llama.cpp has no name for its pre-tokenizer.
@@ -85,7 +86,7 @@ def vocabulary(
     special_ids = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
     special_ids["eot"] = turn_end
     special_ids["eom"] = next((end for end in ends if end not in (special_ids["eos"], turn_end)), None)
-    # Which tokens the tokenizer adds to a text shows in the tokens of any text.
+    # Encode any text with and without special tokens, to see whether the tokenizer adds bos, eos and a space to texts.
     with_added, without_added = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
@@ -94,10 +95,10 @@ def vocabulary(
         model="llama" if is_sentencepiece else "gpt2",
         pre="default" if is_sentencepiece else _pre_tokenizer(name, settings),
         tokens=tokens,
-        kinds=tuple(types),
+        token_types=tuple(types),
         scores=_scores(tokens, merges) if is_sentencepiece else (),
         merges=() if is_sentencepiece else tuple(" ".join(pair) for pair in merges),
-        numbers={key: token_id for key, token_id in special_ids.items() if token_id is not None},
+        special_ids={key: token_id for key, token_id in special_ids.items() if token_id is not None},
         adds_bos=with_added[0] == special_ids["bos"],
         adds_eos=with_added[-1] == special_ids["eos"],
         adds_space=tokens[without_added[0]].startswith(_SPACE),
@@ -358,14 +359,14 @@ def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
     writer.add_tokenizer_model(vocab.model)
     writer.add_tokenizer_pre(vocab.pre)
     writer.add_token_list(vocab.tokens)
-    writer.add_token_types(vocab.kinds)
+    writer.add_token_types(vocab.token_types)
     if vocab.scores:
         writer.add_token_scores(vocab.scores)
         writer.add_add_space_prefix(vocab.adds_space)
     if vocab.model == "gpt2":
         # A tokenizer of bytes only has no merges, but llama.cpp refuses a file without any: this pair is no token.
         writer.add_token_merges(vocab.merges or (f"{vocab.tokens[0]} {vocab.tokens[0]}",))
-    for key, number in vocab.numbers.items():
+    for key, number in vocab.special_ids.items():
         getattr(writer, f"add_{key}_token_id")(number)
     writer.add_add_bos_token(vocab.adds_bos)
     writer.add_add_eos_token(vocab.adds_eos)
