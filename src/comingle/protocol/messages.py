@@ -232,23 +232,29 @@ def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
     return sent, new_residuals
 
 
-def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, store_residuals: bool = True) -> Tree:
-    """Compress some users' tensors with the rounding errors in their state, which are updated in place.
+def compress_with_feedback(
+    tensors: Tree, form: Format, client_state: Tree, users: list[int], *, store_residuals: bool = True
+) -> Tree:
+    """Compress uploads with error feedback: add the rounding errors of the last uploads, and store the new ones.
+
+    Only int8 has rounding errors that are added later; other formats do not use the client state.
 
     Args:
         tensors: ``(users, ..., width)`` by name.
         form: The number format of uploads.
-        kept: The client state of all users; holds rounding errors as ``residual/NAME``.
-        users: Rows of ``kept`` to which the tensors belong.
-        store_residuals: Whether to store the new rounding errors in ``kept``.
+        client_state: Tensors that clients keep, with a row for each user; rounding errors are named ``residual/NAME``
+            and updated in place.
+        users: Rows of ``client_state`` to which the tensors belong.
+        store_residuals: Whether to store the new rounding errors.
 
     Returns:
         The tensors to send.
     """
-    residuals = {name: kept[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
+    residuals = {name: client_state[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
     sent, new_residuals = compress(tensors, form, residuals)
-    for name, t in new_residuals.items() if store_residuals else ():
-        kept[RESIDUAL + name][users] = t
+    if store_residuals:
+        for name, t in new_residuals.items():
+            client_state[RESIDUAL + name][users] = t
     return sent
 
 

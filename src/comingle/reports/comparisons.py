@@ -286,7 +286,10 @@ def baseline_methods(baseline: str) -> list[str]:
 
 
 def baseline_text(names: Sequence[str]) -> str:
-    """Return a baseline as text."""
+    """Return a baseline for sentences: "local", or for several methods "the best of local, fedavg and ditto".
+
+    Each user's results are compared with the best of several methods.
+    """
     *others, last = names
     if not others:
         return last
@@ -295,6 +298,10 @@ def baseline_text(names: Sequence[str]) -> str:
 
 def compare_with_baseline(results: Results, measure: str, baseline: str) -> BaselineComparison | None:
     """Compare every other method with ``baseline``: mean change with its interval, verdict and p-value.
+
+    The verdict follows from a t-interval of the mean over users and seeds (:func:`two_way`). The p-value is of a second
+    test, which assumes no distribution: Wilcoxon's signed-rank test over the users' means. Holm's procedure corrects
+    both for the number of methods.
 
     Args:
         results: Results by method, seed and user.
@@ -315,6 +322,7 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     # Differences of users x seeds, for methods with at least two seeds whose differences are all finite.
     arrays = {name: array for name, by_seed in differences.items() if (array := _as_array(by_seed)) is not None}
     estimates = {name: two_way(array) for name, array in arrays.items()}
+    # Shares of the error rate, from which the confidence of each method's interval follows.
     shares = dict(zip(arrays, holm_shares([estimate.p_value for estimate in estimates.values()]), strict=True))
     p_values = dict(zip(arrays, holm([signed_rank(array.mean(1).tolist()) for array in arrays.values()]), strict=True))
     num_users = len(next(iter(baseline_results.values())))
@@ -446,7 +454,11 @@ def heading(against: BaselineComparison) -> str:
 
 
 def rows_of(against: BaselineComparison) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of verdicts as text, with a row for each method."""
+    """Return the header and the rows of the table of verdicts as text, with a row for each method.
+
+    Columns: mean change with its interval and verdict; Wilcoxon's p-value over users; how many results, one per user
+    and seed, are better than the baseline's ("ahead"); and the change of the worst of them.
+    """
     return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
         [
             each.method,
@@ -510,8 +522,9 @@ def render(against: BaselineComparison) -> Iterator[Table | Text]:
     table = Table(box=None)
     for name in head:
         table.add_column(name, justify="left" if name in ("method", "verdict") else "right", no_wrap=True)
+    verdict_column = head.index("verdict")  # it is coloured
     for row in rows:
-        table.add_row(*(words(cell, STYLES.get(cell, "") if i == 3 else "") for i, cell in enumerate(row)))
+        table.add_row(*(words(cell, STYLES.get(cell, "") if i == verdict_column else "") for i, cell in enumerate(row)))
     yield table
     yield words(" ".join(notes(against)), "dim")
 

@@ -112,7 +112,10 @@ def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, fl
 
 
 def _by_result(entries: Sequence[Entry]) -> dict[str, float]:
-    """Return each user's mean result over the trained entries, by name; users without one of them are left out."""
+    """Return each user's mean final result over the trained entries, by name; over all entries if none is trained.
+
+    Users without a finite result in one of these entries are left out.
+    """
     entries = [entry for entry in entries if entry.trained] or entries
     means: dict[str, float] = {}
     for user in entries[0].first.users:
@@ -143,6 +146,7 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     most_experts = max(len(expert_curves(entry, user)) for user in entry.first.users)
     most_users = max(2, MAX_PANELS // most_experts)
     titles_of_users = extremes(entries or [entry], most_users)
+    # Users without routers have no panels.
     experts_of_users = {user: experts for user in titles_of_users if (experts := expert_curves(entry, user))}
     if not experts_of_users:  # in a federation users can keep their results private
         titles_of_users = {user: user for user in list(entry.first.evaluations[-1].scores)[:most_users]}
@@ -151,14 +155,15 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     paint: list[Callable[[Axes], None] | None] = []
     for user, experts in experts_of_users.items():
         for expert in experts:
-            title = f"{short(titles_of_users[user], 27 - len(expert.name))}: {expert.name}"
+            title = f"{short(titles_of_users[user], 27 - len(expert.name))}: {expert.name}"  # fits a panel
             paint.append(partial(_paint_heatmap, expert=expert, title=title, rounds=rounds))
-        paint += [None] * (most_experts - len(experts))
+        paint += [None] * (most_experts - len(experts))  # empty panels, so that each user has equally many
     names = [expert.name for expert in max(experts_of_users.values(), key=len)]
     num_layers = max(len(expert.layers) for experts in experts_of_users.values() for expert in experts)
+    users_per_row = max(1, min(4, len(paint)) // most_experts)  # at most 4 panels in a row, if a user has no more
     return Panels(
         paint=paint,
-        columns=most_experts * max(1, min(4, len(paint)) // most_experts),
+        columns=most_experts * users_per_row,
         size=(2.9, min(2.6, 1.15 + 0.06 * num_layers)),
         sheet=_heatmap_sheet(experts_of_users, rounds),
         keys=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
@@ -219,9 +224,10 @@ def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
 
 
 def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) -> Panels | None:
-    """Return one panel with a bar for each user and entry; None if nothing can be compared.
+    """Return one panel with a bar for each user and entry: the user's change against the baseline.
 
-    With too many users only the best and the worst have bars. The sheet has all users.
+    With too many users only the best and the worst have bars; the figure's CSV file has the changes of all users.
+    Returns None if no entry can be compared with the baseline.
 
     Args:
         entries: Entries with the same users.
@@ -520,6 +526,7 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     if not names:
         return None
     users = names if truth is None else sorted(names, key=lambda name: (truth[name], names.index(name)))
+    # Weights of shape (evaluation, user, component).
     values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
     clusters = None if truth is None else tuple(truth[user] for user in users)
     order = match_clusters(values[-1], clusters)

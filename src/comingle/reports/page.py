@@ -227,12 +227,13 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
 
 
 def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Set the font size so that letters have the width that :func:`_token_positions` assumes."""
-    figure.draw_without_rendering()
-    points = axes[0].get_window_extent().width / figure.dpi * 72
+    """Set the font size so that :data:`COLUMNS` letters fill a cell's width, as :func:`_token_positions` assumes."""
+    figure.draw_without_rendering()  # computes the layout, on which the width of a cell depends
+    width_points = axes[0].get_window_extent().width / figure.dpi * 72
+    letter_width = width_points / COLUMNS
     for axis in axes:
         for text in axis.texts:
-            text.set_fontsize(points / COLUMNS / ADVANCE)
+            text.set_fontsize(letter_width / ADVANCE)
 
 
 def _paint_tokens(axis: Axes, cell: _TokenCell, lines: int) -> None:

@@ -585,6 +585,7 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
     label_of_method = {entry.method: entry.label for entry in reversed(entries)}  # of the first entry of a method
     names = baseline_methods(wanted or BASELINE)
     chosen = [name if name in labels else label_of_method.get(name, name) for name in names]
+    # None, so that baseline_of takes the first entry, if no baseline is given and no entry is of the default one.
     baseline = ",".join(chosen) if wanted or chosen[0] in labels else None
     results = {
         entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}

@@ -733,9 +733,9 @@ def escape_latex(text: object) -> str:
 def latex(table: ComparisonTable, *, all_users: bool = False, verdicts: bool = False) -> str:
     """Return a comparison as a ``table`` environment for the package booktabs.
 
-    A row is a method, a column a user, a mean over users or a cost. With several seeds costs are a tabular of their own
-    below. Cells are means over seeds, with the standard deviation for methods with several seeds. The best mean of a
-    column is bold, as are those that look equal. With one method nothing is bold.
+    A row is a method; a column is a user, a mean over users or a cost. With several seeds costs are a tabular of their
+    own below. Cells are means over seeds, with the standard deviation for methods with several seeds. The best mean of
+    a column is bold, and so are means that are printed with the same digits. With one method nothing is bold.
 
     Args:
         table: The table of :func:`comingle.reports.comparisons.compare_metrics`.

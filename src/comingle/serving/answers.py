@@ -284,7 +284,11 @@ class Chat:
             DataError: As for :meth:`say`.
         """
         prompt = self._prompt(text)
-        return {title: self._generate(engine, name, prompt, str) for title, (engine, name) in models.items()}
+
+        def ignore(_piece: str) -> None:
+            """Do not show pieces of text, since only whole answers are returned."""
+
+        return {title: self._generate(engine, name, prompt, ignore) for title, (engine, name) in models.items()}
 
     def route(self) -> Routing:
         """Return the expert that each token of the last answer was routed to.
@@ -292,9 +296,9 @@ class Chat:
         Raises:
             DataError: There is no answer yet, or no router.
         """
-        if self.last is None or not self.last[2]:
+        user, prompt, answer = self.last or ("", [], "")
+        if not answer:
             raise DataError("/route: no answer yet, or an empty one")
-        user, prompt, answer = self.last
         tokens: Any = self.engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return self.engine.route(user, prompt, list(tokens))
 

@@ -74,7 +74,7 @@ class TokenSampler:
     def __init__(
         self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
     ) -> None:
-        # If sampling is on, the last processor draws a token and sets all other scores to minus infinity.
+        # Temperature, top-k and so on. If sampling is on, the last one draws a token and sets all other scores to -inf.
         self.process_scores: Callable[..., Tensor] = row_processors(sampling, prompt, ends, device)
         self.has_processors = bool(self.process_scores)
         self.device, self.logprobs = device, logprobs
@@ -84,6 +84,7 @@ class TokenSampler:
         scores = logits.float().unsqueeze(0)
         if self.has_processors:
             scores = self.process_scores(torch.tensor([tokens], device=self.device), scores.clone())
+        # If sampling is on, the last processor has drawn the token: all other scores are minus infinity.
         token = int(scores.argmax())
         if self.logprobs is None:
             return SampledToken(token=token)
@@ -137,18 +138,20 @@ class Detokenizer:
         return self._emit(len(self.text))
 
     def _read(self, *, last: bool) -> None:
-        """Decode the tokens that are not decoded yet, and append their text.
+        """Decode the tokens that are not decoded yet, and append their text to ``self.text``.
 
-        They are decoded together with the previous ones, as some tokenizers drop a space at the beginning of a text.
+        They are decoded together with the tokens before them (from ``context_start``), and the text of those is cut
+        off: decoded alone, some tokenizers drop a space at the beginning.
 
         Args:
             last: Whether no token follows; otherwise tokens that end within a character wait for the next one.
         """
         added = added_text(self.tokenizer, self.tokens[self.context_start : self.read], self.tokens[self.read :])
-        if added.endswith(UNFINISHED) and not last:  # The next token may complete the character.
+        if added.endswith(UNFINISHED) and not last:  # part of a character, which the next token may complete
             return
         self.text += added
-        if self._decode(self.read, len(self.tokens)):  # A special token has no text, so it is no context.
+        # Next time, the tokens decoded now are the context, unless they are special tokens, which have no text.
+        if self._decode(self.read, len(self.tokens)):
             self.context_start = self.read
         self.read = len(self.tokens)
 
@@ -287,6 +290,7 @@ class Engine:
         """
         self._bound = False  # the next step has to bind the adapters of its rows again
         tokens = torch.tensor([*prompt, *text])
+        # One pass over all tokens; the prompt has the begin-of-text token already.
         routing = self.models[name].route(tokens, context=len(tokens), begins=False)
         start = len(prompt)
         return Routing(tokens=routing.tokens[start:], experts=routing.experts, gates=routing.gates[:, start:])

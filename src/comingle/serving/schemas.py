@@ -27,15 +27,19 @@ UNSUPPORTED = "unsupported"
 """Error type for a key of the OpenAI API with a value that is not supported."""
 
 _LONGEST_STOP = 1000
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_NULL_OR_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def _accept_only(*allowed: object) -> BeforeValidator:
-    """Return a validator for a key of the OpenAI API that has no effect here, so that only some values are accepted.
+    """Return a validator for a key of the OpenAI API that this server does not implement.
 
-    These values ask for what the server does anyway; they become None. Every other value is an error.
+    It accepts only values with which the key changes nothing, such as ``"n": 1`` for the number of answers, and
+    replaces them by None. Every other value is an error, whose message lists the accepted ones that are not empty.
+
+    Args:
+        allowed: The accepted values.
     """
-    listed = [json.dumps(item) for item in allowed if item not in _EMPTY]
+    listed = [json.dumps(item) for item in allowed if item not in _NULL_OR_EMPTY]
     message = f"not supported here{'; allowed: ' if listed else ''}{', '.join(listed)}"
 
     def check(value: object) -> None:
@@ -46,7 +50,7 @@ def _accept_only(*allowed: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-NullOrEmpty = Annotated[None, _accept_only(*_EMPTY)]
+NullOrEmpty = Annotated[None, _accept_only(*_NULL_OR_EMPTY)]
 """A key of the OpenAI API that is not supported: null or empty."""
 
 

@@ -40,7 +40,7 @@ from comingle.protocol.messages import (
     RESIDUAL,
     Download,
     Upload,
-    compress_kept,
+    compress_with_feedback,
     fill_ranks,
     insert_own,
 )
@@ -481,7 +481,7 @@ class Clients(Users):
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
         number_format, places = self.plan.training.uploads, list(range(len(cohort.rows)))
-        sent = compress_kept(copies, number_format, cohort.kept, places, store_residuals=not counts)
+        sent = compress_with_feedback(copies, number_format, cohort.kept, places, store_residuals=not counts)
         if number_format == "int8" and not counts:  # the rounding errors have changed
             state.put(cohort.rows, cohort.part)
         return Upload(

@@ -567,7 +567,7 @@ class Steps:
             Mean loss of each user over these steps.
         """
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
-        other_roles = self.model.layout.beside(phase.roles)  # columns of other roles in the same tensors
+        other_roles = self.model.layout.other_roles_mask(phase.roles)  # columns of other roles in the same tensors
         for repeat in range(phase.steps):
             with freeze_columns(self.frozen_columns, cohort, self.trainers, other_roles) as frozen_columns:
                 if self.private is not None and self.private.applies(phase, self.model.layout):

@@ -110,8 +110,8 @@ class Layout:
         return {}
 
     @cached_property
-    def _beside_cache(self) -> dict[frozenset[str], Tensor | None]:
-        """Results of :meth:`beside` by roles."""
+    def _other_roles_cache(self) -> dict[frozenset[str], Tensor | None]:
+        """Results of :meth:`other_roles_mask` by roles."""
         return {}
 
     @cached_property
@@ -174,18 +174,19 @@ class Layout:
             self._touching_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if any(slot.chosen(wanted))))
         return self._touching_cache[wanted]
 
-    def beside(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
-        """Return a mask of the columns of other roles in slots that have entries in ``roles``; None if there are none.
+    def other_roles_mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
+        """Return a mask of the columns that are not in ``roles``, but in a tensor together with entries in ``roles``.
 
-        For example, the columns of specialists in tensors that also hold a generalist.
+        For example, with the role of generalists, the columns of specialists in tensors that also hold a generalist.
+        None if there are no such columns.
         """
         wanted = frozenset(roles)
-        if wanted not in self._beside_cache:
+        if wanted not in self._other_roles_cache:
             names = {slot.name for slot in self.touching(wanted).slots}
             in_slots = torch.cat([torch.full((slot.size,), slot.name in names) for slot in self.slots])
             mask = in_slots & ~self.mask(wanted)
-            self._beside_cache[wanted] = mask if bool(mask.any()) else None
-        return self._beside_cache[wanted]
+            self._other_roles_cache[wanted] = mask if bool(mask.any()) else None
+        return self._other_roles_cache[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
         """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices."""

@@ -601,11 +601,12 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
     if source.about is None:
         raise DataError(f"user {source.name!r}: the model has no validation data; open the user's run")
     perplexity_before, gates = validate_with_gates(source)
+    # Changes of experts have a key; they get the mean gates as weights. Others (of attention) are exact.
     changes = [change.reweighted(gates[change.layer]) if change.key else change for change in changes_of(source)]
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[kind])
     perplexity_after = perplexity(source, losses_of(network))
     _save(source, network, draft)
-    lost = {
+    perplexities = {
         "validation_perplexity_of_the_mixture": perplexity_before,
         "validation_perplexity_of_this_model": perplexity_after,
     }
@@ -613,7 +614,7 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
         relation = "that replaces a mixture of experts, with gates fixed at their mean"
     else:
         relation = "equal to the trained one, which has no mixture"
-    return _exported(draft, f"A plain model {relation}. Weights: {kind}.", lost), "transformers", _OPEN
+    return _exported(draft, f"A plain model {relation}. Weights: {kind}.", perplexities), "transformers", _OPEN
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:

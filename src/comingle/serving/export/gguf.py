@@ -32,7 +32,7 @@ _SPACE = "▁"
 class TokenType(IntEnum):
     """Token types, numbered as in GGUF."""
 
-    NORMAL, UNKNOWN, CONTROL, GIVEN, UNUSED, BYTE = range(1, 7)
+    NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,8 @@ def _token_type(
         token_id: ID of the token.
         token: Its text.
         token_by_id: Tokens by ID; IDs between them are unused.
-        added: Settings of added tokens by ID.
+        added: Settings of tokens that were added to the trained vocabulary, by ID. Special ones (as end of text)
+            control the model; others are plain text that is never split.
         model: Section ``model`` of the tokenizer's JSON.
         is_sentencepiece: Whether it is a SentencePiece tokenizer, with tokens such as ``<0x0A>`` for bytes.
     """
@@ -171,7 +172,7 @@ def _token_type(
     if is_sentencepiece and token == model.get("unk_token"):
         return TokenType.UNKNOWN
     if token_id in added:
-        return TokenType.CONTROL if added[token_id]["special"] else TokenType.GIVEN
+        return TokenType.CONTROL if added[token_id]["special"] else TokenType.USER_DEFINED
     is_byte = is_sentencepiece and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
     return TokenType.BYTE if is_byte else TokenType.NORMAL
 

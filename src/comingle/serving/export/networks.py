@@ -38,7 +38,7 @@ from comingle.utils.errors import BaseModelError, DataError
 from comingle.utils.records import write_json
 from comingle.utils.trees import Tree
 
-_OF_THE_BASE = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
+_KEYS_OF_THE_BASE = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
 _EXPERTS, _GATE = "mlp.experts", "mlp.gate.weight"
 
 
@@ -63,21 +63,21 @@ class _Family:
         model_type: Its model type.
         experts: Its config key for the number of experts.
         width: Its config key for their width.
-        more: Fixed settings.
+        fixed: Settings that do not depend on the base.
     """
 
     model_type: str
     experts: str
     width: str
-    more: Mapping[str, Any]
+    fixed: Mapping[str, Any]
 
 
-_MIXTRAL = _Family(model_type="mixtral", experts="num_local_experts", width="intermediate_size", more={})
+_MIXTRAL = _Family(model_type="mixtral", experts="num_local_experts", width="intermediate_size", fixed={})
 _QWEN3 = _Family(
     model_type="qwen3_moe",
     experts="num_experts",
     width="moe_intermediate_size",
-    more={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
 SPARSE = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN3}
 """Sparse architectures by the base's model type. Each of their experts is the base's MLP, gated by one linear map."""
@@ -227,7 +227,8 @@ def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object
     from transformers import AutoConfig
 
     family, base_values = SPARSE[base.config.model_type], base.config.to_dict()
-    values = {key: value for key, value in base_values.items() if key not in _OF_THE_BASE} | dict(family.more)
+    # Both architectures have the same keys, except for those that identify the base.
+    values = {key: value for key, value in base_values.items() if key not in _KEYS_OF_THE_BASE} | dict(family.fixed)
     has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
     window = getattr(base.config, "sliding_window", None)
     # Qwen3 may have a window in its configuration that no layer uses.
@@ -303,9 +304,10 @@ def plain_changes(source: Source) -> list[Change]:
 
 
 def routing_of(source: Source) -> Routing:
-    """Return the routers of the user's experts.
+    """Return the weights of the routers for the experts that the user has, and the number of experts per token.
 
-    Without a router experts are averaged: a router of zeros over all experts does the same.
+    Models without routers average their experts. In a sparse mixture, a router of zeros does the same if every token
+    uses all experts, as then all gates are equal.
     """
     model = source.model
     assert isinstance(model, AdaptedModel)
@@ -313,11 +315,13 @@ def routing_of(source: Source) -> Routing:
     gates: list[Tensor] = []
     for name, mlp in model.adapters.experts.items():
         weight = source.tensors.get(f"{name}.router")
-        width = base_weight(mlp.first["up"])[0].shape[1]
+        width = base_weight(mlp.first["up"])[0].shape[1]  # of the MLP's input
         gates.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
     num_experts = len(gates[0])
+    if not routing.routed(model.adapters):
+        return Routing(top_k=num_experts, gates=gates)
     top_k = next(iter(model.adapters.experts.values())).router.top_k
-    return Routing(top_k=min(top_k, num_experts) if routing.routed(model.adapters) else num_experts, gates=gates)
+    return Routing(top_k=min(top_k, num_experts), gates=gates)
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
