@@ -149,7 +149,7 @@ def cost(
     from comingle.cli.compare import split_names
     from comingle.cost.machines import plan_times
     from comingle.cost.planning import plan
-    from comingle.reports.costs import PlanRecord, TimesRecord, render_plan, render_times, verdicts
+    from comingle.reports.costs import PlanRecord, TimesRecord, memory_verdicts, render_plan, render_times
 
     names = split_names(",".join(method)) if method else []
     for_all = method_settings(sets, names or [read.method.name])
@@ -165,7 +165,7 @@ def cost(
     record = cast(PlanRecord, planned)
     for part in render_plan(record):
         console.print(part, highlight=False)
-    for line, fits in verdicts(record):
+    for line, fits in memory_verdicts(record):
         console.print(line, style="green" if fits else "bold red", highlight=False)
     for part in () if times is None else render_times(cast(TimesRecord, times)):
         console.print(part, highlight=False)

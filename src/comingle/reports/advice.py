@@ -227,11 +227,11 @@ def undecided(advice: Advice) -> list[str]:
 
 
 def _users_by_verdict(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
-    """Return the users whose verdicts are wanted.
+    """Return the users whose verdicts over all methods meet a condition.
 
     Args:
         advice: The advice.
-        wanted: Called with the set of a user's verdicts over all methods.
+        wanted: The condition; called with the set of a user's verdicts.
     """
     users = dict.fromkeys(user for gains in advice.methods.values() for user in gains)
     verdicts = {user: {gains[user].verdict for gains in advice.methods.values() if user in gains} for user in users}

@@ -445,7 +445,11 @@ def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Return the header and the rows of each table of an audit by its title."""
+    """Return the header and the rows of each table of an audit by its title, which names the intervals' confidence.
+
+    For users with samples it is the table of reconstructed inputs (inversions); otherwise tables of canaries,
+    membership inference, and tokens recovered from uploads, as far as these attacks were run.
+    """
     if audit.inversions:
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"

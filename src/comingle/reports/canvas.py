@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,18 +224,15 @@ class Panels:
         return draw(rows, self.columns, self.size, paint)
 
     def parts(self) -> list[Figure]:
-        """Return one picture with labels for each panel."""
-        return [
-            draw(1, 1, self.size, lambda _, axes, fill=fill: self._draw_panel(axes[0], fill))
-            for fill in self.paint
-            if fill
-        ]
+        """Return a picture for each panel, with axis labels but without the legend; empty places are left out."""
+        return [draw(1, 1, self.size, partial(self._draw_panel, fill)) for fill in self.paint if fill]
 
-    def _draw_panel(self, axis: Axes, paint: Callable[[Axes], None]) -> None:
-        """Fill one panel and label its axes."""
+    def _draw_panel(self, fill: Callable[[Axes], None], _figure: Figure, axes: list[Axes]) -> None:
+        """Fill the only panel of a figure and label its axes."""
+        (axis,) = axes
         axis.set_xlabel(self.below)
         axis.set_ylabel(self.left)
-        paint(axis)
+        fill(axis)
 
 
 def draw_key(mark: Line2D | Patch) -> Figure:

@@ -371,7 +371,11 @@ def _best_results(
 
 
 def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
-    """Return the fields ``ahead``, ``pairs`` and ``worst`` of a :class:`Verdict`.
+    """Count a method's results that are better than the baseline's, and find the worst change.
+
+    Returns:
+        Fields of a :class:`Verdict`: ``ahead``, the number of better results, one per user and seed; ``pairs``, the
+        number of all; ``worst``, the worst change, None if a result is not finite.
 
     Args:
         differences: Differences of all users by seed; None if one is not finite.
@@ -424,8 +428,9 @@ def _verdict_of(
         seeds: Its seeds.
         estimate: Its mean difference to the baseline.
         measure: The measure.
-        share: Share of ERROR at which Holm's procedure tests it.
-        p_value: Its adjusted p-value; None if there are too few users.
+        share: Share of the error rate :data:`ERROR` that Holm's procedure gives to this method, by which the
+            confidence of its interval is ``1 - share * ERROR``.
+        p_value: Its adjusted p-value over users; None if there are too few users.
     """
     bounds = estimate.interval(share)
     direction = WORSE if is_worse(estimate.mean, measure) else BETTER

@@ -118,12 +118,19 @@ class TimePartsRecord(TypedDict):
     """Measurements of one method on this machine."""
 
     user_seconds: float
+    """Time of one core for a user's local steps in a round."""
     handling_seconds: float
+    """Time of one core for the messages that a user receives and sends."""
     evaluation_seconds: float
+    """Time of one core for an evaluation on a user's test data."""
     hop_seconds: float
+    """Latency of a small message between processes."""
     hops: float
+    """Number of such messages in a round, one after another."""
     bus: float | None
+    """Bytes per second between processes; None for one process."""
     disk: float
+    """Bytes per second of the disk."""
 
 
 class MethodTimeRecord(TypedDict):
@@ -162,10 +169,10 @@ def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
         yield from _paper_tables(plan)
 
 
-def verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
-    """Yield one line for each method, and whether it fits into the memory of this machine.
+def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
+    """Yield for each method a line on whether it fits into the memory of this machine, and the answer as a boolean.
 
-    The line of a method that does not fit contains advice.
+    The line of a method that does not fit names settings to try, or says that there are none.
     """
     free = plan["free_bytes"]
     for method in plan["methods"]:
@@ -491,7 +498,12 @@ def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
 
 
 def _measurements_line(parts: TimePartsRecord) -> str:
-    """Return the measurements behind a method's times as one line."""
+    """Return the measurements behind a method's times as one line.
+
+    They are the seconds that one core needs for a user's steps, messages and evaluation, and the disk's speed; with
+    several processes also the speed of data between them, and the number of messages of a round whose latency counts
+    (``hops``).
+    """
     line = (
         f"a user's local steps {seconds(parts['user_seconds'])} of a core, its messages "
         f"{seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}; disk "

@@ -203,7 +203,7 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
         bounds: Both ends in the unit of :func:`change`.
         measure: The measure.
     """
-    if measure == "loss":
+    if measure == "loss":  # powers of ten; an end that is too large for a float is limited
         return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
     digits = 1 if bounds[1] - bounds[0] >= 1 else 2
     return f"{bounds[0]:+.{digits}f} to {bounds[1]:+.{digits}f}"

@@ -348,7 +348,7 @@ def upload_weight_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
     return tables
 
 
-_JOINED_MODELS = {
+_DESCRIPTIONS_OF_MODELS = {
     "pretrained": "the base as it is",
     "local": "trained alone, from scratch",
     "shared": "shared model of the federation, before any training",
@@ -357,22 +357,23 @@ _JOINED_MODELS = {
 
 
 def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table of a new user's test results, with the training data that each model took.
+    """Return a table of models for a user that joined a finished run: test result and amount of training data.
 
     Args:
         name: The user's name.
         measure: The measure.
-        rows: Results by model.
+        rows: Results by model: the base (``pretrained``), the user's own training (``local``), the federation's model
+            before (``shared``) and after training on the user's data (``joined``).
     """
-    unit = next(key for key in rows["joined"] if key.startswith("train_"))
+    unit = next(key for key in rows["joined"] if key.startswith("train_"))  # train_tokens or train_samples
     title = f"{printable(name)}: test {measure} ({rule(measure)})"
     table = Table("model", title=title, title_justify="left", box=None)
     table.add_column(measure, justify="right", style="bold")
     table.add_column(f"training {unit.removeprefix('train_')}", justify="right")
     table.add_column("")
-    for row, what in _JOINED_MODELS.items():
-        value = rows[row]
-        table.add_row(row, number(value[f"test_{measure}"], measure), f"{value[unit]:,}", words(what, "dim"))
+    for model, description in _DESCRIPTIONS_OF_MODELS.items():
+        result = rows[model]
+        table.add_row(model, number(result[f"test_{measure}"], measure), f"{result[unit]:,}", words(description, "dim"))
     return table
 
 
@@ -470,7 +471,7 @@ def _size_text(count: int) -> str:
 
 
 def _ago_text(seconds: float) -> str:
-    """Return a duration as text, such as "3 min ago"."""
+    """Return a time in the past as text, such as "3 min ago"."""
     for size, name in ((3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"

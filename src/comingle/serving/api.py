@@ -320,7 +320,7 @@ class Service:
             prompt_tokens=sum(map(len, prompts)),
         )
         try:
-            self.worker.ask(requests)
+            self.worker.submit(requests)
         except Overloaded as error:
             raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:

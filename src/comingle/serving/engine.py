@@ -129,7 +129,7 @@ class Detokenizer:
         self.tokens.append(token)
         self._read(last=token in self.ends)
         self.stopped = token in self.ends or any(stop in self.text for stop in self.stops)
-        return self.finish() if self.stopped else self._emit(len(self.text) - self._held_back())
+        return self.finish() if self.stopped else self._emit(len(self.text) - self._num_held_back())
 
     def finish(self) -> str:
         """Return the rest of the text up to a stop string."""
@@ -158,8 +158,11 @@ class Detokenizer:
     def _decode(self, start: int, stop: int) -> str:
         return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
 
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the text that is the beginning of a stop string; 0 for none."""
+    def _num_held_back(self) -> int:
+        """Return the number of characters at the end of the text that may be the beginning of a stop string.
+
+        They are not returned before later tokens show whether the stop string is complete.
+        """
         longest = 0
         for stop in self.stops:
             for length in range(1, min(len(stop), len(self.text) + 1)):
@@ -356,9 +359,10 @@ class Engine:
         self._emit(first, logits)
 
     def _make_row(self, request: Request) -> _Row:
-        """Return the state of a text that is being generated, with the prompt's tokens."""
+        """Return the state of a text that is to be generated: its sampler, its detokenizer and the prompt's tokens."""
         ends = self.ends(request)
         sampler = TokenSampler(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
+        # The end of the prompt decides whether a text that continues it begins with a space.
         after = decodable_suffix(self.tokenizer, request.prompt) if request.continues else ()
         detokenizer = Detokenizer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
         return _Row(request=request, sampler=sampler, detokenizer=detokenizer, tokens=list(request.prompt))

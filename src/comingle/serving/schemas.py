@@ -432,8 +432,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="comingle-serving", daemon=True)
         self._thread.start()
 
-    def ask(self, requests: list[Request]) -> None:
-        """Queue requests for the engine, all or none.
+    def submit(self, requests: list[Request]) -> None:
+        """Queue requests for the engine, all or none. Those that find a free row do not count as waiting.
 
         Raises:
             Overloaded: The queue has no room for all.

@@ -201,7 +201,8 @@ def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
 
     Args:
         folder: The checkpoint.
-        known: Lines of ``SHA256SUMS`` that other processes have computed for the files that they wrote.
+        known: Lines ``DIGEST  NAME`` of ``SHA256SUMS`` that other processes have computed for the files that they
+            wrote; other files are read.
     """
     lines_by_name = {line[_DIGEST_COLUMNS:].strip().decode(): line for line in known or ()}
     lines = [lines_by_name.get(name) or checksum_line(folder / name) for name in _checkpoint_files(folder)]

@@ -96,25 +96,27 @@ class UsageExample:
 
 
 _MESSAGES = """messages = [{"role": "user", "content": "Hello!"}]"""
-_TEXT = "Once upon a time"
+_EXAMPLE_TEXT = "Once upon a time"
 _GENERATE = """answer = model.generate(**prompt, max_new_tokens=100)
 print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
 _CODE = {
     ("transformers", True): f"""{_MESSAGES}
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 {_GENERATE}""",
-    ("transformers", False): f"""prompt = tokenizer("{_TEXT}", return_tensors="pt")
+    ("transformers", False): f"""prompt = tokenizer("{_EXAMPLE_TEXT}", return_tensors="pt")
 {_GENERATE}""",
     ("gguf", True): f"""{_MESSAGES}
 answer = model.create_chat_completion(messages, max_tokens=100)
 print(answer["choices"][0]["message"]["content"])""",
-    ("gguf", False): f"""answer = model("{_TEXT}", max_tokens=100)
+    ("gguf", False): f"""answer = model("{_EXAMPLE_TEXT}", max_tokens=100)
 print(answer["choices"][0]["text"])""",
 }
 
 
 def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExample:
-    """Return the model card's example of usage: messages if the model was trained on conversations, else a text.
+    """Return the model card's example of usage: code that generates a text, its prompt, and the tokens that end it.
+
+    The prompt is a message in the chat template ("turns") if the model was trained on conversations, else a text.
 
     Args:
         base: The base.
@@ -124,9 +126,9 @@ def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExam
     tokenizer, template = base.tokenizer, chat_template_of(base, about)
     assert tokenizer is not None
     turns = template is not None and (about is None or about.kind == CONVERSATIONS)
-    prompt = "" if turns else _TEXT
+    prompt = "" if turns else _EXAMPLE_TEXT
     if turns and template is not None:
-        with suppress(DataError):  # The template requires other roles.
+        with suppress(DataError):  # The template requires other roles, so the card shows no prompt.
             prompt = template.render([{"role": "user", "content": "Hello!"}], add_prompt=True)
     eos = generation_of(base, about).eos_token_id
     ends = () if eos is None else as_tuple(eos)
@@ -346,8 +348,14 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
         return perplexity(source, _personal_losses(source, [])), [equal_gates] * num_layers
     gates_seen: list[Tensor] = []
     assert source.about is not None
+
+    def gates_of_last_batch() -> Tensor:
+        """Return the gates that the last call of the losses has recorded, ``(layers, users, ...)``."""
+        return torch.cat(gates_seen, 1)
+
+    # Compiled code does not record gates.
     with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
-        score = source.about.validate(_personal_losses(source, gates_seen), lambda: torch.cat(gates_seen, 1))
+        score = source.about.validate(_personal_losses(source, gates_seen), gates_of_last_batch)
     present = model.adapters.present[source.row]
     mean_gates = score.expert_scores  # by layer and expert
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in mean_gates]
