@@ -19,7 +19,7 @@ from comingle.federation.flower.channel import Channel
 from comingle.federation.public import Public, ServerContext, check_possible, public_part, read_public
 from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
-from comingle.protocol.messages import LOWEST, verdict
+from comingle.protocol.messages import LOWEST, validation_reply
 from comingle.runs.folders import open_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.training.checkpoints import (
@@ -384,7 +384,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     of_clients = (own[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))
     for (name, client), serial, version, flag, done in zip(session.clients.items(), *of_clients, strict=True):
         client.serial, client.version = serial, version - 1
-        client.verdict = verdict([name], done, lowest=flag > 1) if flag else None
+        client.verdict = validation_reply([name], done, lowest=flag > 1) if flag else None
     session.clock = progress.clock
 
 

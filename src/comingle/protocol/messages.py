@@ -104,12 +104,12 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
     )
 
 
-def verdict(users: Sequence[str], done: int, *, lowest: bool) -> Download:
-    """Return the server's reply to :func:`validation_report`: whether the models are the best so far.
+def validation_reply(users: Sequence[str], done: int, *, lowest: bool) -> Download:
+    """Return the server's reply to :func:`validation_report`: whether the users' models are the best so far.
 
     Args:
         users: The receivers.
-        done: The number of rounds that the validated models have had.
+        done: The number of rounds after which the models were validated.
         lowest: Whether the users' mean validation loss is the lowest so far.
     """
     return Download(
@@ -207,6 +207,9 @@ _LEVELS = 127
 
 def compress(tensors: Tree, form: Format, residuals: Tree) -> tuple[Tree, Tree]:
     """Compress tensors for an upload.
+
+    int8 stores each row ``x``, after the last rounding error is added, as ``round(x / scale)`` with
+    ``scale = max |x| / 127``.
 
     Args:
         tensors: ``(..., width)`` by name.

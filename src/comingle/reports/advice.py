@@ -352,7 +352,8 @@ def cell(gain: Gain | None) -> str:
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of an advice.
 
-    It has a row for each method with all users, then one for each smaller group, and a column for each user.
+    It has a row for each method with all users, then one for each smaller group. The first column ("together") names
+    the method and the group; then there is a column for each user, their mean, and the bytes per user and round.
     """
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
     uploads, downloads = (sizes(list(counts.values())) for counts in (advice.upload_bytes, advice.download_bytes))

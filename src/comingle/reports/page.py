@@ -506,7 +506,9 @@ def render_page(
     *,
     baseline: str | None = None,
 ) -> str:
-    """Return the page. Text of users and names are escaped everywhere.
+    """Return the page as HTML, from the template ``report.html``.
+
+    The template escapes all values, since names and texts come from users.
 
     Args:
         entries: Entries with the same users.
@@ -540,14 +542,15 @@ def render_page(
         notices=notices(entries),
         palette=palette,
         experts=expert_css(),
-        channels=lambda colour: " ".join(map(str, rgb(colour))),
+        channels=lambda colour: " ".join(map(str, rgb(colour))),  # "R G B", for CSS
         results=_results_table(entries, users),
         against=_verdicts_table(baseline_comparison(entries, baseline)),
-        panels=MAX_PANELS,
+        panels=MAX_PANELS,  # of users, in figures of each user
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
+        # Whether privacy is per example, rather than per user.
         examples=any(protects_examples((e.first.recipe.get("privacy") or {}).get("mechanism", "")) for e in entries),
-        level=negligible_change_text(first.measure),
+        level=negligible_change_text(first.measure),  # the largest change of a single seed that is called "level"
         curves=list(_curve_figures(entries, drawn)),
         gains=[section for one in baselines(entries) if (section := _gains_section(entries, one, drawn))],
         costs=cost_rows([cost(entry) for entry in entries]),
@@ -557,7 +560,7 @@ def render_page(
         component=components.pop() if len(components) == 1 else "component",
         scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.routed],
         views=as_data(views),
-        owners=any(text.owner for view in views for text in view.texts),
+        owners=any(text.owner for view in views for text in view.texts),  # whether texts are users' test data
     )
 
 

@@ -112,7 +112,7 @@ class RunRecord:
             return self.task
         data = self.recipe.get("data") or {}
         kind = data.get("kind") or ("samples" if self.unit == "samples" else "text")
-        source = data.get("questions") or data.get("dataset") or {}
+        source = data.get("questions") or data.get("dataset") or {}  # sections that name files in "name" or "path"
         paths = source.get("name") or source.get("path") or []
         names = [re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in ([paths] if isinstance(paths, str) else paths)]
         return f"{kind} ({brief_list(names, ', ')})" if names else kind

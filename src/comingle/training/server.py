@@ -31,7 +31,7 @@ from comingle.privacy.base import (
 )
 from comingle.privacy.secure_sum import Sums
 from comingle.protocol import Format
-from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, verdict
+from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, validation_reply
 from comingle.training.plan import server_mechanisms
 from comingle.training.settings import RunPlan, participants, round_sizes
 from comingle.training.state import draw
@@ -398,7 +398,7 @@ class ServerHalf(ServerState):
         loss = fmean(report.reports[VALIDATION].tolist())
         is_lowest = loss < self.lowest_loss
         self.lowest_loss = min(loss, self.lowest_loss)
-        return verdict(users or report.users, report.round, lowest=is_lowest)
+        return validation_reply(users or report.users, report.round, lowest=is_lowest)
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
         """Return the weight of each upload in means: equal, or by the amount of training data."""

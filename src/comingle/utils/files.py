@@ -53,7 +53,7 @@ def check_free(folder: Path) -> None:
         RunError: A process writes to it. The message names the process.
     """
     if (folder / LOCK).exists():
-        with _hold_lock(folder):
+        with _hold_lock(folder):  # raises the error if another process holds it
             pass
 
 

@@ -532,53 +532,53 @@ _OPEN_GGUF = f"""from llama_cpp import Llama
 model = Llama("{{folder}}/{GGUF_FILE}")"""
 
 
-def _write_transformers(source: Source, draft: Path, kind: str) -> _Written:
+def _write_transformers(source: Source, draft: Path, number_format: str) -> _Written:
     """Write a network of transformers that computes the same as the user's model.
 
     Args:
         source: The user's model.
         draft: The folder.
-        kind: Number format of the weights.
+        number_format: Number format of the weights.
     """
     network, form = _exact_network(source)
-    _save(source, cast_parameters(network, DTYPES[kind]), draft)
-    return _exported(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
+    _save(source, cast_parameters(network, DTYPES[number_format]), draft)
+    return _exported(draft, f"{form} Weights: {number_format}."), "transformers", _OPEN
 
 
-def _write_gguf_folder(source: Source, draft: Path, kind: str) -> _Written:
+def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Written:
     """Write a GGUF file for llama.cpp.
 
     Args:
         source: The user's model.
         draft: The folder.
-        kind: Number format of the weights.
+        number_format: Number format of the weights.
 
     Raises:
         DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
     """
     base = source.model.base
     is_sparse = base.model.config.model_type in SPARSE and is_mixture(source)
-    why = "" if is_sparse else why_no_gguf(base.model.config)
-    if why:  # Fail before any computation. A sparse network is checked when it is written.
+    # Fail before any computation. A sparse network has another configuration and is checked when it is written.
+    if not is_sparse and (why := why_no_gguf(base.model.config)):
         raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file needs")
     network, form = _exact_network(source)
     network.generation_config = generation_of(base, source.about)
-    last = turn_end(base, source.about)
     tokenizer = _tokenizer_with_template(source)
     assert tokenizer is not None
-    write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, KINDS[kind], turn_end=last)
-    return _exported(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {kind}."), "gguf", _OPEN_GGUF
+    weight_type, end_token = KINDS[number_format], turn_end(base, source.about)
+    write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, weight_type, turn_end=end_token)
+    return _exported(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {number_format}."), "gguf", _OPEN_GGUF
 
 
-def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Written:
+def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Written:
     """Write an adapter for PEFT, without the base.
 
     Args:
         source: The user's model.
         draft: The folder.
-        kind: Number format of the weights.
+        number_format: Number format of the weights.
 
     Raises:
         DataError: The model is not one LoRA.
@@ -586,13 +586,15 @@ def _write_peft_folder(source: Source, draft: Path, kind: str) -> _Written:
     if why := why_not_plain(source):
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {suggested_format(source)}")
     base = source.model.base
-    rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[kind])
+    rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[number_format])
     generation_of(base, source.about).save_pretrained(draft)
-    form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
+    form = (
+        f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {number_format}."
+    )
     return _exported(draft, form), "peft", _OPEN_PEFT
 
 
-def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
+def _write_approximate(source: Source, draft: Path, number_format: str) -> _Written:
     """Write a network with the base's architecture, in which a mixture of experts is approximated.
 
     The experts' LoRAs are added to the base's weights with the same gates for every token: their mean on the user's
@@ -601,7 +603,7 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
     Args:
         source: The user's model.
         draft: The folder.
-        kind: Number format of the weights.
+        number_format: Number format of the weights.
 
     Raises:
         DataError: There is no validation data.
@@ -611,7 +613,7 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
     perplexity_before, gates = validate_with_gates(source)
     # Changes of experts have a key; they get the mean gates as weights. Others (of attention) are exact.
     changes = [change.reweighted(gates[change.layer]) if change.key else change for change in changes_of(source)]
-    network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[kind])
+    network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[number_format])
     perplexity_after = perplexity(source, losses_of(network))
     _save(source, network, draft)
     perplexities = {
@@ -622,7 +624,7 @@ def _write_approximate(source: Source, draft: Path, kind: str) -> _Written:
         relation = "that replaces a mixture of experts, with gates fixed at their mean"
     else:
         relation = "equal to the trained one, which has no mixture"
-    return _exported(draft, f"A plain model {relation}. Weights: {kind}.", perplexities), "transformers", _OPEN
+    return _exported(draft, f"A plain model {relation}. Weights: {number_format}.", perplexities), "transformers", _OPEN
 
 
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:

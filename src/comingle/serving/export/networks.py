@@ -110,7 +110,7 @@ def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTraine
 def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Routing) -> PreTrainedModel:
     """Return a sparse mixture-of-experts network that computes the same as the base with experts and routers.
 
-    Each expert is the base's MLP with that expert's change merged in, in at least float32. Like ours, these
+    Each expert is the base's MLP with that expert's change merged in, in at least float32. As in training, these
     architectures renormalise the gates of the top k. :func:`why_not_sparse` must have returned an empty string.
 
     Args:
@@ -123,7 +123,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
     merged = plain_network(base, [change for change in changes if not change.key])
     config = _sparse_config(base, experts=len(routing.gates[0]), top_k=routing.top_k)
     state = {name: t for name, t in merged.state_dict().items() if ".mlp." not in name}  # the same in both networks
-    by_layer: dict[int, dict[str, Change]] = {}
+    by_layer: dict[int, dict[str, Change]] = {}  # changes of experts by layer and linear: gate, up or down
     for change in changes:
         if change.key:
             by_layer.setdefault(change.layer, {})[change.key] = change
@@ -131,6 +131,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
         prefix = experts["up"].name.rpartition("mlp.")[0]
         gate, up, down = (_expert_weights(merged, experts[key]) for key in ("gate", "up", "down"))
         state |= {
+            # Weights of all experts are stacked, and the linears gate and up are one.
             f"{prefix}{_EXPERTS}.gate_up_proj": torch.cat([gate, up], 1),
             f"{prefix}{_EXPERTS}.down_proj": down,
             f"{prefix}{_GATE}": routing.gates[layer].to(down),
@@ -283,7 +284,10 @@ def suggested_format(source: Source) -> str:
 
 
 def unsupported_mixing(source: Source) -> str:
-    """Return how the model mixes experts if no architecture of transformers supports that; empty if one does."""
+    """Return a phrase on how the model mixes experts if no architecture of transformers supports that, else "".
+
+    Supported is a mixture of whole MLPs by the usual softmax over router logits.
+    """
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
         return "mixed inside each linear layer"

@@ -31,8 +31,8 @@ from comingle.protocol.messages import (
     expand,
     join_uploads,
     no_uploads,
+    validation_reply,
     validation_report,
-    verdict,
 )
 from comingle.protocol.wire import packed_bytes
 from comingle.training.backends.base import RoundPlan
@@ -562,7 +562,7 @@ class Sharded(InProcess):
         losses_by_rank = self.ranks.gather(lambda: losses)
         mean, is_lowest = self.ranks.share(lambda: self._judge_losses(losses_by_rank, done))
         receivers = list(losses) or [self.clients.names[0]]  # a process without losses stores its users' models too
-        self.clients.receive_verdict(verdict(receivers, done, lowest=is_lowest))
+        self.clients.receive_verdict(validation_reply(receivers, done, lowest=is_lowest))
         return mean
 
     def _judge_losses(self, losses_by_rank: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
