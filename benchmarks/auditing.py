@@ -19,7 +19,7 @@ import comingle
 # isort: split
 import torch
 
-from comingle.reports.audit import Audit, verdict
+from comingle.reports.audit import Audit, conclusions
 from comingle.reports.comparisons import interval
 
 DOCUMENTS = 120
@@ -98,7 +98,7 @@ def main() -> None:
             audit = comingle.audit(run, trials=args.trials, rounds=args.rounds, users=users)
             audits.append({"method": method, "noise": case, **audit.as_dict()})
             print(format_row(method, case, audit), flush=True)
-            print("\n".join(verdict(audit)), file=sys.stderr, flush=True)
+            print("\n".join(conclusions(audit)), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "auditing", "seconds": round(time.perf_counter() - started, 1), "audits": audits}))
 
 

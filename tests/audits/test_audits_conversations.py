@@ -30,7 +30,7 @@ from comingle.audits.canaries import (
 )
 from comingle.data.conversations.encoding import Answers, UserAnswers
 from comingle.models.scoring import PAD
-from comingle.reports.audit import markdown, verdict
+from comingle.reports.audit import conclusions, markdown
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
@@ -234,7 +234,7 @@ def test_single_examples_are_one_conversation() -> None:
     assert {work.examples for work in trial.works.values()} == {15}
     found = comingle.audit(run, trials=1, shadows=0, users=CHATS)
     assert all(proof.upper is not None and not proof.contradicts for proof in found.proofs)
-    assert "replacement of one example" in verdict(found)[0]
+    assert "replacement of one example" in conclusions(found)[0]
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_a_page_names_what_was_attacked_and_what_was_not() -> None:
     found = comingle.audit(trained(), trials=1, rounds=1, shadows=3, users=CHATS)
     assert (found.kind, found.recoveries) == ("conversations", [])
     assert {one.view for one in found.shadowed} == {SERVER, USERS}
-    said = verdict(found)
+    said = conclusions(found)
     assert sum("tokens from one upload" in line for line in said) == 1
     assert "windows" not in markdown(found)
     assert "training" in markdown(found).lower()

@@ -157,8 +157,8 @@ def holm_shares(p_values: Sequence[float]) -> list[float]:
 def signed_rank(differences: Sequence[float]) -> float:
     """Return the exact two-sided p-value of Wilcoxon's signed-rank test, with one value per user.
 
-    The statistic is the sum of the ranks ``|difference|`` of positive differences. Zeros are left out and ties share the
-    mean of their ranks. The distribution of the statistic is exact: it follows from all ``2^n`` combinations of signs.
+    The statistic is the sum of the ranks of ``|difference|`` over the positive differences. Zeros are left out and ties
+    share the mean of their ranks. The distribution of the statistic is exact: it follows from all ``2^n`` signs.
     Source: Biometrics Bulletin 1, 1945.
     """
     nonzero = np.array([value for value in differences if value])
