@@ -265,7 +265,7 @@ class Shape:
             router = entries.get(f"{name}.router", 0)  # 0 without a router
             trains_router = router > 0 and f"{name}.router" in trained
             # Some gatings take products beyond those with the router's own matrix.
-            if router and (count_products := getattr(mlp.router.gating, "multiplies", None)) is not None:
+            if router and (count_products := getattr(mlp.router.gating, "multiply_adds", None)) is not None:
                 router += count_products(
                     int(adapters.present[self.row % len(self.clients.trainers)].sum()),
                     entries[f"{name}.up.a"],

@@ -152,7 +152,7 @@ def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int)
     """
     from scipy.optimize import minimize
 
-    corners = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]
+    corners = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]  # two weights need a triangle; the third corner adds both copies
     options = {"initial_simplex": corners, "maxfev": max(steps, len(corners))}
     minimum = minimize(lambda w: loss(torch.tensor(w)), corners[0], method="Nelder-Mead", options=options)
     return torch.tensor(minimum.x)

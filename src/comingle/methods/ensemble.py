@@ -101,9 +101,13 @@ def ensemble_optimal(*, clusters: Models = 4, server_adam_rate: NotNegative = 0.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
     Shared: C models with their running statistics.  Local: nothing.  Frozen: routers, one-hot.
-    Client: descent on the model of the user's cluster.  Server: mean by cluster, or Adam as for
-    ``floral`` with ``server_adam_rate``.
+    Client: descent on the model of the user's cluster.  Server: mean over each cluster's users; with
+    ``server_adam_rate`` above 0 a step of Adam towards these means.
     Differs from the paper: means are weighted by ``training.weighting``.
+
+    Args:
+        clusters: Number of true clusters, hence of models.
+        server_adam_rate: Learning rate of the server's Adam; 0 for the means.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
     phases, server = (Phase(roles=MODELS),), ClusterSteps(adam_rate=server_adam_rate)

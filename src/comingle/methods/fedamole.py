@@ -134,6 +134,7 @@ class AssignmentServer(Server):
         reassigned = users if self.fixed else list(range(len(kept[PLACES])))
         for number, mlp in enumerate(layers_of(model_of(kept))):
             assigned = kept[PLACES][users, number]
+            # Mean projections (users, 1 + most, rank): first T x, then A_e x of the experts in the user's places.
             reported = unpack_means(received.tensors[f"{mlp}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
             kept[TOKENS][users, number] = reported[:, 0].to(kept[TOKENS])
             if not self.fixed:
@@ -232,8 +233,8 @@ def set_expert_means(
         assigned: Indices of these experts; the number of experts stands for an empty place.
         weights: Aggregation weights of the users.
     """
-    flat = assigned.flatten()
-    counts = flat.bincount(minlength=len(experts) + 1)[: len(experts)]  # uploads of each expert
+    flat = assigned.flatten()  # the expert of each upload
+    counts = flat.bincount(minlength=len(experts) + 1)[: len(experts)]  # uploads of each expert, without empty places
     columns = torch.arange(int(counts.max()), device=experts.device)
     # Row e of ``positions`` has the positions in ``flat`` of expert e's uploads, padded with others to the largest
     # count; padding has a share of 0. All means are then one product.
@@ -242,7 +243,8 @@ def set_expert_means(
     weight_by_upload = weights.to(experts).repeat_interleave(assigned.shape[1])
     shares = weight_by_upload[positions] * (columns < counts.unsqueeze(1))
     shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(experts.dtype).tiny)
-    means = torch.einsum("eh,eh...->e...", shares, uploads.flatten(0, 1)[positions].to(experts))
+    uploads_by_expert = uploads.flatten(0, 1)[positions].to(experts)  # (experts, columns, ...)
+    means = torch.einsum("ec,ec...->e...", shares, uploads_by_expert)
     experts.copy_(torch.where((counts > 0).view(-1, *[1] * (experts.dim() - 1)), means, experts))
 
 
@@ -350,18 +352,19 @@ class PairGating:
         report_rows = math.ceil(experts * rank / width)
         return rank + report_rows, init_router
 
-    def multiplies(self, experts: int, entries: int, width: int) -> int:
+    def multiply_adds(self, experts: int, entries: int, width: int) -> int:
         """Return the multiply-adds per token of the gating, besides those of the router tensor's rows.
 
-        These are the products A_e x of the domain experts, and their products with T x.
+        Each of the ``experts - 1`` domain experts needs ``rank * width`` for A_e x, and ``rank`` for its product with
+        T x.
 
         Args:
             experts: Number of experts, with the generalist, which has no products.
             entries: Numbers in the A factors of all experts, ``experts * rank * width``.
             width: Width of the router's input.
         """
-        ranks = entries // width
-        return (entries + ranks) * (experts - 1) // experts
+        ranks_of_all = entries // width  # experts * rank
+        return (entries + ranks_of_all) * (experts - 1) // experts
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]

@@ -22,8 +22,9 @@ def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune
     Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
     arXiv:2401.06432; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3 and C.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text with ``regularisation`` times the norms of the last ranks, from gamma times
-    the rank on; with ``prune``, a user drops its last ranks if their norm has shrunk over its local steps.
+    Client: joint steps on training text. The last ranks of a user are those from ``gamma`` times its rank on;
+    ``regularisation`` times their norm is added to the loss. With ``prune`` a user drops its last ranks if their norm
+    has shrunk over its local steps.
     Server: zero-padding, mean weighted by the norm of each user's change, truncated to each user's rank.
     Differs from the paper: weights are computed for each linear; a user's scale alpha / sqrt(rank) stays that of its
     initial rank.  The regularisation is one of the three values that CoMiGS sweeps.
@@ -98,6 +99,7 @@ def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " u
 def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
     """Return a measure of how much each user uses its last ranks: ``sum over linears of |B[:, tail]| |A[tail]|``.
 
+    ``tail`` are the ranks from ``floor(gamma * rank)`` on, and norms are L2 over all experts of a linear together.
     It is differentiable; :class:`TailPenalty` adds it to the loss, :class:`Prune` compares it over a round.
 
     Args:

@@ -128,10 +128,10 @@ class MeanByCluster(Mean):
     clipped_mean = False
 
     def coefficients(self, received: Received) -> Tree:
-        """Return each upload's weight in the mean: ``p(k)`` for the base, ``p(k|c)`` for components.
+        """Return each upload's weight in the mean: ``p(k)`` for the base, ``p(k|c)`` for component c.
 
-        ``p(k)`` is a user's aggregation weight. ``p(k|c)`` follows from it and the mixtures that users report; with a
-        router per layer, from that layer's mixture.
+        ``p(k)`` is the aggregation weight of user k, and ``p(k|c)`` is proportional to ``pi_c p(k)`` with the mixture
+        weights pi that user k reports; with a router per layer, pi is that of the layer.
         """
         mixtures = by_layer(received.reports["mixture"], received.clustered)
         component_weights = {name: aggregation_weights(m, received.weights) for name, m in mixtures.items()}
@@ -153,6 +153,8 @@ class ClusterSteps(MeanByCluster):
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
         """Move the model towards the mean of the uploads; with ``centre``, move the components' mean into the base.
 
+        The components' mean is weighted by ``p(c)``, how much all users together use component c.
+
         Args:
             kept: State of the server, updated in place.
             sums: Weighted sums of the uploads.
@@ -167,7 +169,7 @@ class ClusterSteps(MeanByCluster):
         if self.centre:
             shares = cluster_weights(received.reports["mixture"], received.weights)
             centred = received.centred(model_of(kept), shares)
-            super().step(kept, centred, received)  # stores the tensors, as centring excludes Adam
+            super().step(kept, centred, received)  # only stores the tensors: floral refuses centre with Adam or rates
 
 
 def cluster_weights(

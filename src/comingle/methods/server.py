@@ -196,7 +196,8 @@ class Mean(Server):
     def coefficients(self, received: Received) -> Tree:
         """Return the weight of each upload in the sums.
 
-        Weights are ``(users,)``, or ``(users, components)`` for clustered tensors.
+        Weights are ``(users,)``, or ``(users, components)`` for tensors whose second dimension is a mixture's
+        components.
         """
         return dict.fromkeys(received.tensors, received.weights)
 

@@ -87,11 +87,12 @@ def allowed_values(constructor: Callable[..., object]) -> dict[str, tuple[str, F
 
 def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
     """Return the allowed values of a setting with this annotation: a description and a test."""
-    limit = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)  # Annotated
+    # Annotated[TYPE, Range(...)] has its range in __metadata__ and TYPE in __origin__.
+    limit = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Range)), None)
     plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
     if get_origin(plain) is Literal:
-        words = get_args(plain)
-        return ", ".join(map(str, words)), lambda v: v in words
+        choices = get_args(plain)
+        return ", ".join(map(str, choices)), lambda v: v in choices
     if limit is None:
         return allowed_by_type(plain)
     kinds = get_args(plain) or (plain,)

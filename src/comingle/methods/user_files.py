@@ -163,7 +163,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and annotations look it up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that files beside it do not shadow libraries
-    wrote_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    setting_before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -175,7 +175,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise PluginError(f"{where}: {user_place(error, name) or path}: {what}") from error
     finally:
-        sys.dont_write_bytecode = wrote_none
+        sys.dont_write_bytecode = setting_before
     return module
 
 

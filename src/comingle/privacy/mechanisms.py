@@ -107,7 +107,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
         if not method.shared:
             return
-        if why := _why_data_unprotected(method) or self.unsupported(method):
+        if why := _why_data_unprotected(method) or self.why_unsupported(method):
             raise RecipeError(f"privacy: method {method.name}: {why}")
         if recipe.evaluation.select == "best":
             raise RecipeError(
@@ -131,7 +131,7 @@ class DifferentialPrivacy(PrivacyMechanism):
                 "privacy: the amount of noise is missing; give noise_multiplier, or epsilon for the whole run"
             )
 
-    def unsupported(self, method: Method) -> str:
+    def why_unsupported(self, method: Method) -> str:
         """Return the reason why the mechanism does not cover a method that shares something; empty if it does."""
         if method.server.clipped_mean:  # its result is a mean, so that clipping bounds each user's influence
             return ""
@@ -179,9 +179,9 @@ class DifferentialPrivacy(PrivacyMechanism):
     def warn(self, num_shared: int, rounds: int) -> str | None:
         """Return a warning if the noise exceeds all that users can change, else None.
 
-        In a round the mean change is at most the clip norm C, and the noise on it has norm ``z C sqrt(d) / n``, or ``z
-        C sqrt(d / n)`` with noise added by each user. Over R rounds changes add up to ``R C``, noise to ``sqrt(R)``
-        times its norm.
+        With n users in a round and the noise multiplier z, the mean change is at most the clip norm C, and the noise on
+        it has norm ``z C sqrt(d) / n``, or ``z C sqrt(d / n)`` if each user adds noise. Over R rounds changes add up to
+        ``R C``, noise to ``sqrt(R)`` times its norm.
 
         Args:
             num_shared: Number d of parameters that a user shares.
@@ -310,7 +310,8 @@ class Central(DifferentialPrivacy):
             changes: Changes ``(users, *shape)``; empty if no user was drawn.
             like: The model, for its shapes.
             number: Number of the round, from 0.
-            within: 1 for each user within an adaptive clip norm, which is then updated; None if there are no reports.
+            within: 1 for each user whose change is within an adaptive clip norm, 0 for others, from which the clip norm
+                of the next round follows; None if there are no reports.
         """
         users = self.expected(number)
         sums = self.sums(changes, like)
@@ -376,7 +377,7 @@ class Local(DifferentialPrivacy):
 
     account_type = ReplacingAccount
 
-    def unsupported(self, method: Method) -> str:
+    def why_unsupported(self, method: Method) -> str:
         """Return an empty string: noise covers each upload by itself."""
         return ""
 
@@ -449,7 +450,7 @@ class Example(DifferentialPrivacy):
                 "overflow or underflow before clipping; allowed: auto, bfloat16, float32, float64"
             )
 
-    def unsupported(self, method: Method) -> str:
+    def why_unsupported(self, method: Method) -> str:
         """Return the reason why uploads would depend on users' data other than by noisy gradients; else empty."""
         return _why_gradients_unprotected(method)
 
@@ -498,6 +499,8 @@ class Example(DifferentialPrivacy):
 
     def noised(self, sums: Tree, work: Work, *stream: str | int) -> Tree:
         """Return one user's noisy mean gradients ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64.
+
+        z is the noise multiplier, C the clip norm, ``expected`` the expected number of examples in a batch.
 
         Args:
             sums: Sums of clipped gradients.

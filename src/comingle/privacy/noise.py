@@ -114,6 +114,7 @@ def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
         parts: Purpose of the numbers, such as user, round and kind of draw.
     """
     stream = hashlib.shake_256(json.dumps([key, *parts]).encode("ascii")).digest(8 * count)
+    # The upper 53 of each 64 bits are an integer m; (m + 0.5) / 2^53 is neither 0, whose logarithm is infinite, nor 1.
     return ((np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)) + 0.5) * 2.0**-_BITS
 
 

@@ -292,7 +292,7 @@ class Sums:
             num_users, least = self.expected(round_number), self.least(round_number)
             if num_users < least:
                 raise RecipeError(f"{where}: {num_users} user(s) in a round, too few to hide in a sum; needed: {least}")
-            if least - secure.colluders < LEAST:
+            if least - secure.colluders < LEAST:  # the others' uploads must be hidden in a sum of at least LEAST users
                 raise RecipeError(
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {least} users; allowed: up to "
                     f"{least - LEAST}"
@@ -387,9 +387,11 @@ class Sums:
             round_number: Number of the round, from 1.
         """
         grid, entries = self.grid(round_number), sum(t[0].numel() for t in changes.values())
+        # Slack is the largest increase of the norm by rounding.
         bound = self.privacy.first_bound - grid.slack(entries)
         levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
         deviation_steps = self.deviation(round_number) / grid.step
+        # Seeded with the user's grid points too: a repeated upload gets the same noise, and different ones never do.
         noises = [
             gaussian((entries,), key, name, round_number, "noise share", digest({"": row}))
             for name, row in zip(names, levels, strict=True)
