@@ -196,7 +196,7 @@ def cifar10(input_shape: Shape, outputs: int) -> nn.Module:
         input_shape: Channels, height and width of the images.
         outputs: Number of classes.
     """
-    channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)
+    channels, height, width = require_shape(input_shape, "cifar10", 3, smallest=14)  # leaves maps of 1 x 1
     positions = _cifar10_side(height) * _cifar10_side(width)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5),
@@ -255,7 +255,7 @@ def vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Module:
-    """Return a ResNet for images; partial applications are registered as nets by name.
+    """Return a ResNet for images; the registered nets, such as ``resnet9``, are its partial applications.
 
     Args:
         layers: A key of :data:`STAGES`.

@@ -99,7 +99,8 @@ def _xquad_questions(row: Row, instruction: str) -> Iterator[tuple[str, Question
         if "answer" in question:
             answer = _read_text(question, "answer")
         else:
-            answer = _read_text({"answer": _first_answer(question.get("answers"))}, "answer")
+            first_answer = {"answer": _first_answer(question.get("answers"))}
+            answer = _read_text(first_answer, "answer")  # raises if there is none
         yield _read_id(question), Question(prompt=build_prompt(instruction, text), answer=answer)
 
 
@@ -216,7 +217,7 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
 
 
 def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the keys of the questions that exist in every language, in the order of the first language."""
+    """Return the ids of the questions that exist in every language, in the order of the first language."""
     shared = set.intersection(*(set(keys) for keys in by_language.values()))
     return [key for key in next(iter(by_language.values())) if key in shared]
 
@@ -261,8 +262,8 @@ def draw_parts(
     train, test = train or setting.train, test or setting.test
     _check_counts(name, languages, num_short, num_all, context, train, valid, test)
     order = torch.randperm(num_short, generator=generator(seed, "questions", name))
-    short_numbers = [number for number, fits in enumerate(is_short) if fits]
-    shuffled = [short_numbers[position] for position in order.tolist()]
+    short_indices = [index for index, fits in enumerate(is_short) if fits]
+    shuffled = [short_indices[position] for position in order.tolist()]
     train_end, valid_end = train, train + valid
     test_end = len(shuffled) if test is None else valid_end + test
     return shuffled[:train_end], shuffled[train_end:valid_end], shuffled[valid_end:test_end]
@@ -321,7 +322,7 @@ def user_of(
         tokenizer: The tokenizer of the base model.
         train_on_prompts: Whether the training loss includes the prompts; the evaluation loss never does.
     """
-    measures = MEASURES if QUESTIONS[name].labels else MEASURES[1:]  # accuracy needs labels
+    measures = MEASURES if QUESTIONS[name].labels else MEASURES[1:]  # accuracy, the first, needs labels
     end = cast(int, tokenizer.eos_token_id)
     train, valid, test = ([encoded[number] for number in part] for part in parts)
     longest = max(question.longest for part in (train, valid, test) for question in part)
@@ -622,7 +623,12 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         return user_of(self.section.name, language, encoded, parts, self.tokenizer, train_on_prompts=on_prompts)
 
     def inspect(self, read: EncodedLanguage, user: UserAnswers) -> None:
-        """Check that a user has the validation questions that it needs, and that each token has an embedding row."""
+        """Check that a user has the validation questions that the method needs, and that tokens have an embedding row.
+
+        Args:
+            read: The language as read, with its encoded questions.
+            user: The user made from it.
+        """
         check_answers(user, needs_validation=self.validates)
         super().inspect(read, user)
 
@@ -636,7 +642,7 @@ class QuestionsKind(AnswersKind):
     name = "questions"
 
     def reader(self, request: DataRequest) -> QuestionReader | None:
-        """Return a reader of one language after another; None for questions that a program passes."""
+        """Return a reader that yields one language (user) after another; None for questions that a program passes."""
         if request.given is not None:
             return None
         recipe = request.recipe

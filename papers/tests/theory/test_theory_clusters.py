@@ -17,7 +17,7 @@ from comingle_papers.theory.clusters import (
     draw_clients,
     drift_bound,
     error_bound,
-    guess,
+    estimate_weights,
     local_sgd_bound,
     printed_rate,
     rate_bound,
@@ -131,10 +131,12 @@ def test_the_rate_says_something() -> None:
 def test_a_guess_stays_between_its_start_and_the_truth(seed: int) -> None:
     cluster, start = cluster_of(seed)
     least = uniformity(cluster.weights, start)
-    sizes = [np.abs(guess(cluster, start, t, 50.0, 0.5) - cluster.weights).sum() for t in (0, 10, 1000)]
+    sizes = [np.abs(estimate_weights(cluster, start, t, 50.0, 0.5) - cluster.weights).sum() for t in (0, 10, 1000)]
     assert sizes[0] > sizes[1] > sizes[2] > 0
     assert sizes[2] == pytest.approx(sizes[0] * (1 + 1000 / 50) ** -0.25)
-    assert all((guess(cluster, start, t, 50.0, 0.5) >= least * cluster.weights - 1e-15).all() for t in (0, 10, 1000))
+    assert all(
+        (estimate_weights(cluster, start, t, 50.0, 0.5) >= least * cluster.weights - 1e-15).all() for t in (0, 10, 1000)
+    )
 
 
 # ---------------------------------------------------------------- what the paper says too strongly

@@ -315,13 +315,14 @@ def _run_plan(
             errors.print(line, soft_wrap=True)  # one line per run, also when written to a file
         table = table_of(planned, outcomes, baseline)
         write_tables(folder, table)
-    figures_note = " · figures as .png and .svg" if planned.experiment.plot else ""
-    if figures_note:
+    has_figure = planned.experiment.plot is not None
+    if has_figure:
         from comingle_papers.reproduce.runner import draw
 
         draw(planned, outcomes, folder)
     assert table is not None  # a plan has at least one cell
     print_table(table)
+    figures_note = " · figures as .png and .svg" if has_figure else ""
     console.print(words(f"{folder}/  table.md · table.json{figures_note}; the runs are in {out}/runs", "dim"))
 
 

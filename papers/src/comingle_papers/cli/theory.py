@@ -89,7 +89,11 @@ def _require_packages() -> None:
 
 
 def render(rows: list[Row]) -> Table:
-    """Return a table with a heading per scheme and a line per statement about it."""
+    """Return a table with a heading per scheme and, for each statement about it, measured value, bound and instances.
+
+    Args:
+        rows: The statements over all instances, neighbours with the same scheme side by side.
+    """
     from comingle.reports.formatting import Table
     from comingle.utils.terminal import words
 

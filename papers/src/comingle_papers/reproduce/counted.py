@@ -149,8 +149,8 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
 def column_net(plan: Plan, column: str) -> str:
     """Return the name of the net that a column's rows train unless they name another."""
     cells = _cells_of_column(plan, column)
-    bases = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    base = bases[0] if bases else plan.scaled.stand_in(plan.column_of(column).base)
+    bases_of_column = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
+    base = bases_of_column[0] if bases_of_column else plan.scaled.stand_in(plan.column_of(column).base)
     return base.removeprefix(NETS)
 
 
@@ -206,9 +206,10 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
 
 
 def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Mapping[tuple[str, str], Usage]) -> Figure:
-    """Draw test results against usage, with one line per method.
+    """Draw test results against the numbers that a method stores or sends (its usage), with one line per method.
 
-    A mark's area grows with the number of models or the size of the net.
+    Panels are in a row for each kind of usage and in a column for each of the plan's columns. A mark's area grows with
+    the number of models or the size of the net.
 
     Args:
         plan: The figure's plan.
@@ -227,7 +228,7 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Map
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for number, axis in enumerate(axes):
-            panel_row, panel_column = divmod(number, len(plan.columns))
+            panel_row, panel_column = divmod(number, len(plan.columns))  # panels are numbered row by row
             kind, column = kinds[panel_row], plan.columns[panel_column]
             for name, rows in lines.items():
                 _draw_line(axis, _points_of_line(rows, column, kind, entries, used), styles_of_lines[name])
@@ -342,7 +343,8 @@ def _draw_legend(figure: Figure, styles_of_lines: Mapping[str, Style]) -> None:
     from comingle.reports.canvas import legend_above
 
     handles = [
-        Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in styles_of_lines.values()
+        Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
+        for style in styles_of_lines.values()
     ]
     title = "larger marks: more models, or a larger net"
     legend_above(figure, handles, list(styles_of_lines), title=title, alignment="left")

@@ -337,8 +337,8 @@ def _read_model(path: Path, model: type[Model]) -> Model:
 def _read_content(path: Path) -> Any:
     """Read the YAML file of a study or an experiment.
 
-    If it has a key ``like``, the name of another file of the folder, it inherits that file's metric, columns, scales
-    and rows, the rows without the paper's numbers.
+    If it has a key ``like``, the name of another file of the folder, it inherits that file's metric (and whether lower
+    is better), columns, scales and rows, the rows without the paper's numbers. Its own keys win.
     """
     content = read_yaml(path)
     like = content.pop("like", None) if isinstance(content, dict) else None
@@ -517,10 +517,11 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
 
 
 def _anchor_paths(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of a data set's ``local`` section with its paths below the folder.
+    """Return a copy of a data set's ``local`` section, with the folder put before its relative paths.
 
     Args:
-        local: A section ``data`` with relative paths, of users or of one dataset.
+        local: A section ``data``: either ``users``, with a path or a mapping with ``path`` for each, or ``dataset``
+            with one path or a list.
         folder: The folder with local text.
     """
     if "users" in local:
@@ -536,11 +537,11 @@ def _anchor_paths(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def limits_by_name(data: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
-    """Replace limits that are lists, one number per user in the paper's order, by mappings from user to limit.
+    """Replace limits that are lists, with one number per user, by mappings from user to limit.
 
     Args:
         data: A recipe's section ``data``, with limits such as ``max_train_tokens``.
-        names: The users' names in the paper's order.
+        names: The users' names, in the order of the lists.
     """
     limits = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
     return {**data, **{key: dict(zip(names, limit, strict=True)) for key, limit in limits.items()}}

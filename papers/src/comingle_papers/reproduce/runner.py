@@ -59,12 +59,12 @@ _DIGEST_LENGTH = 16
 
 
 def write_measured(folder: Path, cell: Cell) -> None:
-    """Mark a run as finished and record how it was made."""
+    """Mark a run as finished by ``measured.json``: the settings that determine its result, and how it was made."""
     write_json(folder / MEASURED, {"computed": cell.computed, "made": _provenance()})
 
 
 def is_measured(folder: Path) -> bool:
-    """Return whether a folder holds a finished run with its result.
+    """Return whether a folder holds a finished run: whether it has ``measured.json``, which is then checked.
 
     Raises:
         RunError: The folder holds another run's result, or is damaged.
@@ -136,17 +136,17 @@ def check_same_inputs(where: object, then: Mapping[str, str], now: Mapping[str, 
 
     Args:
         where: The run, for error messages.
-        then: Digests of the inputs that the run read.
+        then: Digests of the inputs that the run read, by what they digest, such as "the base".
         now: Digests of the inputs that are here now.
 
     Raises:
-        RunError: Some digests differ; the message names them.
+        RunError: A digest differs, or is lacking on one side; the message names the first.
     """
-    for what in [*then, *now]:
-        if then.get(what) != now.get(what):
+    for name in [*then, *now]:
+        if then.get(name) != now.get(name):
             raise RunError(
-                f"{where}: {what} was {then.get(what, 'not there')} when it was measured, and is "
-                f"{now.get(what, 'not there')}; use the same version, or another --out"
+                f"{where}: {name} was {then.get(name, 'not there')} when it was measured, and is "
+                f"{now.get(name, 'not there')}; use the same version, or another --out"
             )
 
 
@@ -184,14 +184,14 @@ class Estimate:
     work: dict[str, float] = field(default_factory=dict)
 
     def learn(self, outcome: Outcome) -> None:
-        """Add a run that was executed now."""
+        """Add time and work of a run to the sums of its base model; ignore runs that existed before."""
         if outcome.ran:
             base = outcome.cell.recipe.base
             self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
             self.work[base] = self.work.get(base, 0.0) + outcome.cell.work
 
     def left(self, cells: Sequence[Cell]) -> float | None:
-        """Return the estimated seconds for some cells; None before any run is finished.
+        """Return the estimated seconds for the cells that are left; None before any run is finished.
 
         A base model of which no run is finished is assumed to need the mean time per unit of work.
         """
@@ -466,6 +466,7 @@ def _uncached(plan: Plan) -> list[str]:
     names: dict[str, None] = {}
     for cell in plan.cells:
         base = cell.recipe.base
+        # A name OWNER/MODEL on the hub, not a path or a random base.
         if "/" in base and is_public(base) and not expand_home(base).exists() and cached_folder(base) is None:
             names[base] = None
         for name in _uncached_data_sets(plan, cell):
@@ -507,7 +508,7 @@ def _is_cached(name: str) -> bool:
     from huggingface_hub import constants
 
     folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-    return (Path(folder) / name.replace("/", "___")).is_dir()
+    return (Path(folder) / name.replace("/", "___")).is_dir()  # as ``datasets`` names the folder of OWNER/NAME
 
 
 MAX_PROMPT_TOKENS = 160
@@ -740,7 +741,7 @@ def _draw_sweep(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) 
                 label=f"{series} {value}",
             )
         values_of_x = [x_value for points in lines.values() for x_value in points]
-        # Values over more than a decade are usually chosen geometrically.
+        # Values that span more than a decade are usually chosen geometrically, as 1, 2, 4 ... 64.
         if min(values_of_x) > 0 and max(values_of_x) > 20 * min(values_of_x):
             axes[0].set_xscale("log")
         axes[0].set_xlabel(x)

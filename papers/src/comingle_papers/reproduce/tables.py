@@ -30,6 +30,8 @@ from comingle_papers.reproduce.published import Note, parse_printed
 
 _LISTED = 8
 """Largest number of pairs of rows that a sentence lists."""
+_MOSTLY = 0.8
+"""Share of pairs in the paper's order above which a sentence says that the order is mostly reproduced."""
 
 Entry = tuple[float, float | None]
 """Mean and standard deviation over seeds; the deviation is None where unknown."""
@@ -151,7 +153,8 @@ def sentence(label: str, order: Order, reference: str = "paper") -> str:
         return (
             f"{head}{agreement}, and the others differ by no more than their deviations: {_list_pairs(order.unclear)}."
         )
-    verdict = "the order is mostly reproduced" if order.agreeing > 0.8 * order.pairs else "the order is not reproduced"
+    is_mostly_reproduced = order.agreeing > _MOSTLY * order.pairs
+    verdict = "the order is mostly reproduced" if is_mostly_reproduced else "the order is not reproduced"
     beyond = "beyond the deviations" if order.deviations else "with one seed, so that our deviations are unknown"
     clear = f"reversed, {beyond}: {_list_pairs(order.swapped)}"
     rest = f"; within the deviations: {_list_pairs(order.unclear)}" if order.unclear else ""
@@ -324,7 +327,7 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
 def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
     """Return a column of ``table.json``: numbers and ranks of all rows, and how well their order fits the paper's.
 
-    Only rows with numbers on both sides have ranks.
+    Only rows that have both our number and the paper's have ranks, and only they are ordered.
 
     Args:
         plan: The table.
@@ -368,7 +371,9 @@ def _paper_numbers(plan: Plan, column: str) -> dict[str, Entry]:
 
 
 def _note_indices(plan: Plan, row: str, column: str) -> list[int]:
-    """Return the indices of the notes on a cell, counted among the notes that do not concern the whole table.
+    """Return the indices of the notes on a cell, in the list ``notes`` of ``table.json``.
+
+    That list has the experiment's notes that name rows and columns, and not those on the whole table.
 
     Args:
         plan: The table.

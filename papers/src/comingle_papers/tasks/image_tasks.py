@@ -114,7 +114,7 @@ def _fedmerge_setting(
         classes: Number of labels.
         colours: Mean and standard deviation of each channel; None for grey images.
     """
-    users = 4 if partition == "domain" else 50
+    users = 4 if partition == "domain" else 50  # one user for each domain
     images_per_user = total_images / users
     return Setting(
         users=users,
@@ -425,7 +425,7 @@ def make_skewed(
         RecipeError: Numbers of users, clusters or labels do not fit.
         DataError: A user has no images, or too few of each label to hold any out.
     """
-    key: Key = (name, seed)
+    key: Key = (name, seed)  # of all random streams
     groups, sizes, group_names = _group_images(setting, images, users, clusters, labels_per_cluster, key)
     parts = deal_images(groups, sizes, images.labels, alpha=alpha, key=key, names=group_names)
     group_of_user = [group for group, size in enumerate(sizes) for _ in range(size)]

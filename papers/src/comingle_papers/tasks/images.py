@@ -107,6 +107,7 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
     is_published = clusters == len(_PUBLISHED_SIZES)
     proportions = _PUBLISHED_SIZES if is_published else (1,) * clusters
     others = users - clusters
+    # Users that a cluster should have beyond its first, before these numbers are scaled to add up to ``others``.
     wanted_others = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
     fractional_sizes = [others * wanted / (sum(wanted_others) or 1) for wanted in wanted_others]
     sizes = [int(size) for size in fractional_sizes]
@@ -262,9 +263,9 @@ def draw_dirichlet(
 
 
 def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of each user's samples; a single empty tensor if the partitioner gave up.
+    """Return the indices of each user's samples, drawn by the partitioner; a single empty tensor if it gave up.
 
-    It gives up after eleven draws in which a user got too few samples.
+    The partitioner gives up after eleven draws in each of which a user got too few samples.
 
     Args:
         partitioner: A partitioner of ``flwr-datasets`` with its data.

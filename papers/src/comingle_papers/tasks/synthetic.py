@@ -145,8 +145,9 @@ def _make_user(
         y = truth.respond((truth.hidden(x, cluster) - mean) / std)
         return Samples(inputs=x.float(), targets=y.float())
 
+    no_inputs = x[:0]  # validation samples are held out later
     return UserSamples(
-        name=f"user-{user}", train=label(x[:train]), valid=label(x[:0]), test=label(test_inputs), cluster=cluster
+        name=f"user-{user}", train=label(x[:train]), valid=label(no_inputs), test=label(test_inputs), cluster=cluster
     )
 
 

@@ -177,7 +177,7 @@ class Cluster:
         return float(eigenvalues[0]), float(eigenvalues[-1])
 
     def gap(self, points: Points) -> Numbers:
-        """Return by how much f_c at each point exceeds its minimum."""
+        """Return by how much the cluster's loss f_c at each point exceeds its minimum."""
         offsets = points - self.minimiser
         return np.asarray(np.einsum("...i,ij,...j->...", offsets, self.hessian, offsets) / 2)
 
@@ -238,7 +238,7 @@ class Descent:
     moment: float
 
 
-def guess(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
+def estimate_weights(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
     """Return the estimated weights ``p_hat`` of the clients at the beginning of a round.
 
     They move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
@@ -290,7 +290,7 @@ def descend(
     variance = moment = 0.0
     for step in range(steps):
         if step % schedule.local_steps == 0:
-            estimated = guess(cluster, guessed, step, schedule.shift, decay)  # p_hat
+            estimated = estimate_weights(cluster, guessed, step, schedule.shift, decay)  # p_hat
         rate = schedule.scale / (mu * (step + schedule.shift))
         average = np.einsum("k,rki->ri", estimated, models)  # w~, for each replica r
         mean, gradient_variance, second_moment = cluster.moments(models)
@@ -633,10 +633,10 @@ Shares = Float[np.ndarray, "*users clusters"]
 
 
 def router(losses: Losses, inverse_temperature: float) -> Shares:
-    """Return users' weights of the clusters by eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``, eta a step size.
+    """Return users' weights of the clusters by eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``.
 
-    In the paper f is the cluster's loss f_c. Right after aggregation all users have the same models and then the same
-    router. Appendix C.1 derives the formula with the user's own loss f^k instead.
+    In the paper eta is a step size and f the cluster's loss f_c. Right after aggregation all users have the same models
+    and then the same router. Appendix C.1 derives the formula with the user's own loss f^k instead.
 
     Args:
         losses: Loss of each cluster's model; for each user, or for one.

@@ -452,8 +452,9 @@ def draw_linear(
 ) -> LinearProblem:
     """Draw a problem with normal inputs and targets of hidden linear experts.
 
-    Each sample's target comes from the expert that a hidden linear router prefers. For the squared loss it has noise of
-    standard deviation 0.1; for the logistic loss it is a label drawn with the output as its logit.
+    Each sample's target comes from the output of the expert that a hidden linear router prefers. For the squared loss
+    it is this output plus noise of standard deviation 0.1; for the logistic loss it is a label, 1 or -1, drawn with the
+    output as the logit of 1.
 
     Args:
         rng: Generator of all draws.
@@ -541,12 +542,20 @@ class LinearConstants:
 
     @property
     def modulus_weights(self) -> float:
-        """m_Y: modulus of strong convexity in (Theta, Phi) for all shares; nothing is proved if it is not positive."""
+        """m_Y: modulus of strong convexity in experts and router for all shares; proves nothing if it is not positive.
+
+        It is ``alpha - (rho^2 + mu^2) / (2 mu) * feature_scale`` with weight decay alpha, largest slope rho of the
+        loss, weight mu of the divergence and ``feature_scale``, the largest eigenvalue of ``X^T X / n``.
+        """
         return self.decay - self._squared_slopes * self.feature_scale / (2 * self.coupling)
 
     @property
     def modulus_shares(self) -> float:
-        """m_X: modulus of strong convexity in the shares along the simplex, for all (Theta, Phi)."""
+        """m_X: modulus of strong convexity in the shares along the simplex, for all experts and routers.
+
+        It is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with weight decay alpha, largest slope rho of the loss,
+        weight mu of the divergence, n samples and their largest norm ``|x|``.
+        """
         return (2 * self.coupling - self._squared_slopes * self.feature_norm**2 / self.decay) / self.num_samples
 
     @property
@@ -578,9 +587,12 @@ class LinearConstants:
 
     @property
     def smoothness_shares(self) -> float:
-        """L_X: bound on the curvature in the shares, as long as every share is at least :attr:`smallest_share`."""
-        outputs = self.radius * self.feature_norm
-        return (self.coupling / self.smallest_share + self.max_curvature * outputs**2) / self.num_samples
+        """L_X: bound on the curvature in the shares, as long as every share is at least :attr:`smallest_share`.
+
+        The divergence has the curvature ``mu / share``; the loss adds its own times the squared outputs of the experts.
+        """
+        max_output = self.radius * self.feature_norm
+        return (self.coupling / self.smallest_share + self.max_curvature * max_output**2) / self.num_samples
 
     @property
     def smoothness(self) -> float:
