@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +72,7 @@ from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
-from comingle.runs.session import describe, prepare
+from comingle.runs.session import describe, get_ready, prepare
 from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData
@@ -178,7 +179,8 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
-    read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, "")), bases=bases))
+    method = get_ready(recipe, keeps_memory=False)  # the device has other work between rounds
+    read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, "")), bases=bases), method=method)
     _check_base(public, read)
     data = remote_data(public, recipe, read.base)
     number = public.users.index(own.name)
@@ -192,7 +194,7 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
     store = ClientStore(
-        folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy()
+        folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.compact()
     )
     begun = any((folder / "answers").glob("*.bin"))  # Data may have been sent.
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
@@ -252,7 +254,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
         content["base"] = own.base
     else:
         _check_base_name(public.whole_recipe().base)
-    content["runtime"] = {**content.get("runtime", {}), **own.runtime}
+    content["runtime"] = {"users_per_step": 1, **content.get("runtime", {}), **own.runtime}
     return parse_recipe(content, where=f"user {own.name!r}")
 
 
@@ -504,13 +506,11 @@ class TaskRunner:
         if why := self.store.note_steps(self.task.round):
             self.reported["left_out"] = why
             return
-        before = self.clients.state.copy()
         try:
             work = train(self.clients, [0], self.task.round)
         except DivergenceError as error:
+            self._restore_before_training()
             self.reported["left_out"] = str(error)
-            self.clients.state = before
-            self.clients.update_masks()
             return
         if self.tells in SCORES:
             self.reported |= {"tokens": work.tokens, "train_seconds": work.seconds}
@@ -518,6 +518,13 @@ class TaskRunner:
             self.reported["left_out"] = work.rejected[0]
         elif self.tells != "nothing" and self.clients.plan.privacy is None:
             self.reported["train_loss"] = work.losses[0]
+
+    def _restore_before_training(self) -> None:
+        """Restore the state before the local steps: the stored one, with the messages of this task applied again."""
+        self.store.revert()
+        self.received = list(self.task.messages)
+        for step in takewhile(lambda step: step != "train", self.task.todo):
+            self.STEPS[step](self)
 
     def _upload(self) -> None:
         """Pack the shared tensors, unless the user is left out of this round or its privacy budget is spent.

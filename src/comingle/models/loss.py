@@ -118,9 +118,11 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
     """
     exact = wide(logits)
     largest = exact.amax(1)
-    weights = torch.exp(exact - largest.unsqueeze(1))
-    total = weights.sum(1)
     of_targets = exact.gather(1, ids.unsqueeze(1)).squeeze(1)
+    # A chunk may have 100 MB: overwrite the wide copy where there is one, instead of making two more.
+    shifted = exact.sub_(largest.unsqueeze(1)) if exact is not logits else exact - largest.unsqueeze(1)
+    weights = shifted.exp_()
+    total = weights.sum(1)
     return largest + torch.log(total) - of_targets, weights.to(logits.dtype), total
 
 

@@ -206,14 +206,19 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     return run_data.with_users(replace(user, cluster=clusters[user.name]) for user in run_data.users)
 
 
-def get_ready(recipe: Recipe) -> Method:
+def get_ready(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
     """Check the recipe, set up the process as it asks for, and return its method.
+
+    Args:
+        recipe: The recipe.
+        keeps_memory: Whether the process keeps freed buffers for later steps, which are then faster.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
     """
     method = check_recipe(recipe)
-    keep_buffers()
+    if keeps_memory:
+        keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
     return method

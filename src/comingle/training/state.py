@@ -82,6 +82,12 @@ class State:
         """Return a deep copy."""
         return self._with_tensors({name: t.clone() for name, t in self.tensors().items()})
 
+    def compact(self) -> State:
+        """Return a deep copy in which a tensor of zeros takes no memory. It is to be copied again, not updated."""
+        return self._with_tensors(
+            {name: t.clone() if t.any() else t.new_zeros(()).expand(t.shape) for name, t in self.tensors().items()}
+        )
+
     def without_moments(self) -> State:
         """Return a state that shares all tensors except the moments, which are empty; for work without steps."""
         return replace(self, first=self.first[:, :0], second=self.second[:, :0])
