@@ -22,6 +22,7 @@ from tests.federation.tiny import assert_same_end, tasks_of, tiny
 from tests.quick import quick
 
 from comingle.config import parse_recipe
+from comingle.federation import client
 from comingle.federation.client import Client
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.public import tokens_of
@@ -29,7 +30,8 @@ from comingle.federation.run_folder import Plan, has_ended, run_federation
 from comingle.models import base, folders
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
-from comingle.utils.errors import RunError
+from comingle.training.state import State
+from comingle.utils.errors import DivergenceError, RunError
 from comingle.utils.files import list_checkpoints
 
 HALF = {"training__participation": 0.5, "evaluation__select": "best", "evaluation__every": 1, "evaluation__first": True}
@@ -858,3 +860,33 @@ def test_a_recipe_names_the_net(tmp_path: Path) -> None:
     }
     metrics, _ = federated(content, tmp_path / "run")
     assert set(metrics["users"]) == {"ann", "bob"}
+
+
+def test_a_user_whose_steps_diverge_continues_from_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local steps that diverge change neither the parameters nor the moments that the user had with the download."""
+    real_train, real_step = client.train, client.TaskRunner._train
+    before: list[State] = []
+    restored: list[bool] = []
+
+    def diverge_in_round_2(clients: Any, members: Any, number: int) -> Any:
+        before.append(clients.state.copy())
+        done = real_train(clients, members, number)
+        if number == 1 and clients.trainers[0].name == "ann":
+            raise DivergenceError("user 'ann': not all tensors are finite")
+        return done
+
+    def train_and_compare(self: client.TaskRunner) -> None:
+        real_step(self)
+        if "left_out" in self.reported:
+            now, then = self.clients.state.tensors(), before[-1].tensors()
+            restored.append(all(torch.equal(now[name], then[name]) for name in then))
+
+    monkeypatch.setattr(client, "train", diverge_in_round_2)
+    monkeypatch.setattr(client.TaskRunner, "_train", train_and_compare)
+    monkeypatch.setitem(client.TaskRunner.STEPS, "train", train_and_compare)
+    content = tiny(tmp_path, training__rounds=3)
+    _, channel = federated(content, tmp_path / "federation")
+    assert restored == [True]
+    assert any("not all tensors are finite" in str(said.get("left_out")) for said in channel.told)
