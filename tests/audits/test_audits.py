@@ -20,10 +20,10 @@ from comingle.audits.canaries import (
     ObservedFederation,
     auc,
     draw_canaries,
-    found_at,
     infer_membership,
     published,
     run_trial,
+    true_positive_rate,
     windows_of,
     with_canary,
     with_example,
@@ -260,8 +260,8 @@ def test_auc_is_how_often_a_member_is_above() -> None:
 
 def test_found_at_one_false_alarm_in_a_hundred() -> None:
     others = [float(i) for i in range(200)]
-    assert found_at([198.5, 197.5, 500.0, 1.0], others) == 0.75  # above all but two of them
-    assert found_at([198.5], others[:99]) is None
+    assert true_positive_rate([198.5, 197.5, 500.0, 1.0], others) == 0.75  # above all but two of them
+    assert true_positive_rate([198.5], others[:99]) is None
 
 
 def test_windows_do_not_overlap() -> None:

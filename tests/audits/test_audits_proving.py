@@ -69,19 +69,23 @@ def test_more_delta_proves_less() -> None:
 @pytest.mark.parametrize("noise", [0.8, 2.0, 5.0])
 def test_replacing_doubles_a_gaussians_sensitivity(noise: float) -> None:
     pytest.importorskip("dp_accounting")
-    found, delta, mu = epsilon_of_replacing(Release(noise=noise), 1, 1e-4, "pld", counted=False), 1e-4, 2 / noise
+    found, delta, mu = (
+        epsilon_of_replacing(Release(noise=noise), 1, 1e-4, "pld", is_for_replacing=False),
+        1e-4,
+        2 / noise,
+    )
     # Balle and Wang 2018, Theorem 8.
     spent = norm.cdf(mu / 2 - found / mu) - math.exp(found) * norm.cdf(-mu / 2 - found / mu)
     assert spent == pytest.approx(delta, rel=0.02)
     counted = Release(noise=noise)
-    assert epsilon_of_replacing(counted, 3, delta, "pld", counted=True) == epsilon(counted, 3, delta, "pld")
+    assert epsilon_of_replacing(counted, 3, delta, "pld", is_for_replacing=True) == epsilon(counted, 3, delta, "pld")
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_replacing_one_who_may_be_drawn_is_bounded(rate: float) -> None:
     pytest.importorskip("dp_accounting")
     noise, delta = 1.5, 1e-4
-    found = epsilon_of_replacing(Release(noise=noise, rate=rate), 1, delta, "rdp", counted=False)
+    found = epsilon_of_replacing(Release(noise=noise, rate=rate), 1, delta, "rdp", is_for_replacing=False)
 
     def stick(x: float) -> float:
         one = (1 - rate) * norm.pdf(x, 0, noise) + rate * norm.pdf(x, 1, noise)

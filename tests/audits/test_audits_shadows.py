@@ -18,10 +18,10 @@ from comingle.audits.canaries import (
     Shadow,
     auc,
     halves,
+    indices_to_score,
     likelihood_ratios,
     membership_by_shadows,
     run_shadow,
-    scored,
     windows_of,
 )
 from comingle.config import Recipe
@@ -192,9 +192,9 @@ def test_hardly_any_windows_are_left_together_and_not_scored() -> None:
     short = user_of(10 * LEAST - 1)
     parts = halves([short], 9, seed=0, run=0)
     assert torch.equal(parts.of(0, short).train, short.train)
-    assert len(scored(LEAST - 1)) == 0
-    assert scored(LEAST).tolist() == list(range(LEAST))
-    assert len(scored(1000)) == len(set(scored(1000).tolist())) == 64
+    assert len(indices_to_score(LEAST - 1)) == 0
+    assert indices_to_score(LEAST).tolist() == list(range(LEAST))
+    assert len(indices_to_score(1000)) == len(set(indices_to_score(1000).tolist())) == 64
 
 
 def test_too_few_runs_say_nothing() -> None:

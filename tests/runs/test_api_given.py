@@ -23,7 +23,7 @@ from comingle.methods.fedavg import fedavg
 from comingle.models.loading import given_base, load_base
 from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run
-from comingle.training.kinds.base import section_for
+from comingle.training.kinds.base import kind_of_users
 from comingle.utils.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError
 
 NAMES = ("ann", "bob", "cem")
@@ -188,7 +188,7 @@ def test_a_handed_base_cannot_be_counted(comingle_command: Any, texts: dict[str,
     ],
 )
 def test_users_of_no_kind_are_refused_in_one_line(users: dict[str, Any], wanted: str) -> None:
-    assert wanted in refused(DataError, lambda: section_for(users, {}))
+    assert wanted in refused(DataError, lambda: kind_of_users(users, {}))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_users_of_two_kinds_are_refused_with_who_is_of_which(monkeypatch: pytest
     from comingle_papers.questions import QuestionsKind
 
     monkeypatch.setattr(QuestionsKind, "takes", lambda self, data, options: data == 3)
-    message = refused(DataError, lambda: section_for({"ann": ["a"], "bob": 3, "cem": ["b"]}, {}))
+    message = refused(DataError, lambda: kind_of_users({"ann": ["a"], "bob": 3, "cem": ["b"]}, {}))
     assert message.startswith("users: ")
     assert message.endswith("; ann has text, bob has questions")
 

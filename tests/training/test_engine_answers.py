@@ -113,7 +113,7 @@ def test_a_round_asks_every_question_once(ask: Ask, name: str) -> None:
     sim = ask(name, [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 2}).clients
     batch_source, phase = sim.batch_source, Phase(roles=frozenset())
     assert [batch_source.steps(i) for i in range(2)] == [6, 4]
-    assert [batch_source.seen(i) for i in range(2)] == [10, 6]
+    assert [batch_source.trained_amount(i) for i in range(2)] == [10, 6]
     for i, user in enumerate(sim.trainers):
         own = present(user.train.windows)
         drawn = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.training.backends.distributed import largest_terms, reduced, shifts_of, sums_of, whole_sums
+from comingle.training.backends.distributed import integer_sums, largest_terms, reduced, shifts_of, sums_of
 from comingle.utils.errors import DivergenceError
 
 USERS = 7
@@ -37,7 +37,7 @@ def added(edges: list[int]) -> dict[str, Tensor]:
     parts = [({n: t[s] for n, t in uploads().items()}, {n: t[s] for n, t in weights().items()}) for s in spans]
     largest = torch.stack([largest_terms(*part) for part in parts]).amax(0)
     shifts = shifts_of(largest, USERS)
-    total = torch.stack([whole_sums(*part, shifts) for part in parts]).sum(0)
+    total = torch.stack([integer_sums(*part, shifts) for part in parts]).sum(0)
     return sums_of(total, uploads(), shifts)
 
 

@@ -16,7 +16,7 @@ import torch
 from comingle.config import parse_recipe
 from comingle.runs.distributed import _check_alike, check_device, spans
 from comingle.training.backends.distributed import Sharded
-from comingle.training.backends.launched import Place, find_place, speaks
+from comingle.training.backends.launched import Place, find_place, should_print_errors
 from comingle.utils.errors import RecipeError, RunError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -41,9 +41,9 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, str]) -> None:
 
 
 def test_one_of_them_speaks() -> None:
-    assert speaks({})
-    assert speaks(TORCHRUN | {"RANK": "0"})
-    assert not speaks(TORCHRUN)
+    assert should_print_errors({})
+    assert should_print_errors(TORCHRUN | {"RANK": "0"})
+    assert not should_print_errors(TORCHRUN)
 
 
 @pytest.mark.parametrize(

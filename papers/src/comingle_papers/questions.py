@@ -43,7 +43,7 @@ from comingle.data.text.reading import LanguageReader
 from comingle.models.base import Base
 from comingle.models.chat_templates import Encoded
 from comingle.training.kinds.base import DataRequest
-from comingle.training.kinds.conversations import AnswersKind, as_steps
+from comingle.training.kinds.conversations import AnswersKind, as_text_recipe
 from comingle.utils.errors import DataError, RecipeError, did_you_mean
 from comingle.utils.names import FOLDER_VARIABLE, HUB_PREFIX
 from comingle.utils.records import expand_home
@@ -675,7 +675,7 @@ class QuestionsKind(AnswersKind):
         questions = section(recipes[0])
         num_train = questions.train or QUESTIONS[questions.name].train
         num_train_of_users = dict.fromkeys(self.names_of(recipes[0]), num_train)
-        return [as_steps(recipe, num_train_of_users) for recipe in recipes], set(), NOTE
+        return [as_text_recipe(recipe, num_train_of_users) for recipe in recipes], set(), NOTE
 
 
 def section(recipe: Recipe) -> QuestionsSection:

@@ -26,7 +26,7 @@ from comingle.audits.canaries import (
     check_watchable,
     infer_membership,
     membership_by_shadows,
-    of_examples,
+    protects_single_examples,
     run_shadow,
     run_trial,
 )
@@ -54,7 +54,9 @@ from comingle.utils.records import plural
 _MAX_HALVINGS = 60
 
 
-def epsilon_of_replacing(release: Release, count: int, delta: float, accountant: str, *, counted: bool) -> float:
+def epsilon_of_replacing(
+    release: Release, count: int, delta: float, accountant: str, *, is_for_replacing: bool
+) -> float:
     """Return an upper bound of epsilon when a user's data is replaced by other data rather than removed.
 
     Accountants bound the effect of removing a user, but a coin of the audit replaces data by a canary. Without sampling
@@ -67,11 +69,12 @@ def epsilon_of_replacing(release: Release, count: int, delta: float, accountant:
         count: Number of releases.
         delta: Delta of the bound.
         accountant: "rdp" or "pld".
-        counted: Whether the accountant's epsilon is for replacement already.
+        is_for_replacing: Whether the accountant's epsilon is for replacement already.
     """
-    if counted or release.sample:  # a sample of fixed size can only be compared with one of the same size
+    # A sample of a fixed number of users is accounted for replacement: after a removal it would be smaller.
+    if is_for_replacing or release.sample:
         return epsilon(release, count, delta, accountant)
-    if not release.sampled:
+    if not release.sampled:  # no participants are drawn in secret
         return epsilon(replace(release, noise=release.noise / 2), count, delta, accountant)
     # Find the largest delta of a removal, among halves of the whole one, from which group privacy gives this delta.
     for halvings in range(1, _MAX_HALVINGS):
@@ -153,6 +156,8 @@ COINS = 40
 KINDS = ("text", "conversations", "samples")
 SHADOWS = 8
 """Default for the number of reference runs."""
+_RUNS_OF_ATTACK = 2
+"""Runs of an attack on uploads: the easiest case for the attacker, and a round as in the audited run."""
 CONFIDENCE = 0.95
 DELTA = 1e-5
 """Delta for runs without privacy."""
@@ -174,7 +179,8 @@ def audit_run(
     Args:
         run: Finished run.
         reporter: Prints progress.
-        trials: Runs with canaries; by default as many as give about 40 coins.
+        trials: Runs with canaries; by default enough for about 40 coins, one per user and run, which decide whether the
+            user's canary is included.
         rounds: Rounds of each run, at most those of the audited run.
         shadows: Reference runs for membership inference; 0 for none.
         given: Data and base model passed from Python, as in the audited run.
@@ -190,30 +196,30 @@ def audit_run(
     with reporter.waiting(LOADING):
         run_data = prepare(recipe, base=base, given=given)
     if run.recipe.data.kind == "samples":
-        runs = _RunCounter(reporter, 2, recipe, run.metrics)
+        runs = _RunCounter(reporter, _RUNS_OF_ATTACK, recipe, run.metrics)
         inverted = invert_uploads(recipe, run_data, runs.watch("one upload"))
         return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
     recovers_tokens = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
-    count = trials or math.ceil(COINS / len(run.users))  # one coin per user and run
-    runs = _RunCounter(reporter, count + shadows + 2 * recovers_tokens, recipe, run.metrics)
+    num_trials = trials or math.ceil(COINS / len(run.users))  # one coin per user and run
+    num_runs = num_trials + shadows + (_RUNS_OF_ATTACK if recovers_tokens else 0)
+    runs = _RunCounter(reporter, num_runs, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
         members = infer_membership(run)
-    canary_trials = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(count)]
+    canary_trials = [run_trial(recipe, run_data, number, runs.watch("canaries")) for number in range(num_trials)]
     shadow_runs = [run_shadow(recipe, run_data, number, runs.watch("reference models")) for number in range(shadows)]
     exposures = [  # of every canary: whether it was included, and its exposure in bits
         (inside, exposure(rank, REFERENCES))
         for trial in canary_trials
         for inside, rank in zip(trial.inside, trial.ranks, strict=True)
     ]
+    epsilon_bounds = []
+    for view in (SERVER, USERS):
+        upper_bound = accounted_epsilon(recipe, run.users, canary_trials, view)
+        epsilon_bounds.append(bound_epsilon(view, canary_trials, fields["delta"], upper_bound))
     return Audit(
         **fields,
-        trials=count,
-        proofs=[
-            bound_epsilon(
-                view, canary_trials, fields["delta"], accounted_epsilon(recipe, run.users, canary_trials, view)
-            )
-            for view in (SERVER, USERS)
-        ],
+        trials=num_trials,
+        proofs=epsilon_bounds,
         members=members,
         inserted=[bits for inside, bits in exposures if inside],
         absent=[bits for inside, bits in exposures if not inside],
@@ -238,7 +244,7 @@ def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
         "users": len(run.users),
         "privacy": privacy,
         "rounds": recipe.training.rounds,
-        "delta": DELTA if privacy is None else privacy["delta"],
+        "delta": DELTA if privacy is None else privacy["delta"],  # a run without privacy has none
         "confidence": CONFIDENCE,
         "most": math.log2(REFERENCES + 1),  # exposure in bits of a canary that ranks before all references
     }
@@ -307,6 +313,7 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
         metrics: Metrics of the audited run.
         rounds: Largest number of rounds.
     """
+    # A run that evaluates local models makes no upload after its last round, which is observed too.
     changes = in_rounds(min(rounds, recipe.training.rounds)) | {"evaluation.model": "exchanged"}
     if (privacy := metrics.get("privacy")) is not None:
         noise = min(privacy.get("noise_multipliers", {}).values(), default=privacy["noise_multiplier"])
@@ -373,7 +380,7 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         recipe: Recipe of the runs.
         names: Names of the users.
         trials: Runs with canaries.
-        view: SERVER or USERS.
+        view: Who attacks, SERVER or USERS.
 
     Returns:
         Epsilon; None if nothing is guaranteed: without privacy, with noise that the seed determines, and for the
@@ -385,13 +392,15 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
     plan = make_plan(recipe, make(recipe.method.name, **recipe.method.settings), names)
     assert plan.privacy is not None
     num_releases = max(trial.metrics["privacy"]["releases"] for trial in trials)
-    if of_examples(recipe):
+    if protects_single_examples(recipe):
         rate = max(work.rate for trial in trials for work in trial.works.values())
         release = Release(noise=plan.privacy.multiplier, rate=rate)
     else:
         release = release_of(plan.privacy, plan.participation, len(names))
-    counts_replacing = MECHANISMS[privacy.mechanism].load().account_type.replaces
-    return epsilon_of_replacing(release, num_releases, privacy.delta, plan.privacy.accountant, counted=counts_replacing)
+    # Some accountants bound the effect of replacing data; the epsilon of others, for adding or removing, is converted.
+    replaces = MECHANISMS[privacy.mechanism].load().account_type.replaces
+    accountant = plan.privacy.accountant
+    return epsilon_of_replacing(release, num_releases, privacy.delta, accountant, is_for_replacing=replaces)
 
 
 @torch_defaults()
@@ -411,7 +420,8 @@ def audit(
 
     Args:
         run: A finished run, or its folder, which is only read.
-        trials: Runs with canaries; by default as many as give about 40 coins.
+        trials: Runs with canaries; by default enough for about 40 coins, one per user and run, which decide whether the
+            user's canary is included.
         rounds: Rounds of each of them, at most those of the run.
         shadows: Runs on halves of users' training data, as reference models for membership inference; 0 for none.
         out: Folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.

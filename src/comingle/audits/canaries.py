@@ -169,6 +169,10 @@ def check_watchable(where: object, method: Method) -> None:
 # -------------------------------------------------------------------- canaries
 
 
+_WINDOWS_AT_ONCE = 16
+"""Windows of each user in one pass, which bounds its memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attacker:
     """Computes losses of token windows under a user's observed shared tensors.
@@ -189,45 +193,45 @@ class Attacker:
 
     @torch.no_grad()
     def losses(
-        self, users: Sequence[int], seen: Tree, windows: Int[Tensor, "users windows width"]
+        self, users: Sequence[int], observed: Tree, windows: Int[Tensor, "users windows width"]
     ) -> Float[Tensor, "users windows"]:
         """Return the mean loss over the targets of each window, in nats, under the user's observed model.
 
-        Windows of text get the token with which texts begin; conversations have theirs.
+        Windows of text get the begin-of-text token in front; those of conversations have it already.
 
         Args:
             users: Indices of the users.
-            seen: Observed tensors ``(users, models, *shape)``; empty stands for the initial model. Of several models
-                the one with the lowest loss on the window is used.
+            observed: Observed tensors ``(users, models, *shape)``; empty stands for the initial model. Of several
+                models the one with the lowest loss on the window is used.
             windows: Windows of each user.
         """
-        models = next(iter(seen.values())).shape[1] if seen else 1
+        models = next(iter(observed.values())).shape[1] if observed else 1
         losses_by_model = [
-            self._losses_of_model(users, {name: t[:, number] for name, t in seen.items()}, windows)
+            self._losses_of_model(users, {name: t[:, number] for name, t in observed.items()}, windows)
             for number in range(models)
         ]
         return torch.stack(losses_by_model).amin(0)
 
-    def _losses_of_model(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
+    def _losses_of_model(self, users: Sequence[int], observed: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         """Return :meth:`losses` under a single observed model of each user.
 
         Args:
             users: Indices of the users.
-            seen: Observed tensors ``(users, *shape)``; empty stands for the initial model.
+            observed: Observed tensors ``(users, *shape)``; empty stands for the initial model.
             windows: Windows ``(users, windows, width)``.
         """
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
         windows, batch_source = windows.long(), self.clients.batch_source
         begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
-        if begin is not None:  # as in training; the width stays the same, as bases may not accept more
+        if begin is not None:  # as in training; the last token makes room, as a base may not accept a wider window
             at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=at_start)
-        if seen:
-            assign(model.layout.views(rows), model.layout, self.clients.method.shared, seen)
+        if observed:
+            assign(model.layout.views(rows), model.layout, self.clients.method.shared, observed)
         with torch.compiler.set_stance("force_eager"):  # not compiled: these shapes occur only here
             summed_losses = [
                 model.predict(model.tensors(rows), list(users), part.to(model.device)).sum(-1)
-                for part in windows.split(16, dim=1)
+                for part in windows.split(_WINDOWS_AT_ONCE, dim=1)
             ]
         num_targets = (windows[..., 1:] >= 0).sum(-1).clamp(min=1)  # hidden tokens and padding are negative
         return torch.cat(summed_losses, dim=1).double().cpu() / num_targets.cpu()
@@ -430,7 +434,10 @@ class Trial:
 def run_trial(
     recipe: Recipe, run_data: RunData, trial: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Trial:
-    """Train with canaries in the data of those users whose coins say so, and score all canaries from observations.
+    """Train with canaries in the data of some users, and score all canaries by what attackers observe.
+
+    For each user a coin decides whether its canary is inserted. If the run protects single examples, a canary takes the
+    place of one example, otherwise of a share :data:`SHARE` of the user's data.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
@@ -440,16 +447,18 @@ def run_trial(
     """
     users, base = run_data.users, run_data.base
     assert base is not None
+    # Each trial has a seed of its own, and none has that of the audited run.
     trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})
     vocabulary = int(base.model.config.vocab_size)
     kwargs = {"seed": recipe.seed, "trial": trial}
     canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
     context = recipe.training.context - (base.begin is not None)  # the begin token takes one place of a window
     if all(isinstance(user.train, Answers) for user in users):
+        # Canaries are scored in place of the responses of the user's conversation with the longest ones.
         places = [user.train.windows[longest_responses(user.train)] for user in users]
         canaries = replace(canaries, places=places)
 
-    one_example = of_examples(recipe)
+    one_example = protects_single_examples(recipe)
 
     def insert(user: Any, canary: Tensor) -> AnyUser:
         """Return a user whose training data contains its canary."""
@@ -476,7 +485,7 @@ def run_trial(
     )
 
 
-def of_examples(recipe: Recipe) -> bool:
+def protects_single_examples(recipe: Recipe) -> bool:
     """Return whether privacy protects single examples, so that a canary is one of them."""
     return recipe.privacy is not None and protects_examples(recipe.privacy.mechanism)
 
@@ -514,11 +523,12 @@ def infer_membership(run: Run) -> list[Membership]:
     """Return for each user how well training windows are distinguished from test windows by the final shared model.
 
     The score of a window is how much lower its loss is than under the base model. The AUC of the loss alone is given
-    for comparison.
+    for comparison. The attacker is another user, who attacks with the model that it has downloaded itself.
     """
     clients, server = run.federation.clients, run.federation.server
     attacker, final_models, memberships = Attacker(clients=clients), published(server, others=True), []
-    all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"  # test splits have targets in responses only
+    # Test splits have targets in responses only; if training had them in prompts too, both splits get them.
+    all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"
     for number, user in enumerate(clients.users):
         model = {name: t[number : number + 1] for name, t in final_models.items()}
         train, test = (windows_of(split, clients.plan.training.context) for split in (user.train, user.test))
@@ -536,7 +546,7 @@ def infer_membership(run: Run) -> list[Membership]:
                 others=len(test_scores),
                 auc=auc(train_scores, test_scores),
                 auc_of_loss=auc(train_loss, test_loss),
-                found=found_at(train_scores, test_scores),
+                found=true_positive_rate(train_scores, test_scores),
             )
         )
     return memberships
@@ -553,15 +563,18 @@ def auc(members: Sequence[float], others: Sequence[float]) -> float:
     return float(u_of_members / (count * len(others)))
 
 
-def found_at(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
-    """Return the share of members that score above all but ``rate`` of the others; None if there are too few others.
+def true_positive_rate(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
+    """Return the share of members that an attacker finds at a given rate of false alarms.
+
+    The attacker takes those for members who score above a threshold, which is set so that at most the share ``rate`` of
+    the others is above it. None if there are too few others for even one false alarm.
 
     Args:
         members: Scores of members.
         others: Scores of others.
-        rate: Rate of false alarms.
+        rate: Largest share of the others that is taken for members.
     """
-    false_alarms = math.floor(rate * len(others) + 1e-9)  # against rounding, as in 0.01 * 300
+    false_alarms = math.floor(rate * len(others) + 1e-9)  # 0.01 * 300 may be rounded to less than 3
     if false_alarms == 0:
         return None
     threshold = sorted(others, reverse=True)[false_alarms]
@@ -615,7 +628,7 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
     return Halves(windows=windows, inside=inside)
 
 
-def scored(count: int) -> Int[Tensor, " scored"]:
+def indices_to_score(count: int) -> Int[Tensor, " scored"]:
     """Return the indices of at most ``MOST_TARGETS`` windows to score, spread evenly over ``count`` windows.
 
     There are none if ``count`` is below ``LEAST``: then all windows are included in every run.
@@ -662,7 +675,10 @@ class Shadow:
 def run_shadow(
     recipe: Recipe, run_data: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
-    """Train on random halves of the users' windows, and score windows by what is observed.
+    """Train a reference run on a random half of each user's windows, and score windows by what attackers observe.
+
+    Windows are pieces of the user's training text, or conversations. A score is how much the loss of a window fell,
+    whether or not the run trained on it.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
@@ -672,26 +688,26 @@ def run_shadow(
     """
     users: Sequence[UserData | UserAnswers] = run_data.users
     shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
-    parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    shadow_users = as_users(parts.of(user_number, user) for user_number, user in enumerate(users))
+    drawn = halves(users, recipe.training.context, seed=recipe.seed, run=number)
+    shadow_users = as_users(drawn.of(user_number, user) for user_number, user in enumerate(users))
     plain = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
-    scored_indices = [scored(len(windows)) for windows in parts.windows]
+    scored_indices = [indices_to_score(len(windows)) for windows in drawn.windows]  # of each user's windows
     most = max(map(len, scored_indices))
     # Users with fewer scored windows repeat them, so that all users' windows are one tensor.
     padded = [
-        windows[at[torch.arange(most) % len(at)]] if len(at) else windows[:1].expand(most, -1)
-        for windows, at in zip(parts.windows, scored_indices, strict=True)
+        windows[indices[torch.arange(most) % len(indices)]] if len(indices) else windows[:1].expand(most, -1)
+        for windows, indices in zip(drawn.windows, scored_indices, strict=True)
     ]
     window_scores = WindowScores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=window_scores.record_view)
     execute(federation, shadow_recipe, None, observers=observers(plain.clients))
-    num_scored = {user: len(at) for user, at in enumerate(scored_indices) if len(at)}
+    num_scored = {user: len(indices) for user, indices in enumerate(scored_indices) if len(indices)}
     return Shadow(
         scores={  # without the repeated windows
             view: {user: sums[user][:count] for user, count in num_scored.items() if user in sums}
             for view, sums in window_scores.sums.items()
         },
-        inside=[inside[at] for inside, at in zip(parts.inside, scored_indices, strict=True)],
+        inside=[inside[indices] for inside, indices in zip(drawn.inside, scored_indices, strict=True)],
     )
 
 
@@ -716,6 +732,9 @@ def likelihood_ratios(
 def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " windows"]:
     """Return the log likelihood ratios of one run's windows, fitted to all other runs.
 
+    A window's score has the mean m if the run left it out, m + gap if the run included it, and in both cases the same
+    variance. The ratio is ``((score - m)^2 - (score - m - gap)^2) / (2 variance)``.
+
     Args:
         scores: Scores of all runs, with each run's mean subtracted, ``(runs, windows)``.
         inside: Which windows each run included, ``(runs, windows)``.
@@ -724,7 +743,7 @@ def _ratios_of_run(scores: Tensor, inside: Tensor, run: int) -> Float[Tensor, " 
     others = torch.arange(len(scores)) != run
     other_scores, other_inside = scores[others], inside[others]
     gap, variance = _fit_gaps(other_scores, other_inside)
-    mean_outside = (other_scores - torch.where(other_inside, gap, 0.0)).mean(0)
+    mean_outside = (other_scores - torch.where(other_inside, gap, 0.0)).mean(0)  # m
     variance = variance * (1 + 1 / len(other_scores))  # the mean of few runs has an error too
     from_outside = scores[run] - mean_outside
     from_inside = from_outside - gap
@@ -749,11 +768,12 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
     has_both = (counts[0] > 0) & (counts[1] > 0)  # windows that some runs include and others do not
     if not bool(has_both.any()):
         return torch.zeros_like(means[0]), variance
-    gaps = means[0] - means[1]
+    gaps = means[0] - means[1]  # mean score with the window, minus that without it
     chance_variance = variance * (1 / counts[0].clamp(min=1) + 1 / counts[1].clamp(min=1))
     mean_gap = gaps[has_both].mean()
     true_variance = ((gaps[has_both] - mean_gap).square().mean() - chance_variance[has_both].mean()).clamp(min=0)
-    shrunk = mean_gap + true_variance / (true_variance + chance_variance) * (gaps - mean_gap)
+    own_weight = true_variance / (true_variance + chance_variance)  # of a window's own difference
+    shrunk = mean_gap + own_weight * (gaps - mean_gap)
     return torch.where(has_both, shrunk, mean_gap).clamp(min=0), variance
 
 
@@ -764,7 +784,8 @@ SMALL = 1e-18
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
     """Return how well included windows of each user are distinguished from left-out ones, for each attacker's view.
 
-    Users with scores in fewer than ``FEWEST`` runs are left out.
+    Users with scores in fewer than ``FEWEST`` runs are left out: a run is attacked with the others as references, which
+    must include each window at least once and leave it out at least once.
 
     Args:
         names: Names of the users.
@@ -784,13 +805,16 @@ def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> li
 def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) -> Shadowed:
     """Return how well included windows of a user are distinguished from left-out ones, over all runs.
 
+    ``auc`` and ``found`` use likelihood ratios, which need the other runs as references; ``auc_of_scores`` does not.
+
     Args:
         view: SERVER or USERS; the attacker's view.
         user: Name of the user.
         scores: Scores of its windows, ``(runs, windows)``.
         inside: Which windows each run included, ``(runs, windows)``.
     """
-    ratios, plain, is_member = likelihood_ratios(scores, inside).flatten(), scores.flatten(), inside.flatten()
+    ratios, plain_scores = likelihood_ratios(scores, inside).flatten(), scores.flatten()
+    is_member = inside.flatten()
     members, others = ratios[is_member].tolist(), ratios[~is_member].tolist()
     return Shadowed(
         view=view,
@@ -798,6 +822,6 @@ def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) ->
         members=len(members),
         others=len(others),
         auc=auc(members, others),
-        auc_of_scores=auc(plain[is_member].tolist(), plain[~is_member].tolist()),
-        found=found_at(members, others),
+        auc_of_scores=auc(plain_scores[is_member].tolist(), plain_scores[~is_member].tolist()),
+        found=true_positive_rate(members, others),
     )

@@ -98,15 +98,15 @@ def inner_product(changes: Tree, hostile: Sequence[int], *, scale: float = 4.0) 
 def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
     """Replace hostile changes by the honest mean minus ``z`` standard deviations, coordinate by coordinate.
 
-    Robust aggregation rules cannot tell such changes from honest ones: ``z`` is so small that ``s`` honest users are
-    expected to be further from the mean, who form a majority together with the f hostile ones of n users. It is the
-    quantile of the normal distribution at ``(n - f - s) / (n - f)``, with ``s = floor(n / 2 + 1) - f``.
+    Robust aggregation rules cannot tell such changes from honest ones: ``z`` is so small that s honest users are
+    expected to be further from the mean than that, and these s and the f hostile users are a majority of all n. So
+    ``s = floor(n / 2 + 1) - f``, and z is the quantile of the normal distribution at ``(n - f - s) / (n - f)``.
 
     Source: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156, Algorithm 3.
     """
     honest = _honest_users(changes, hostile)
     num_users, num_honest = len(honest) + len(hostile), len(honest)
-    supporters = num_users // 2 + 1 - len(hostile)
+    supporters = num_users // 2 + 1 - len(hostile)  # s
     z = NormalDist().inv_cdf((num_honest - supporters) / num_honest)
     return _replace_hostile(changes, hostile, lambda t: t[honest].mean(0) - z * t[honest].std(0))
 
@@ -212,6 +212,7 @@ def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inve
     """
     one_step = {"training.batch_size": 1, "training.local_epochs": 1}
     first_samples = run_data.with_users(replace(user, train=user.train.first(1)) for user in run_data.users)
+    # A run that evaluates local models makes no upload after its last round, here the only one.
     one_round = shortened(1) | {"evaluation.model": "exchanged"}
     return [
         _invert_run("one step on one sample", recipe.with_changes(one_round | one_step), first_samples, watch),
@@ -245,6 +246,7 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
         if view != SERVER:
             return
         for row, user in enumerate(users):
+            # Dimension 1 is the models of a user; an upload has one, which was trained from the first one published.
             weight, bias = ((tensors[name][row, 0] - downloaded[name][user, 0]).double() for name in weight_and_bias)
             inverted_inputs[user] = ratio(weight, bias)
 
@@ -334,7 +336,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
         "training.rounds": 2,
         "evaluation.every": 2,
         "evaluation.first": False,
-        "evaluation.model": "exchanged",
+        "evaluation.model": "exchanged",  # else there is no upload after the last round
     }
     one_step = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
     assert run_data.base is not None
@@ -396,12 +398,15 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
             before = last_published.before(view, users)
             for row, user in enumerate(users):
                 changes_of_users[user] = {
-                    name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu() for name in factors
+                    # Dimension 1 is the models of a user, of which an upload has one.
+                    name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu()
+                    for name in factors
                 }
         last_published.remember(view, tensors)
 
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
+    # All factors read the same inputs, so any of them finds their layer.
     candidates = first_inputs(plain.clients, recipe.training.context, factors[0])
     users: Sequence[UserData] = run_data.users
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
@@ -415,6 +420,10 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         recovered.append(len(truth & set(guessed)) / len(truth))
         guesses.append(len(truth & set(common[: len(truth)])) / len(truth))
     return Recovery(what=what, tokens=num_tokens, recovered=recovered, guesses=guesses)
+
+
+_TOKENS_AT_ONCE = 256
+"""Tokens of the vocabulary in one pass, which bounds its memory."""
 
 
 @torch.no_grad()
@@ -432,12 +441,13 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
         Inputs ``(tokens, positions, width)``, with one position if inputs do not depend on it.
     """
     base = vars(clients.model)["base"].model
-    layer = decoder_layers(base)[0].get_submodule(name.removeprefix(FIRST).removesuffix(".a"))
+    layer_name = name.removeprefix(FIRST).removesuffix(".a")  # of the linear layer that the factor A belongs to
+    layer = decoder_layers(base)[0].get_submodule(layer_name)
     layer_inputs: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda module, inputs: layer_inputs.append(inputs[0].detach()))
     try:
         ids = torch.arange(int(base.config.vocab_size), device=base.device)
-        for part in ids.split(256):
+        for part in ids.split(_TOKENS_AT_ONCE):
             base(input_ids=part.unsqueeze(1).expand(-1, context), use_cache=False)
     finally:
         hook.remove()

@@ -37,7 +37,7 @@ from comingle.cli.federation import client, federate, server
 from comingle.cli.run import join, run
 from comingle.cli.serve import chat, serve
 from comingle.cli.show import plot, report, show
-from comingle.training.backends.launched import speaks
+from comingle.training.backends.launched import should_print_errors
 from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory, require_docstrings
 from comingle.utils.terminal import printable
 
@@ -263,13 +263,13 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as stop:  # typer converts interrupts to SystemExit(130)
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
-        if speaks(interrupted=True):
+        if should_print_errors(interrupted=True):
             print(f"\ncomingle: stopped{_RESUME_HINTS.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
         if (message := _message_to_user(error)) is None:
             raise
-        if speaks():
+        if should_print_errors():
             problems = error.problems if isinstance(error, RecipeError) and len(error.problems) > 1 else (message,)
             for problem in problems:
                 print(f"comingle: {printable(problem)}", file=sys.stderr)

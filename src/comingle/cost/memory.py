@@ -41,7 +41,7 @@ from comingle.training.backends.local import InProcess
 from comingle.training.client import STORES
 from comingle.training.cohort import Cohort, Scorer
 from comingle.training.kinds.base import DataRequest, Kind, RunData
-from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_steps
+from comingle.training.kinds.conversations import NOTE, ConversationsKind, as_text_recipe
 from comingle.training.kinds.text import TextKind, anybody_validates, section
 from comingle.training.settings import PassSize
 from comingle.training.state import GRADIENTS, MOMENTS, State
@@ -124,7 +124,7 @@ def as_long(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> lis
     if not isinstance(kind, ConversationsKind) or users.sizes is None:
         return list(recipes)
     counts = dict(zip(users.names, users.sizes[:, 0].tolist(), strict=True))
-    return [as_steps(recipe, counts) for recipe in recipes]
+    return [as_text_recipe(recipe, counts) for recipe in recipes]
 
 
 PREFETCHED_COHORTS = 1

@@ -42,7 +42,7 @@ from comingle.protocol.messages import LOSS
 from comingle.runs.distributed import build_sharded, check_device, keep_users, spans
 from comingle.runs.session import build, prepare
 from comingle.training.backends import local
-from comingle.training.backends.distributed import largest_terms, shifts_of, whole_sums
+from comingle.training.backends.distributed import integer_sums, largest_terms, shifts_of
 from comingle.training.backends.launched import find_place
 from comingle.training.backends.local import InProcess
 from comingle.training.backends.ranks import Ranks, joined
@@ -584,7 +584,7 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
         def sum_uploads() -> None:
             """Sum the uploads of this process as integers, as several processes do before they exchange sums."""
             largest = largest_terms(upload.tensors, weights)
-            whole_sums(upload.tensors, weights, shifts_of(largest, len(members)))
+            integer_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
         # Other formats of uploads are taken to need as long for their sums as for their uploads.
         is_float32 = clients.plan.training.uploads == "float32"

@@ -19,7 +19,7 @@ from comingle.models.base import Base, with_date
 from comingle.models.generation import check_context_length
 from comingle.models.loading import GIVEN, given_base, load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.training.kinds.base import kind_of, section_for
+from comingle.training.kinds.base import kind_of, kind_of_users
 from comingle.utils.errors import BaseModelError, DataError, RecipeError
 
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]
@@ -279,7 +279,7 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
     options = {**section, **changed_keys}
     if nets or options.get("kind") == "samples":
         _refuse_paths(users)
-    kind = section_for(users, options)
+    kind = kind_of_users(users, options)
     source_keys = {"users", "dataset", *KINDS[kind].marks}  # keys that say where the data is; passed users replace it
     kept_options = {key: value for key, value in data.items() if key not in source_keys}
     return {**content, "data": {**kept_options, "kind": kind, "given": True}}

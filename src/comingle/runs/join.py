@@ -35,7 +35,7 @@ from comingle.training.cohort import Models
 from comingle.training.cohort_state import FrozenColumns
 from comingle.training.evaluation import measure_of, measured
 from comingle.training.events import JsonObject
-from comingle.training.kinds.base import RunData, section_for
+from comingle.training.kinds.base import RunData, kind_of_users
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
 from comingle.utils.records import PUBLIC, convert_disk_errors, write_json
@@ -139,7 +139,7 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
         raise RecipeError(f"--local-step: {method.name} has no local roles to train first; leave --local-step out")
     passed = None if isinstance(data, str | os.PathLike) else {name: data}
     if passed is not None:
-        section_for(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
+        kind_of_users(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
     changes = {"training.rounds": total, "data": _newcomer_section(run, name, data)}
@@ -302,7 +302,7 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     for method in ("pretrained", "local"):
         rows[method] = _train_baseline(new_user, run_data, method, rounds, reporter)
     done = _run_newcomer(federation, new_user, run_data, folder, reporter)
-    amount = _amount_trained(done, clients) + num_extra_rounds * clients.batch_source.seen(0)
+    amount = _amount_trained(done, clients) + num_extra_rounds * clients.batch_source.trained_amount(0)
     of_user = done.metrics["users"][new_user.name]
     rows["joined"] = {key: value for key, value in of_user.items() if key in shared} | {train_key: amount}
     ordered = {row: rows[row] for row in ("pretrained", "local", "shared", "joined")}

@@ -142,12 +142,12 @@ class BatchSource(Batches, BatchShapes):
     ) -> Int[Tensor, "users batch ..."]:
         """Return training examples by number, in the form of :meth:`draw`, for example-level privacy.
 
-        An example is the same whichever others are drawn with it.
+        An example does not depend on which others are drawn, as its clipped gradient must not.
 
         Args:
             trainers: Numbers of the trainers.
             numbers: Numbers of the examples of each trainer; ``PAD`` for none.
-            round_number: The round, counted from 0.
+            round_number: The round, counted from 0; sources that augment samples draw other augmentations in each.
         """
         raise NotImplementedError(f"{type(self).__name__}: cannot return examples by number")
 
@@ -170,11 +170,11 @@ class BatchSource(Batches, BatchShapes):
         """Return the number of losses in the batch of each user."""
 
     @abstractmethod
-    def seen(self, trainer: int) -> int:
+    def trained_amount(self, trainer: int) -> int:
         """Return the number of losses (tokens or samples) in the local steps of one round of a trainer."""
 
-    def scoring(self, part: AnySplit) -> int:
-        """Return the cost of scoring a split, in the unit of :meth:`seen`."""
+    def scoring_cost(self, part: AnySplit) -> int:
+        """Return the cost of scoring a split, in the unit of :meth:`trained_amount`."""
         return len(part)
 
     @abstractmethod
@@ -260,7 +260,7 @@ class PassBatchSource(BatchSource):
         """Return the number of batches of all local epochs."""
         return self.plan.training.local_epochs * self._batches(self.count(trainer, "train"))
 
-    def seen(self, trainer: int) -> int:
+    def trained_amount(self, trainer: int) -> int:
         """Return the number of training samples of one round."""
         count = self.count(trainer, "train")
         return self.plan.training.local_epochs * min(count, self._batches(count) * self.batch_size)
@@ -312,7 +312,7 @@ class PassBatchSource(BatchSource):
             self._epoch_batches[key] = epoch(count, self.batch_size, random)
         return self._epoch_batches[key][number_in_epoch]
 
-    def every(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
+    def all_numbers(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all samples of each trainer, in order and in batches, padded with ``PAD``."""
         counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)
         for first in range(0, int(counts.max()), self.batch_size):

@@ -170,14 +170,14 @@ def newest_checkpoint(folder: Path, fingerprint: str) -> tuple[Path, Progress]:
     return checkpoints[-1], progress
 
 
-def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:
+def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree, progress: Progress) -> Path:
     """Write the checkpoint of a round and return its folder.
 
     Args:
         run: Run folder.
         layout: Layout of the columns.
         state: State of the users.
-        kept: State of the server.
+        server_state: State of the server.
         progress: Progress of the run.
 
     Raises:
@@ -189,12 +189,12 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
 
         def write_all() -> list[str]:
             """Write users and server into one file, and return its name."""
-            write_tensors(draft / STATE, named_tensors(layout, state, kept))
+            write_tensors(draft / STATE, named_tensors(layout, state, server_state))
             return [STATE]
 
         # Users in memory call write_all. A store on disk writes its own files instead, without the server.
         if STATE not in state.save(draft, list_checkpoints(run), write_all):
-            write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in kept.items()})
+            write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in server_state.items()})
         finish_checkpoint(draft, folder, progress)
     return folder
 
@@ -302,23 +302,23 @@ def _has_type(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tuple[State, Tree]:
+def load_checkpoint(folder: Path, layout: Layout, like: State, like_server: Tree) -> tuple[State, Tree]:
     """Return the state of the users and of the server at a checkpoint, on the device of ``like``.
 
     Args:
         folder: Folder of the checkpoint.
         layout: Layout of the columns.
         like: State of a new run of the same recipe, whose names, shapes and dtypes are expected.
-        kept: Server state of that run, likewise.
+        like_server: Server state of that new run, for the same purpose.
 
     Raises:
         RunError: The files are damaged, or a tensor has another shape or dtype, is not finite or has negative counts;
             names the first such tensor.
     """
     verify(folder)
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(layout, like, kept).items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(layout, like, like_server).items()}
     tensors = read_tensors(folder / STATE, expected, like.rows.device)
-    server_state = {name: tensors.pop(OF_SERVER + name) for name in kept}
+    server_state = {name: tensors.pop(OF_SERVER + name) for name in like_server}
     return _fill_state(layout, like, tensors), server_state
 
 
@@ -446,7 +446,7 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
         rows_in_file = _rows_of_names(trainers, users, copies)
         rows_here = _rows_of_names(names, users, copies)
         for name, t in tensors.items():
-            if name == _BEST_ROUND:
+            if name == _BEST_ROUND:  # one number for all users
                 t.copy_(stored[name])
             else:
                 t[rows_here] = stored[name][rows_in_file]
@@ -510,8 +510,8 @@ def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> Stat
 
     Args:
         layout: Layout of the columns.
-        like: State of the same recipe, which has all names.
-        tensors: Tensors of users by name; emptied.
+        like: State of the same recipe, which says how many tensors of the best round there are.
+        tensors: Tensors of users by their names in the file; emptied.
     """
     rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
     best = {name: tensors.pop(_BEST + name) for name in like.best}

@@ -327,6 +327,7 @@ class Users(Roster):
             # One row stands for all if all users have the same numbers of experts and ranks.
             self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
             same_shapes = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
+            # A hook that changes ranks during the run may make padding later.
             self.padded = self._resizes or not (same_shapes and bool(self.mask.all()))
             return
         ranks_by_copy = self.state.ranks.cpu().view(-1, len(self.trainers))
@@ -478,9 +479,11 @@ class Clients(Users):
         copies = {name: t.clone() for name, t in tensors.items()}
         reports = losses if self.plan.privacy is None else {}  # losses reveal data
         if change_updates(self.mechanisms):
+            # Mechanisms clip and noise the tensors, and decide what is reported.
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
         number_format, places = self.plan.training.uploads, list(range(len(cohort.rows)))
+        # The residuals, rounding errors of the previous upload, are among the tensors that the users keep.
         sent = compress_with_feedback(copies, number_format, cohort.kept, places, store_residuals=not counts)
         if number_format == "int8" and not counts:  # the rounding errors have changed
             state.put(cohort.rows, cohort.part)
@@ -574,7 +577,8 @@ class Clients(Users):
             return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
         bytes_of_trainer: dict[int, int] = {}
         for group in cohorts(self.scored_trainers, self.users_per_message):
-            message = self.upload(group, 1, {LOSS: torch.zeros(len(group))}, counts=True)
+            no_losses = torch.zeros(len(group))  # neither they nor the round change the number of bytes
+            message = self.upload(group, 1, {LOSS: no_losses}, counts=True)
             bytes_of_trainer |= dict(zip(group, packed_bytes(message), strict=True))
         return [bytes_of_trainer[owner] for owner in self.owners(self.scored_rows)]
 
@@ -658,7 +662,7 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
         rejected |= {cohort.owners[place]: reason for place, reason in broken.items()}
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
-    tokens = len(copies) * sum(clients.batch_source.seen(member) for member in members)
+    tokens = len(copies) * sum(clients.batch_source.trained_amount(member) for member in members)
     losses = {user: loss for user, loss in losses.items() if user not in rejected}
     return LocalRound(losses=losses, rejected=rejected, tokens=tokens, seconds=time.perf_counter() - started)
 
@@ -701,9 +705,10 @@ def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> 
         DivergenceError: The method does not drop such users.
     """
     for place, reason in broken.items():
+        # Without a copy of the parameters from the start of the round there is nothing to go back to.
         if cohort.before is None or not clients.method.client.drops_nonfinite:
-            suspects = clients.steps.suspects(cohort.rows[place], cohort.part.rows[place])
-            raise diverged(cohort.names[place], reason, suspects)
+            suspect_optimizers = clients.steps.suspect_optimizers(cohort.rows[place], cohort.part.rows[place])
+            raise diverged(cohort.names[place], reason, suspect_optimizers)
         cohort.part.rows[place] = cohort.before[place]
         for t in (cohort.part.first, cohort.part.second, cohort.part.iterations, cohort.part.router_steps):
             t[place] = 0
@@ -718,8 +723,8 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
 
     Args:
         clients: All clients.
-        done: Number of rounds done; sets the learning rates, which are at most those of the last round. None stands for
-            the round with whose models the run ends.
+        done: Number of rounds done. Tuning has the learning rates of the next round, or at the end of the run those of
+            the last one. None stands for the round with whose models the run ends.
         members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):

@@ -250,13 +250,14 @@ class Cohort(CohortTensors):
     def divide_samples(self) -> None:
         """Set mixture weights for each training sample in this round, and the mixture of a user to their mean.
 
-        The weight of a component is the probability that it generated the sample, by its loss and the user's mixture.
+        The weight of component c for sample s is the probability that c generated s, ``q_c(s) = pi_c exp(-loss_c(s)) /
+        sum_k pi_k exp(-loss_k(s))``, with the user's mixture pi; the new mixture is ``pi_c = mean_s q_c(s)``.
 
         Source: FedEM (Marfoq et al. 2021, arXiv:2108.10252), eq. 7 and 8.
         """
         tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
         sweep = self._train_sweep(owners)
-        prior = model.shares(tensors)
+        prior = model.shares(tensors)  # pi
         self.sample_shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
         means = torch.stack([users_shares.mean(1) for users_shares in self.sample_shares])
         smallest = torch.finfo(means.dtype).tiny  # a weight of exactly 0 could never grow again

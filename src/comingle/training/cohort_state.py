@@ -284,7 +284,7 @@ def update(
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Exchange gradients with other phases: use those that they left to this one, and store those for them.
+    """Store the gradients of tensors that other phases train; add those that they stored for this phase to its own.
 
     A backward pass of one phase may also compute gradients of tensors that another phase trains later. All gradients of
     a tensor since its last step are added up and used in its next step. A user that has nothing for a phase to train

@@ -53,8 +53,8 @@ def amounts_of(clients: Clients) -> list[int]:
     """
     batch_source, trainers = clients.batch_source, clients.scored_trainers
     splits = ("test", "valid") if clients.plan.evaluation.select == "best" else ("test",)
-    scored = sum(batch_source.scoring(getattr(user, split)) for user in clients.scored_users for split in splits)
-    return [len(trainers), sum(map(batch_source.seen, trainers)), scored]
+    scored = sum(batch_source.scoring_cost(getattr(user, split)) for user in clients.scored_users for split in splits)
+    return [len(trainers), sum(map(batch_source.trained_amount, trainers)), scored]
 
 
 def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
@@ -75,6 +75,7 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
         mean_participants = sample_size(participation, users)
     else:
         mean_participants = Fraction(sum(map(len, participation)), len(participation))
+    # Amounts are numbers of tokens or samples; training on one takes TRAIN_COST times as long as scoring one.
     train_amount = rounds * mean_participants * Fraction(trained, trainers)
     affordable = EVALUATION_SHARE * TRAIN_COST * train_amount / scored  # number of evaluations within the share
     others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
@@ -112,7 +113,8 @@ def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
     """Return the mixtures of all users, as part of an evaluation event; empty if the method has none.
 
-    If true clusters are known, they are part of it, and so is the distance of the learned mixtures from them.
+    Keys are those of :func:`mixtures_event` and, if true clusters are known, "clusters" (by user) and
+    "aggregation_mismatch", the mean over components of :func:`mismatch`, unless weights are negative.
 
     Args:
         clients: Clients of this process.
@@ -146,7 +148,10 @@ def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Fl
 
 
 def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> JsonObject:
-    """Return mixtures, the name of what they mix and their mean entropy, as part of an evaluation event.
+    """Return the part of an evaluation event about mixtures.
+
+    Its keys are "mixtures" (rounded weights by user), "component" (the name of what is mixed) and
+    "router_entropy_nats" (mean over users; left out if weights are negative, as they have no entropy).
 
     Args:
         names: Names of the users.
@@ -250,6 +255,7 @@ def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: in
     """
     of_users = {name: dict(of_user) for name, of_user in users.items()}
     event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
+    # For perplexities the geometric mean is added.
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
@@ -295,8 +301,8 @@ def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> Non
     """
     for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
         if not math.isfinite(score.mean_loss):
-            suspects = clients.steps.suspects(row, clients.state.rows_of([row])[0]) if done else ()
-            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
+            suspect_optimizers = clients.steps.suspect_optimizers(row, clients.state.rows_of([row])[0]) if done else ()
+            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspect_optimizers)
 
 
 def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> JsonObject:
@@ -440,12 +446,13 @@ def metrics_of(
         measure: Name of the measure.
         unit: Unit in which data is counted.
     """
+    planned_rounds = plan.training.rounds if plan.method.trains else 0
     return Metrics(
         method=plan.method.name,
         seed=plan.seed,
         base=model.name,
         rounds=rounds,
-        planned_rounds=plan.training.rounds if rounds < plan.training.rounds * plan.method.trains else None,
+        planned_rounds=planned_rounds if rounds < planned_rounds else None,  # only if the run ended early
         selected_round=selected,
         measure=measure,
         unit=unit,

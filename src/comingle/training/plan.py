@@ -63,14 +63,15 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
-    With privacy of single examples, the noise depends on the user and is computed later; the plan then has the names.
+    With privacy of single examples each user has noise of its own, which depends on its number of examples. It is
+    computed later, for which the plan gets the names of the users.
 
     Args:
         plan: The plan.
         users: Names of all users.
 
     Raises:
-        RecipeError: The package that computes it is not installed, or no amount of noise is enough.
+        RecipeError: The accountant's package is not installed, or no amount of noise is enough.
     """
     privacy = plan.privacy
     if privacy is not None and privacy.protects == "example":
@@ -111,7 +112,8 @@ def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
         users: Names of all users.
 
     Raises:
-        RecipeError: A round has too few users for a sum, or the grid is too coarse for the noise.
+        RecipeError: A round has too few users for a sum, or the grid to which secure sums round their terms is too
+            coarse for the noise.
     """
     privacy = plan.privacy
     if privacy is None or privacy.secure_aggregation is None:

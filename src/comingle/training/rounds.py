@@ -211,7 +211,7 @@ def run_rounds(
         if plan.exchanges:
             if reason := backend.aggregate():  # 4
                 observe({"event": "no_sum", "round": plan.done, "reason": reason})
-            if (rule_result := backend.server.mechanisms.rule_result) is not None:
+            if (rule_result := backend.server.mechanisms.rule_result) is not None:  # of a robust aggregation rule
                 observe(rule_result.as_event(plan.done))
         if account is not None and (plan.exchanges or not backend.remote):
             observe({"event": "privacy", "round": plan.done, **account.spent})

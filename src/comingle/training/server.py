@@ -175,7 +175,8 @@ class ServerState:
     def _saved_ranks(self) -> Int[Tensor, " _"]:
         """Ranks to save ``(users,)``, or a single one ``(1,)`` if all of very many users have the same fixed rank.
 
-        So the size of the server's state need not grow with the number of users.
+        So the size of the server's state need not grow with the number of users. "Very many" is the number from which
+        other work that is proportional to the number of users is avoided, too.
         """
         ranks_fixed = not any(hook.resizes for hook in self.method.client.parts)
         may_shorten = len(self.users) > MAX_HASHED_NAMES and ranks_fixed
@@ -286,7 +287,7 @@ class ServerHalf(ServerState):
         """
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
-        self._charge(numbers)
+        self._charge_privacy(numbers)
         context = ServerRound(number=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept)
         received = self.mechanisms.server_sum(self._make_received(numbers, tensors, upload), context)
         if received is not None:
@@ -329,7 +330,7 @@ class ServerHalf(ServerState):
         """
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
-        self._charge(numbers)
+        self._charge_privacy(numbers)
         server.step(self.kept, sums, self._make_received(numbers, {}, upload))
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
@@ -344,10 +345,11 @@ class ServerHalf(ServerState):
             done: The round, counted from 1.
         """
         assert self.sums is not None
-        self._charge(self.numbers(users))
-        model = self.model
-        mean = self.sums.mean(total, model, len(users), done)
-        self.method.server.aggregate(self.kept, mean_as_upload(model, mean, self._roles))
+        self._charge_privacy(self.numbers(users))
+        downloaded = self.model  # the model that all users downloaded before the round
+        mean = self.sums.mean(total, downloaded, len(users), done)
+        # The strategy aggregates the mean as it would the upload of a single user.
+        self.method.server.aggregate(self.kept, mean_as_upload(downloaded, mean, self._roles))
         self.version = done
 
     def skip_round(self, done: int, received: Sequence[int] = ()) -> None:
@@ -381,7 +383,7 @@ class ServerHalf(ServerState):
         """Roles of the shared entries of each tensor, by tensor name."""
         return self.layout.named_roles(self.method.shared)
 
-    def _charge(self, numbers: Sequence[int]) -> None:
+    def _charge_privacy(self, numbers: Sequence[int]) -> None:
         """Charge the release of uploads to the privacy budgets of users."""
         if (account := self.mechanisms.account) is not None and self.shares:
             account.charge_uploads(numbers)
@@ -389,7 +391,7 @@ class ServerHalf(ServerState):
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """Return a message that says whether the mean of reported validation losses is the lowest so far.
 
-        Users then store their models as the best ones.
+        If it is, users store their models as the best ones. The server keeps the lowest mean.
 
         Args:
             report: Validation losses of users after a round.
@@ -411,15 +413,18 @@ def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
     return counts.double() / counts.double().sum()
 
 
-def clustered(model: Model, method: Method) -> tuple[str, ...]:
+def tensors_of_components(model: Model, method: Method) -> tuple[str, ...]:
     """Return the names of the tensors whose leading axis is the components of a mixture, in the order of the layout.
 
-    They are the adaptors of the components. In a mixture of whole models each component also has running statistics.
+    They are the adaptors of the components and, in a mixture of whole models, their running statistics. In other
+    mixtures, running statistics belong to the one model in which the adaptors are mixed.
     """
     mixture = method.placement.mixture
     component_roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
     return tuple(
-        slot.name for slot in model.layout.slots if len(set(slot.roles)) == 1 and set(slot.roles) <= component_roles
+        slot.name
+        for slot in model.layout.slots
+        if len(set(slot.roles)) == 1 and set(slot.roles) <= component_roles  # all entries have one such role
     )
 
 
@@ -442,7 +447,8 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         raise RecipeError(
             f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
         )
-    if (method.server.first_download or method.server.one_rank) and not bool(model.mask().all()):
+    has_padding = not bool(model.mask().all())  # of users with a smaller rank than others
+    if (method.server.first_download or method.server.one_rank) and has_padding:
         raise RecipeError(
             f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
         )
@@ -454,13 +460,13 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         ranks=_one_per_user(model.ranks, len(users)),
         weighted=plan.training.weighting != "uniform" and plan.privacy is None,
         uploads=uploads,
-        clustered=clustered(model, method),
+        clustered=tensors_of_components(model, method),
         centred=model.centre,
         mechanisms=mechanisms,
         sums=plan.sums,
     )
     if method.shared:
-        # The server starts with the tensors that users will download, and keeps what its strategy makes of them.
+        # The method's strategy computes its state from the tensors that users will download.
         all_tensors = model.layout.views(_initial_models(model, method, plan.seed))
         models = restrict(all_tensors, model.layout, method.received)
         roles = model.layout.named_roles(method.received)

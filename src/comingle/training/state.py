@@ -265,7 +265,7 @@ def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Fl
     """
     if any(cluster is None for cluster in known):
         raise RecipeError(f"method {method}: {NEEDS_CLUSTERS}")
-    cluster_of_row = torch.tensor(known) % clusters
+    cluster_of_row = torch.tensor(known) % clusters  # true clusters share a component if there are more of them
     zero_shares = torch.full((len(cluster_of_row), clusters), ZERO_SHARE_LOGIT)  # their softmax underflows to 0
     return zero_shares.scatter(1, cluster_of_row.unsqueeze(1), 0.0)
 

@@ -73,18 +73,18 @@ def within_memory(pass_size: PassSize, users: int, device: torch.device) -> Iter
         raise RecipeError(f"runtime: not enough memory on {device} for a pass of {what}; try {advice}") from None
 
 
-def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> DivergenceError:
+def diverged(user: str, what: str, suspect_optimizers: Sequence[str] = ("experts",)) -> DivergenceError:
     """Return the error for a user whose loss or tensors are not finite.
 
     Args:
         user: Name of the user.
         what: Description of the value that is not finite.
-        suspects: Optimizers that may have caused it; empty before any training.
+        suspect_optimizers: Optimizers that may have caused it; empty before any training.
     """
     advice = "nothing has been trained, so the base model is the cause"
-    if suspects:
-        rates = " and ".join(f"training.{name}.learning_rate" for name in suspects)
-        norms = " and ".join(f"training.{name}.clip_norm" for name in suspects)
+    if suspect_optimizers:
+        rates = " and ".join(f"training.{name}.learning_rate" for name in suspect_optimizers)
+        norms = " and ".join(f"training.{name}.clip_norm" for name in suspect_optimizers)
         advice = f"try a smaller {rates}, or {norms}: 1.0"
     return DivergenceError(f"user {user!r}: {what}; {advice}")
 
@@ -266,7 +266,7 @@ class PrivateSteps:
         cohort: CohortTensors,
         phase: Phase,
         place: Sequence[int],
-        at: Sequence[int],
+        noised_users: Sequence[int],
         plain: tuple[Float[Tensor, " users"], Tree] | None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return losses and gradients of a step in which some users' shared tensors get noised gradients.
@@ -278,7 +278,7 @@ class PrivateSteps:
             cohort: The cohort.
             phase: Phase of the step.
             place: Number of the local step in the round, and of the repeat of the phase within the step.
-            at: Places in the cohort of the users whose shared gradients are noised; those of other users are plain.
+            noised_users: Places in the cohort of the users whose shared gradients are noised; others are plain.
             plain: Losses and gradients without noise, for all other entries; None if the phase trains only shared
                 entries.
 
@@ -286,13 +286,13 @@ class PrivateSteps:
             Mean losses, and gradients ``(users, *shape)`` of all tensors that the phase trains.
         """
         losses, plain_gradients = plain or (torch.zeros(len(cohort.rows)), Tree())
-        if not at:
+        if not noised_users:
             return losses, plain_gradients
-        noised_users = cohort if len(at) == len(cohort.rows) else cohort.only(at)
-        noised_losses, noised = self.gradients(model, batch_source, pass_size, noised_users, phase, place)
+        subset = cohort if len(noised_users) == len(cohort.rows) else cohort.only(noised_users)
+        noised_losses, noised = self.gradients(model, batch_source, pass_size, subset, phase, place)
         if plain is None:
-            losses[list(at)] = noised_losses
-        return losses, self.merge(model.layout, phase, plain_gradients, noised, at, len(cohort.rows))
+            losses[list(noised_users)] = noised_losses
+        return losses, self.merge(model.layout, phase, plain_gradients, noised, noised_users, len(cohort.rows))
 
     def gradients(
         self,
@@ -305,7 +305,8 @@ class PrivateSteps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses of the drawn examples, and noised gradients of the shared entries.
 
-        The privacy mechanism draws the examples of each user, has their clipped gradients summed, and adds noise.
+        The privacy mechanism draws the examples of each user, has their clipped gradients summed by
+        :meth:`clipped_sums`, and adds noise. Dropout has one random stream for the whole pass.
 
         Args:
             model: The model.
@@ -331,6 +332,7 @@ class PrivateSteps:
         tensors, leaves = restrict(model.tensors(rows), layout, used_roles), self.leaves(phase, layout)
 
         def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
+            """Return sums of gradients clipped to the norm ``bound``, and of losses, over examples of each user."""
             return self.clipped_sums(model, batch_source, tensors, leaves, cohort, examples, bound)
 
         step = PrivateStep(works=works, streams=streams, batch=pass_size.sequences, clipped_sums=sums)
@@ -405,7 +407,9 @@ class PrivateSteps:
         """Return views of the shared entries of the tensors, by name."""
         return restrict(layout.views(rows), layout, self.plan.method.shared)
 
-    def merge(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
+    def merge(
+        self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, noised_users: Sequence[int], users: int
+    ) -> Tree:
         """Return plain gradients in which noised ones replace the shared entries of some users.
 
         A tensor may have shared and local entries on its leading dimension after users, such as experts.
@@ -414,8 +418,8 @@ class PrivateSteps:
             layout: Layout of the columns.
             phase: Phase of the step.
             plain: Gradients ``(users, *shape)`` without noise; without tensors of which all entries are shared.
-            noised: Gradients of the users ``at``, which have only the shared entries of each tensor.
-            at: Places in the cohort of the users with noised gradients.
+            noised: Gradients of the users ``noised_users``, which have only the shared entries of each tensor.
+            noised_users: Places in the cohort of the users with noised gradients.
             users: Number of users in the cohort.
         """
         merged = Tree()
@@ -428,9 +432,9 @@ class PrivateSteps:
             gradient = noised_entries.new_zeros(users, *slot.shape) if gradient is None else gradient.clone()
             shared_entries = [i for i, shared in enumerate(slot.chosen(self.plan.method.shared)) if shared]
             if len(shared_entries) == len(slot.roles):  # the whole tensor is shared
-                gradient[list(at)] = noised_entries
+                gradient[list(noised_users)] = noised_entries
             else:  # only some entries of the leading dimension, such as the generalists among all experts
-                gradient[torch.tensor(at).unsqueeze(1), torch.tensor(shared_entries)] = noised_entries
+                gradient[torch.tensor(noised_users).unsqueeze(1), torch.tensor(shared_entries)] = noised_entries
             merged[slot.name] = gradient
         return merged
 
@@ -438,14 +442,17 @@ class PrivateSteps:
 def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
     """Return the local steps of the mechanism that protects single examples; None if a run has no such mechanism.
 
+    Its passes leave out the tensors that are trained without noise, and compute the gradient of each example. Whether
+    the model supports both is checked here.
+
     Args:
         mechanisms: Privacy mechanisms of a client.
         model: The model.
         plan: Plan of the run.
 
     Raises:
-        RecipeError: The model cannot run without the tensors that are trained without noise, or batch norm mixes the
-            examples of a batch.
+        RecipeError: The model needs one of those tensors in its forward pass, or batch norm mixes the examples of a
+            batch.
     """
     mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
     if mechanism is None:
@@ -457,7 +464,7 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
             "net:resnet9-group"
         )
     steps = PrivateSteps(mechanism=mechanism, plan=plan)
-    try:
+    try:  # fails if the model cannot leave these roles out
         model.without(steps.local_roles(model.layout))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
@@ -566,7 +573,8 @@ class Steps:
         Returns:
             Mean loss of each user over these steps.
         """
-        total, number = torch.zeros(len(cohort.rows)), cohort.round_number
+        total = torch.zeros(len(cohort.rows))
+        iteration = cohort.round_number * self.local_steps + max(step, 0)  # in the whole run, for learning rates
         other_roles = self.model.layout.other_roles_mask(phase.roles)  # columns of other roles in the same tensors
         for repeat in range(phase.steps):
             with freeze_columns(self.frozen_columns, cohort, self.trainers, other_roles) as frozen_columns:
@@ -575,11 +583,13 @@ class Steps:
                 else:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():
-                    self.suspects(cohort.rows[place], cohort.part.rows[place])  # cached before the step spreads NaN
+                    self.suspect_optimizers(
+                        cohort.rows[place], cohort.part.rows[place]
+                    )  # cached before the step spreads NaN
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
-                self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), frozen_columns)
+                self.descend(phase, cohort, gradients, iteration, frozen_columns)
             total += losses
         return total / phase.steps
 
@@ -588,10 +598,13 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Draw a batch for each user, and return mean losses and gradients on it.
 
+        Batches and router noise have a random stream per user. Dropout has one for the whole pass, with the name of the
+        first user in its key.
+
         Args:
             cohort: The cohort.
             phase: The phase.
-            step: Local step within the round; -1 before the first one.
+            step: Local step within the round; -1 for a phase that runs before the first one.
             repeat: Repeat of the phase within the step.
             names: Names of the tensors to differentiate; all that the phase trains if None.
         """
@@ -604,7 +617,7 @@ class Steps:
     def _private_gradients(
         self, private: PrivateSteps, cohort: CohortTensors, phase: Phase, step: int, repeat: int
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients; a privacy mechanism noises gradients of entries that are uploaded.
+        """Return losses and gradients: with noise for the entries of tensors that are uploaded, plain ones for others.
 
         A method may keep several copies of the model per user, of which only the first one is uploaded.
 
@@ -615,12 +628,15 @@ class Steps:
             step: Local step within the round.
             repeat: Repeat of the phase within the step.
         """
-        at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]  # rows of first copies
-        names = private.local_leaves(phase, self.model.layout, everything=len(at) < len(cohort.rows))
-        plain = self._batch_gradients(cohort, phase, step, repeat, names) if names else None
-        return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, (step, repeat), at, plain)
+        # Rows of the first copies of all trainers come before those of further copies, which are never uploaded.
+        first_copies = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
+        has_further_copies = len(first_copies) < len(cohort.rows)  # they need gradients without noise of all tensors
+        plain_names = private.local_leaves(phase, self.model.layout, everything=has_further_copies)
+        plain = self._batch_gradients(cohort, phase, step, repeat, plain_names) if plain_names else None
+        place = step, repeat
+        return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, place, first_copies, plain)
 
-    def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
+    def suspect_optimizers(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Return the optimizers that may have made the loss of a user infinite or NaN, for the error message.
 
         The first result of a round is cached: later all parameters of the user may be NaN.
@@ -675,6 +691,7 @@ class Steps:
                 part.router_steps += 1
                 settings, step_count = self.plan.training.router, part.router_steps
             else:
+                # The count is raised at the end of the local step, as several phases may train experts in it.
                 settings, step_count = self.plan.training.experts, part.iterations + 1
             trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
             take_step(trained, cohort, gradients, settings, rate, step_count, frozen_columns)
@@ -691,7 +708,9 @@ class Steps:
         noise: Float[Tensor, "users *layers clusters"] | None = None,
         names: Collection[str] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return mean losses ``(users,)``, and gradients at the tensors that a phase trains or leaves to other phases.
+        """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
+
+        They are those of the tensors that it trains, and of those that it leaves to a later phase (``Phase.leaves``).
 
         In float16 losses are scaled during the pass. Gradients have the dtype of the parameters (at least float32), or
         that of the model if nothing changes them before the step.
@@ -737,7 +756,7 @@ class Steps:
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
-        if noise is not None:  # noise is added, so gradients at the noisy logits are those of the logits
+        if noise is not None:  # a sum has the same gradient at both terms: that at the noisy logits is the logits'
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # updated in place; without the copy, a view of the rows
             tensors[slot.name] = tensors[slot.name].clone()
@@ -747,7 +766,8 @@ class Steps:
             tensors[name] = tensors[name].detach().requires_grad_()
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
-        # Gradients that go straight into a step keep the dtype that they were computed in.
+        # Gradients that are added up over micro-batches, changed by a hook or merged with noised ones get the dtype of
+        # the parameters, at least float32. Others go straight into a step and keep that of the pass.
         is_micro_batched = drawn.shape[1] > self.pass_size.sequences
         in_dtype_of_rows = is_micro_batched or bool(self.plan.method.client.parts) or names is not None
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
@@ -794,9 +814,9 @@ class Steps:
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return losses and gradients as :meth:`gradient`, computed for users with equal batch sizes at a time.
+        """Return the result of :meth:`gradient`, from one pass for each group of users with equal batch sizes.
 
-        In one pass the smaller batches would be padded, and batch norm would count the padding.
+        In one pass for all users the smaller batches would be padded, and batch norm would count the padding.
 
         Args:
             cohort: The cohort.
@@ -808,11 +828,11 @@ class Steps:
         losses, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
-            at = (sizes == size).nonzero().flatten()
-            noise_of_group = None if noise is None else noise[at]
-            group = cohort.only(at.tolist())
-            losses[at], group_gradients = self.gradient(group, drawn[at, :size], phase, noise_of_group)
-            rows[at] = group.part.rows  # with updated running statistics
+            places = (sizes == size).nonzero().flatten()
+            noise_of_group = None if noise is None else noise[places]
+            group = cohort.only(places.tolist())
+            losses[places], group_gradients = self.gradient(group, drawn[places, :size], phase, noise_of_group)
+            rows[places] = group.part.rows  # with updated running statistics
             for name, gradient in group_gradients.items():
-                gradients[name][at] = gradient
+                gradients[name][places] = gradient
         return losses, gradients

@@ -109,8 +109,10 @@ def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
     return [term_bits - math.frexp(term)[1] if term else 0 for term in largest.tolist()]
 
 
-def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
+def integer_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
     """Return ``sum_u round(weight_u t_u 2^shift)`` over the users of this process, for all tensors, concatenated.
+
+    Integers add up to the same total in any order of users and processes.
 
     Args:
         tensors: Tensors ``(users, *shape)``.
@@ -149,15 +151,15 @@ def _times_power_of_two(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor,
     return t if first_shift == shift else t * 2.0 ** (shift - first_shift)
 
 
-def sums_of(whole: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
-    """Return concatenated integer sums as named tensors in their own unit and dtype; the reverse of scaling.
+def sums_of(integers: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
+    """Return ``integer 2^-shift`` for the concatenated integer sums, as named tensors in their own dtypes.
 
     Args:
-        whole: Result of :func:`whole_sums`, added up over processes.
+        integers: Result of :func:`integer_sums`, added up over processes.
         like: Tensors ``(users, *shape)`` with the names, shapes and dtypes.
         shifts: Exponent of each tensor, by which it was scaled.
     """
-    parts = whole.split([math.prod(t.shape[1:]) for t in like.values()])
+    parts = integers.split([math.prod(t.shape[1:]) for t in like.values()])
     sums = Tree()
     for (name, t), part, shift in zip(like.items(), parts, shifts, strict=True):
         sums[name] = _times_power_of_two(part.double(), -shift).to(t.dtype).view(t.shape[1:])
@@ -185,8 +187,8 @@ def reduced(
     """
     largest_over_processes = largest(largest_terms(tensors, weights))
     shifts = shifts_of(largest_over_processes, users)
-    integer_sums = total(whole_sums(tensors, weights, shifts))
-    return sums_of(integer_sums, tensors, shifts)
+    sums_of_all_processes = total(integer_sums(tensors, weights, shifts))
+    return sums_of(sums_of_all_processes, tensors, shifts)
 
 
 def _chunks(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -240,9 +242,10 @@ class Sharded(InProcess):
         return self.ranks.share(resolve)
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round that belong to this process, by their numbers in it.
+        """Return the participants of a round that belong to this process, as numbers that count its own users from 0.
 
-        None ends the run in all processes because the privacy budget is spent.
+        Returns:
+            The numbers; None if the privacy budget is spent, which ends the run in all processes.
         """
         participants = self.ranks.share(partial(super().select_participants, plan))
         if participants is None:
@@ -256,13 +259,15 @@ class Sharded(InProcess):
         return self.ranks.each(partial(super()._take_local_steps, plan, participants))
 
     def _report_round(self, local_round: LocalRound) -> RoundReport:
-        """Return the report of all users in the first process, in others that of their own users."""
+        """Return the report of the users of all processes in the first process, that of their own users in others."""
         report_own_users = super()._report_round
         parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(report_own_users(local_round)))]
         return RoundReport(
             losses={name: loss for part in parts for name, loss in part.losses.items()},
             rejected={name: reason for part in parts for name, reason in part.rejected.items()},
-            suspects=next((part.suspects for part in parts if part.rejected), []),
+            suspect_optimizers=next(
+                (part.suspect_optimizers for part in parts if part.rejected), []
+            ),  # of the first rejection
             tokens=sum(part.tokens for part in parts),
             seconds=max(part.seconds for part in parts),
         )
@@ -322,7 +327,8 @@ class Sharded(InProcess):
             def write_rows() -> list[str]:
                 """Write users that are in memory, and return the name of the file."""
                 file = shard_file(ranks.rank, len(progress.shards))
-                write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, {}))
+                no_server: Tree = {}  # the server's state is a file of its own
+                write_tensors(draft / file, named_tensors(clients.model.layout, clients.state, no_server))
                 return [file]
 
             with write_errors(final, None):
@@ -371,7 +377,7 @@ class Sharded(InProcess):
         """Send the current version of the shared tensors to those users that have not downloaded it yet.
 
         The first process makes the download of all of them. Tensors that are equal for all users are broadcast; the
-        others are sent to the process of each user.
+        others are sent to the process of each user, with a header that says how to put the message together.
         """
         if not self.clients.shares:
             return
@@ -379,7 +385,7 @@ class Sharded(InProcess):
         stale_names_by_rank = self.ranks.gather(lambda: [self.clients.names[member] for member in stale])
         common: Tree = {}  # filled in the first process
         header, own_tensors = self.ranks.scatter(lambda: self._split_download(stale_names_by_rank, common))
-        if not header["answered"]:
+        if not header["answered"]:  # no process has a stale user
             return
         tensors = own_tensors | self.ranks.broadcast(common)
         users = tuple(header["users"])
@@ -389,7 +395,9 @@ class Sharded(InProcess):
         message = Download(
             version=header["version"],
             users=users,
-            tensors={name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in header["order"]},
+            tensors={
+                name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in header["tensor_names"]
+            },
             ranks=torch.tensor(header["ranks"], dtype=torch.int64),
             senders=tuple(header["senders"]),
         )
@@ -405,9 +413,9 @@ class Sharded(InProcess):
             common: Filled with the tensors that are equal for all users, with one row each.
 
         Returns:
-            For each process the header of its message, in which "order" is the order of all tensors, and the tensors
-            ``(users, *shape)`` that are not common. In the header "answered" is False if there is no download for
-            anyone.
+            For each process the header of its message, and the tensors ``(users, *shape)`` that are not common. Keys of
+            the header: "answered" (False if no user is stale; then the only key), "version" and "senders" of the
+            message, "tensor_names" in its order, "users" of the process and their "ranks".
         """
         names_by_rank = [self.server.with_download(names) for names in stale_names_by_rank]
         all_names = [name for names in names_by_rank for name in names]
@@ -418,7 +426,7 @@ class Sharded(InProcess):
         # A stride of 0 means one tensor expanded to all users.
         common.update({name: t[:1] for name, t in message.tensors.items() if t.stride(0) == 0})
         header = {"answered": True, "version": message.version, "senders": list(message.senders)}
-        header["order"] = list(message.tensors)
+        header["tensor_names"] = list(message.tensors)
         parts, start = [], 0
         for names in names_by_rank:
             span = slice(start, start := start + len(names))
@@ -432,7 +440,7 @@ class Sharded(InProcess):
         """Make the upload of the users of this process, and count the bytes of all; :meth:`aggregate` sends it."""
         self._upload_of_round = self.ranks.each(lambda: self._make_upload(members, done, losses))
         own_upload = self._upload_of_round
-        if self.server.sums is not None:
+        if self.server.sums is not None:  # the messages of a secure sum have other sizes
             names_by_rank = self.ranks.gather(lambda: list(own_upload.users))
             names = [name for names in names_by_rank for name in names]
             if self.leads and names:
@@ -459,6 +467,9 @@ class Sharded(InProcess):
         """Aggregate the uploads of the round; return why there is no sum, or an empty string.
 
         If the server needs only weighted sums, each process sends the sum over its users, and uploads without tensors.
+        With :attr:`ordered` it sends all uploads, and the server adds them up in the order of the users.
+
+        Peer-to-peer methods exchange models within the round: users download those that their peers have just uploaded.
         """
         assert self._upload_of_round is not None
         own_upload, self._upload_of_round = self._upload_of_round, None
@@ -523,6 +534,7 @@ class Sharded(InProcess):
             users: Names of all users that have uploaded.
         """
         layout = self.clients.model.layout
+        # The shared tensors with no rows, for their names and for a process without uploads.
         no_users = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
         names = list(no_users)
         tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else no_users

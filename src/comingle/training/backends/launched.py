@@ -53,7 +53,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         RunError: The launcher has set impossible values.
     """
-    meeting = environment.get(MEETING, "")
+    meeting = environment.get(MEETING, "")  # a file in which processes meet, or torchrun's address if empty
     if any(key not in environment for key in (*_NEEDED, *(() if meeting else _ADDRESS))):
         return None
     try:
@@ -83,13 +83,14 @@ def require_alone(verb: str) -> None:
         )
 
 
-def speaks(environment: Mapping[str, str] = os.environ, *, interrupted: bool = False) -> bool:
+def should_print_errors(environment: Mapping[str, str] = os.environ, *, interrupted: bool = False) -> bool:
     """Return whether this process prints errors; of several processes with the same error only the first one does.
 
     Args:
         environment: Environment variables.
         interrupted: Whether the error is an interruption, which the parent process reports, if there is one.
     """
-    if interrupted and PARENT in environment:
+    if interrupted and PARENT in environment:  # started by --processes
         return False
-    return environment.get("RANK", "0") == "0" or any(key not in environment for key in _NEEDED)
+    is_alone = any(key not in environment for key in _NEEDED)  # no launcher has started several processes
+    return is_alone or environment.get("RANK", "0") == "0"

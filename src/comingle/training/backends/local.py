@@ -71,11 +71,19 @@ Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundReport:
-    """Result of the local steps by user name; ``suspects`` are the optimizers that the first rejection points to."""
+    """Result of the local steps of a round.
+
+    Attributes:
+        losses: Mean training loss of each accepted user, by name.
+        rejected: Reason why a user's update was rejected, by name.
+        suspect_optimizers: Optimizers that may have made the first rejected user's loss infinite or NaN.
+        tokens: Number of tokens trained on.
+        seconds: Time of the local steps.
+    """
 
     losses: dict[str, float]
     rejected: dict[str, str]
-    suspects: list[str]
+    suspect_optimizers: list[str]
     tokens: int
     seconds: float
 
@@ -161,13 +169,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _report_round(self, local_round: LocalRound) -> RoundReport:
         """Return the result of a round by user name, in a form that processes can exchange."""
         clients, first_rejected = self.clients, next(iter(local_round.rejected), None)
-        suspects: Sequence[str] = ()
+        suspect_optimizers: Sequence[str] = ()
         if first_rejected is not None:  # for the error if all participants were rejected
-            suspects = clients.steps.suspects(first_rejected, clients.state.rows_of([first_rejected])[0])
+            row = clients.state.rows_of([first_rejected])[0]
+            suspect_optimizers = clients.steps.suspect_optimizers(first_rejected, row)
         return RoundReport(
             losses={clients.names[member]: loss for member, loss in local_round.losses.items()},
             rejected={clients.names[member]: reason for member, reason in local_round.rejected.items()},
-            suspects=list(suspects),
+            suspect_optimizers=list(suspect_optimizers),
             tokens=local_round.tokens,
             seconds=local_round.seconds,
         )
@@ -180,7 +189,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         if report.rejected and not report.losses:
             name, reason = next(iter(report.rejected.items()))
-            raise diverged(name, reason, report.suspects)
+            raise diverged(name, reason, report.suspect_optimizers)
 
     def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[Sequence[AnyScore], Event]:
         """Score the models of the evaluated users; store all models if the validation loss is the lowest so far.
@@ -406,10 +415,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
             if self.masked is not None:
                 vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))  # without uploads there are no vectors
                 words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
-                terms = terms_of(self.clients.plan, "", upload.round, self.server.size)
-                total = self.masked(terms, words_by_name, sums.grid(upload.round).levels)
-            else:
-                sums.require(len(upload.users), upload.round)
+                run_id = ""  # no message leaves this process, so it need not be told apart from other runs
+                terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
+                largest_entry = sums.grid(upload.round).levels
+                total = self.masked(terms, words_by_name, largest_entry)
+            else:  # the same sum, without masks
+                sums.require(len(upload.users), upload.round)  # raises NoSumError if there are too few users
                 total = upload.tensors[VECTOR].long().sum(0)
         except NoSumError as error:
             logger.warning("%s", error)
@@ -419,13 +430,16 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return ""
 
     def _count_sum_bytes(self, users: Sequence[str], done: int) -> None:
-        """Count the bytes of the messages of a secure sum; if there are too few users, only those of their keys.
+        """Count the bytes of the messages of a secure sum; if it fails, only those of the first step.
+
+        In the first step users upload public keys. With too few users the sum ends there.
 
         Args:
             users: Names of the users in the sum.
             done: The round, counted from 1.
         """
-        terms, names = terms_of(self.clients.plan, "", done, self.server.size), list(users)
+        run_id, names = "", list(users)  # no message leaves this process, so the identifier is of no use
+        terms = terms_of(self.clients.plan, run_id, done, self.server.size)
         for name in names:
             if len(names) >= terms.threshold:
                 self.clock.upload_bytes += sent_bytes(terms, name, len(names))

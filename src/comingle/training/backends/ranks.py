@@ -253,7 +253,7 @@ def joined(place: Place) -> Iterator[Ranks]:
     with _peer_errors():
         store = _rendezvous_store(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
         # A restart by the launcher, or a second run of a program, may find old addresses in the same store, so each
-        # has keys of its own. The keys of launcher_store are those of the run, whatever the restart.
+        # has keys of its own. Entries of launcher_store outlast restarts: they tell which run folders were opened.
         number = next(_RUN_NUMBERS)
         launcher_store = PrefixStore(f"comingle/runs/{number}", _without_prefixes(store))
         store = PrefixStore(f"comingle/{place.restarts}/{number}", store)

@@ -85,6 +85,7 @@ class RunData:
         """Return the same data with other users, or with some of them; documents of users that are left out go too."""
         users = as_users(users)
         names = set(users.names)
+        # The common data of some kinds lists the users.
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         texts = tuple(text for text in self.texts if text.name in names)
         return replace(self, users=users, common=common, texts=texts)
@@ -141,7 +142,7 @@ class Kind(ABC):
     name: str
     needs_base: bool = True
     """Whether users train adapters on a language model; otherwise nets, whose costs depend on the data."""
-    handed: str = ""
+    accepted_data: str = ""
     """Description of the data of one user that a program may pass; empty if it may not."""
     user: type
     """Type of a user, with ``name``, ``train``, ``valid`` and ``test``."""
@@ -190,7 +191,8 @@ class Kind(ABC):
 
     def _in_memory(self, reader: StreamingReader[Any, Any]) -> RunData:
         """Read all users with a reader, log its warnings, and return their data in memory."""
-        users, texts, skipped = list[Any](), list[UserText](), dict[str, str]()
+        users, skipped = list[Any](), dict[str, str]()
+        texts: list[UserText] = []  # the documents of users of text
         reader.on_skip = skipped.__setitem__
         rows_of_users: Iterable[Any] = reader.read(ListedRows())
         if self.needs_base:  # read all data before loading the base model: data fails more often
@@ -388,12 +390,14 @@ _LAST = "text"
 """Kind that is tried last, because paths and tables may belong to a more specific kind."""
 
 
-def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
-    """Return the ``data.kind`` of users that a program passes: that of the options, or the one that takes all users.
+def kind_of_users(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
+    """Return the name of the data kind (``data.kind``) of users that a program passes.
+
+    It is the kind in the options, or the only one that takes the data of all users.
 
     Args:
         users: Data by user name.
-        options: Options of the data section of the recipe that the program passes.
+        options: Options of the data section, as passed by the program.
 
     Raises:
         DataError: There are no users, a name is not allowed, no kind takes the data, or users have several kinds.
@@ -410,7 +414,9 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
     for name, data in users.items():
         key = next((key for key, kind in candidates.items() if kind.takes(data, options)), None)
         if key is None:
-            allowed = "; ".join(f"{kind.name}: {kind.handed}" for kind in candidates.values() if kind.handed)
+            allowed = "; ".join(
+                f"{kind.name}: {kind.accepted_data}" for kind in candidates.values() if kind.accepted_data
+            )
             raise DataError(f"users: {name!r} is {_described(data)}; allowed: {allowed}{_advice_on_splits(data)}")
         kind_of_user[name] = key
     if len(set(kind_of_user.values())) > 1:
@@ -423,7 +429,8 @@ def section_for(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
 def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
     """Yield the kind of data that is wanted, or all usable kinds, with their values of ``data.kind``.
 
-    Kinds of plug-ins that cannot be loaded are left out.
+    Text comes last, because paths and tables may also be data of a more specific kind. Kinds of plug-ins that cannot be
+    loaded are left out.
     """
     if wanted is not None:
         yield wanted, load_object(KINDS[wanted].implementation)
@@ -508,6 +515,8 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
 def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
     """Return the base model with the adapters or the mixture that the method trains.
 
+    A mixture of whole models that are mixed only in their predictions is an ensemble of adapted models.
+
     Args:
         recipe: The recipe.
         base: The base model.
@@ -516,7 +525,7 @@ def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, to
         tokens: Number of training tokens of the run, to decide whether to compile.
     """
     mixture = method.placement.mixture
-    if mixture is not None and not mixture.trains_independently:
+    if mixture is not None and not mixture.trains_independently:  # adaptors are mixed inside the layers
         return mix_base(recipe, base, method, trainers)
     return adapt_base(recipe, base, method, trainers, tokens)
 
@@ -541,7 +550,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     if mixture is not None:
         counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * trainers)
     compiled = recipe.runtime.compile
-    if compiled == "auto":
+    if compiled == "auto":  # if it saves more time than compiling takes
         compiled = method.trains and tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
     model = adapt(
         base,
@@ -553,7 +562,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         residual=placement.residual,
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
-    for name in recipe.runtime.gpu:
+    for name in recipe.runtime.gpu:  # faster passes on GPUs: CUDA graphs, Triton kernels
         from comingle.models.gpu import recorded, with_triton
 
         model = {"graphs": recorded, "triton": with_triton}[name](model)
@@ -581,7 +590,7 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     mixture, section = method.placement.mixture, recipe.adapters
     assert mixture is not None
     assert isinstance(section.rank, int)
-    scale = lora_scale(section.alpha, section.rank)
+    scale = lora_scale(section.alpha, section.rank)  # factor of the adaptors' outputs
     size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=scale)

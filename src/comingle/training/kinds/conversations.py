@@ -102,12 +102,12 @@ class AnswerBatchSource(PassBatchSource):
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
         """Yield all training conversations of each trainer, in order."""
-        for numbers in self.every(trainers):
+        for numbers in self.all_numbers(trainers):
             yield self._windows(trainers, "train", numbers)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch window"]]:
         """Yield all validation conversations of each trainer, in order."""
-        for numbers in self.every(trainers, "valid"):
+        for numbers in self.all_numbers(trainers, "valid"):
             yield self._windows(trainers, "valid", numbers)
 
     def _windows(
@@ -134,7 +134,7 @@ class AnswerBatchSource(PassBatchSource):
         """Return the number of targets, without hidden tokens and padding: the tokens of the responses."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
-    def scoring(self, part: Answers) -> int:
+    def scoring_cost(self, part: Answers) -> int:
         """Return the cost of scoring a set in conversations; generating responses doubles it.
 
         Generating takes as long as training, which is more than twice as long as scoring.
@@ -202,7 +202,7 @@ class AnswerBatchSource(PassBatchSource):
             generated = generate([rows[job.set_number] for job in group], _prompts(group, sets), limit)
             for job, continuations in zip(group, generated, strict=True):
                 part = sets[job.set_number]
-                # Repeated prompts, which only fill the slot, are dropped.
+                # Repeated prompts, which only fill the slot, come last and are dropped: hence not strict.
                 for number, tokens in zip(job.numbers.tolist(), continuations, strict=False):
                     texts[job.set_number][number] = self._text(tokens[: part.limit], part.ends)
         return texts
@@ -232,7 +232,8 @@ def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int
 
     Args:
         sets: Sets with the prompts.
-        pass_size: Number of users and sequences in one pass of training, which a pass has at least.
+        pass_size: Number of users and sequences in one pass of training; there is memory for as many prompts, and for
+            up to :data:`SPEAKING` if that is more.
     """
     longest_prompt = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
     prompts_of_pass = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt)))
@@ -316,7 +317,7 @@ class AnswersKind(LanguageKind):
         assert run_data.base is not None
         if not run_data.users.in_memory:  # tokens were counted when the users were stored on disk
             tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
-        elif run_data.unread or not run_data.present:
+        elif run_data.unread or not run_data.present:  # unknown here: do not read data for this
             tokens = 0
         else:
             _, trainers = users_and_trainers(self, run_data, plan.method)
@@ -324,7 +325,11 @@ class AnswersKind(LanguageKind):
         return language_model(recipe, run_data.base, plan.method, count_trainers(run_data, plan.method), tokens)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
-        """Return the users on this machine; batches are even if the method balances the load of experts."""
+        """Return the users on this machine, with their batches of conversations.
+
+        If the method balances the load of experts, all batches have the same size and width. Otherwise the penalty,
+        which counts padding, would depend on other users' conversations.
+        """
         plan = with_full_participation(plan)
         assert run_data.base is not None
         if not run_data.unread:
@@ -357,7 +362,7 @@ class AnswersKind(LanguageKind):
 class ConversationsKind(AnswersKind):
     """Conversations as messages, or as prompts with responses."""
 
-    name, handed = "conversations", TAKEN
+    name, accepted_data = "conversations", TAKEN
 
     def reader(self, request: DataRequest) -> ConversationReader:
         """Return a reader of rows with messages: files, datasets, or data that a program passes."""
@@ -398,7 +403,14 @@ class ConversationsKind(AnswersKind):
         """Convert conversations to text of ``context`` tokens, with the steps of the user with most conversations.
 
         This is an upper bound of the cost: a batch is as wide as its longest conversation, at most the context. If the
-        number of conversations is unknown, one batch is counted.
+        data cannot be read but the number of users is given, one batch is counted.
+
+        Args:
+            recipes: Recipes with the same data.
+            users: Number of users, if it is given; then their data need not be readable.
+
+        Returns:
+            The text recipes, the names of users with too little data, and a note for the user on how costs are counted.
         """
         data, one_batch = section(recipes[0]), recipes[0].training.batch_size
         try:
@@ -407,12 +419,14 @@ class ConversationsKind(AnswersKind):
             if users is None:
                 raise
             note = ABSENT_NOTE.format(error)
-            return [as_steps(recipe, {"somebody": one_batch}) for recipe in recipes], set(), note
-        return [as_steps(recipe, counts) for recipe in recipes], small_users, NOTE
+            return [as_text_recipe(recipe, {"somebody": one_batch}) for recipe in recipes], set(), note
+        return [as_text_recipe(recipe, counts) for recipe in recipes], small_users, NOTE
 
 
-def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
-    """Return a text recipe whose local steps are as many as the passes over conversations have; to count costs.
+def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
+    """Return a recipe of text that costs as much as one of conversations, to count costs.
+
+    Its ``local_steps`` are the number of batches in ``local_epochs`` passes over the conversations of one user.
 
     Args:
         recipe: A recipe with conversations.

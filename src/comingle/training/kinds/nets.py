@@ -107,11 +107,11 @@ class SampleBatchSource(PassBatchSource):
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all training samples of each trainer, in order."""
         self.enter(round_number)  # augmentation depends on the round
-        return self.every(trainers)
+        return self.all_numbers(trainers)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all validation samples of each trainer, in order."""
-        return self.every(trainers, "valid")
+        return self.all_numbers(trainers, "valid")
 
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
@@ -271,13 +271,13 @@ def _make_own_net(make: MakeNet, name: str, shape: Sequence[int], outputs: int) 
     if isinstance(make, nn.Module):
         kind = type(make).__name__
         raise RecipeError(f"net: got an instance of {kind}; pass a function that makes one: lambda: {kind}(...)")
-    net = make() if _takes_no_arguments(make) else make(tuple(shape), outputs)
+    net = make() if _is_callable_without_arguments(make) else make(tuple(shape), outputs)
     if not isinstance(net, nn.Module):
         raise RecipeError(f"net {name!r}: its function returned {type(net).__name__}; allowed: an nn.Module")
     return net
 
 
-def _takes_no_arguments(function: Callable[..., object]) -> bool:
+def _is_callable_without_arguments(function: Callable[..., object]) -> bool:
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -286,7 +286,9 @@ def _takes_no_arguments(function: Callable[..., object]) -> bool:
 
 
 def check_net(net: nn.Module, name: str, population: Population) -> bool:
-    """Check that copies of a net run together under ``torch.vmap`` and return the outputs that the loss takes.
+    """Check that copies of a net run together under ``torch.vmap`` and give outputs that fit the loss.
+
+    Also find out whether its forward pass changes buffers in training.
 
     Args:
         net: The net.
@@ -294,12 +296,12 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
         population: Users and their loss.
 
     Returns:
-        Whether training changes buffers, such as running statistics.
+        True if a forward pass in training mode changes buffers, such as running statistics.
 
     Raises:
         RecipeError: The copies cannot run together, or outputs have another shape.
     """
-    _check_parts(net, name)
+    _check_modules(net, name)
     net = _try(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
     tensors = {key: p.detach() for key, p in net.named_parameters()}
     buffers = {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
@@ -324,8 +326,8 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
     return any(single[key]._version or not torch.equal(single[key], buffers[key]) for key in buffers)
 
 
-def _check_parts(net: nn.Module, name: str) -> None:
-    """Check that each user can have its own copy of the modules.
+def _check_modules(net: nn.Module, name: str) -> None:
+    """Check that a net can be trained as one copy per user, all of them in one stacked forward pass.
 
     Raises:
         RecipeError: A parameter is missing, lazy or not finite, or batch norm has no running statistics or no momentum.
@@ -357,8 +359,8 @@ def _try(run: Callable[[], T], problem: str) -> T:
 def _check_outputs(outputs: object, name: str, population: Population) -> None:
     """Check the outputs of a net for a batch of :data:`_TRIED` samples.
 
-    They must have the shape (samples, outputs). If the loss pairs each output with a class or a number of the target,
-    their number is given.
+    They must have the shape (samples, outputs). A *paired* loss needs one output for each class, or for each number in
+    the target of a regression; other losses take any number of outputs.
 
     Args:
         outputs: Result of the net.
@@ -369,7 +371,7 @@ def _check_outputs(outputs: object, name: str, population: Population) -> None:
         RecipeError: The outputs have another shape.
     """
     got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    loss, wanted = population.measure, (_TRIED, population.classes)
+    loss, wanted = population.measure, (_TRIED, population.classes)  # classes: or numbers in a regression's target
     is_matrix = isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == _TRIED
     if loss.paired and (not is_matrix or got != wanted):
         each = "class" if loss.classes else "number in a target"
@@ -427,8 +429,9 @@ def build_nets(
         device=model.device,
         dtype=model.dtype,
         loss=local.measure,
+        # Augmentation may have settings of each user, and the one trainer of pooled data is none of them.
         augment=None if method.placement.pooled else local.augmentation,
-        least=_least_batch(model, plan, size),
+        least=_least_batch(model, plan, size),  # smallest batch that is trained on; batch norm needs two samples
     )
     batch_source = make_batch_source if unread else make_batch_source()
     return Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=reads and not unread)
@@ -459,7 +462,9 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     elif mixture is not None and mixture.of == "models":
         num_nets = mixture.clusters
     else:
-        num_nets = method.server.server_models
+        num_nets = (
+            method.server.server_models
+        )  # a user chooses among several models, each with initial weights of its own
     first = make(recipe.seed)
     batchwise = check_net(first, name, population)
     require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first.parameters()))

@@ -80,7 +80,7 @@ class PersonalNet(Personal):
         elif self.loss.classes and samples.targets.is_floating_point():
             raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as in training")
         targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
-        # A bank with one set of samples, which starts at 0.
+        # score_samples takes the concatenated samples of several users; here they are those of one, from 0 on.
         counts = torch.tensor([len(samples)])
         bank = SampleBank(
             inputs=samples.inputs.to(like), targets=targets, starts=torch.zeros_like(counts), counts=counts
@@ -113,7 +113,7 @@ class MixtureOfModels(nn.Module):
         self.register_buffer("shares", shares.clone())
 
     def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
-        """Return the mixed outputs."""
+        """Return the weighted mean of outputs, or with ``probabilities`` the logits of the mean prediction."""
         outputs = torch.stack([model(inputs) for model in self.models])
         if self.probabilities:
             return mix_probabilities(outputs, self.shares)
@@ -196,7 +196,7 @@ class NetKind(Kind):
 class SamplesKind(NetKind):
     """Inputs with targets, read from files or passed by a program."""
 
-    name, handed = "samples", ALLOWED_SAMPLES
+    name, accepted_data = "samples", ALLOWED_SAMPLES
 
     def check(self, recipe: Recipe, method: Method) -> None:
         """Check the method, and that the loss exists."""
@@ -223,7 +223,9 @@ class SamplesKind(NetKind):
     def settings(self, run_data: RunData) -> dict[str, Any]:
         """Return what the run folder stores of the population, so that the run opens without its samples.
 
-        A net that a program passed has no name, so :data:`OWN` stands for it.
+        Keys: "net" and "loss" are names, "whole" says whether targets are class numbers, "classes" is the number of
+        outputs of the net, "labels" are the names of classes. A net that a program passed has no name, so :data:`OWN`
+        stands for it.
         """
         common = cast(Population, run_data.common)
         return {

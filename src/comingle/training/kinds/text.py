@@ -70,7 +70,7 @@ class TextBatchSource(BatchSource):
         """Return the number of local steps of a round, which is the same for all trainers."""
         return self.plan.training.local_steps
 
-    def seen(self, trainer: int) -> int:
+    def trained_amount(self, trainer: int) -> int:
         """Return the number of training tokens of a round."""
         return self.plan.training.local_steps * self.batch_size * self.plan.training.context
 
@@ -103,8 +103,11 @@ class TextBatchSource(BatchSource):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch window"]:
-        """Return windows by number, as examples that have no token in common."""
-        chosen = [self._windows(trainer)[at.clamp(min=0)] for trainer, at in zip(trainers, numbers, strict=True)]
+        """Return windows by number; windows do not overlap, so that a token belongs to one example.
+
+        The number ``PAD`` gives a window of ``PAD``. Text is not augmented, so the round changes nothing.
+        """
+        chosen = [self._windows(trainer)[some.clamp(min=0)] for trainer, some in zip(trainers, numbers, strict=True)]
         return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
@@ -177,7 +180,7 @@ class LanguageKind(Kind):
 class TextKind(LanguageKind):
     """Text as token streams."""
 
-    name, user, handed = "text", UserData, ALLOWED_TEXT
+    name, user, accepted_data = "text", UserData, ALLOWED_TEXT
 
     def check(self, recipe: Recipe, method: Method) -> None:
         """Check the method, and refuse to select the best round by validation text that is also trained on."""

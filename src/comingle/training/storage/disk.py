@@ -128,7 +128,7 @@ class OnDisk(State):
             is_needed = has_record | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
             needed = is_needed.nonzero().flatten().tolist()
             moments = {name: tensors[name][needed] for name in ("first", "second")}
-            if needed:  # samples of a single class may have no gradient
+            if needed:  # none if all gradients were zero so far, as for a user whose samples have a single class
                 self._write("moments", [rows[i] for i in needed], moments)
 
     @property
@@ -161,7 +161,7 @@ class OnDisk(State):
     def release(self) -> None:
         """Close the temporary files of a copy made by :meth:`copy`, after all pending writes."""
         self._wait_for_writes(0)
-        for name, number in self._write_numbers.items():
+        for name, number in self._write_numbers.items():  # a copy writes to no other files
             if (file := self._files[name][number]) is not None:
                 file.close()
 
@@ -262,7 +262,7 @@ class OnDisk(State):
         for row in rows:
             old_place = int(table[row])
             is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == number
-            places.append(file.place(old_place % PLACES_PER_FILE if is_in_file else -1))
+            places.append(file.place_to_write(old_place % PLACES_PER_FILE if is_in_file else -1))
         table[rows] = number * PLACES_PER_FILE + np.array(places, dtype=np.int64)
         records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
         self._worker.write(file, places, records)
@@ -295,17 +295,23 @@ class OnDisk(State):
     def remember(self, done: int) -> None:
         """Store the current rows as those of the best round; their records are protected from being overwritten.
 
-        Only the table of places is copied, no record.
+        Only the table of places is copied, no record. The records of the previous best round become free when the next
+        checkpoint is saved. Without a run folder there are no checkpoints, and they become free at once.
+
+        Args:
+            done: Number of rounds that are done.
         """
         self._wait_for_writes(0)
         self._best = self._table.copy()
         self.best = {"round": torch.tensor(done)}
         for name in self._groups:
             for number, file in enumerate(self._files[name]):
-                if file is not None and self._run is None and self._write_numbers.get(name) == number:
-                    # Without a run folder there are no checkpoints: free the places of the previous best round.
+                if file is None:
+                    continue
+                is_written = self._write_numbers.get(name) == number
+                if self._run is None and is_written:
                     file.keep([within(places, number, PLACES_PER_FILE) for places in self._places_in_use(name)])
-                elif file is not None:
+                else:
                     file.snapshot()
 
     def restored_best(self) -> State:
@@ -361,6 +367,11 @@ class OnDisk(State):
         """Write the records to disk, then a table of their places; return the names of the files in the checkpoint.
 
         Records stay in ``store/``; places that neither this nor an older checkpoint refers to become free.
+
+        Args:
+            draft: Folder of the new checkpoint.
+            checkpoints: Folders of the older ones.
+            write: Writes users that are in memory; not called, as these are on disk.
         """
         self._wait_for_writes(0)
         assert self._run is not None
@@ -401,7 +412,7 @@ class OnDisk(State):
             best_rounds |= set(columns[BEST_ROUND].tolist() if BEST_ROUND in columns else ())
             file_numbers = self._open_files(run, part)
             self._load_places(columns, "", self._table, file_numbers)
-            if self.best:
+            if self.best:  # the run stores the best round
                 self._load_places(columns, BEST, best_table, file_numbers)
         if self.best:
             self._best, self.best = best_table, {"round": torch.tensor(best_rounds.pop())}  # equal in all parts
@@ -443,12 +454,12 @@ class OnDisk(State):
         """Copy the places of the rows of this process from the table of a checkpoint.
 
         Args:
-            columns: Columns of the table, with rows numbered over all processes.
+            columns: Columns of the table; ``ROWS`` has numbers over all processes, as ``self._shard.ids`` has.
             prefix: Prefix of the columns: empty, or ``BEST`` for the best round.
             into: Table to update.
             numbers: Number of the file with the records, by group.
         """
-        ids = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))
+        ids = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))  # row numbers in the whole run
         is_here = np.isin(ids, self._shard.ids)
         if not is_here.any():
             return
@@ -480,7 +491,7 @@ class OnDisk(State):
             for batch in batched(row_at_place.items(), _COPIED_AT_ONCE):
                 old_places, rows = [place for place, _ in batch], [row for _, row in batch]
                 records = self._start_read(name, rows, old_places).result()
-                places = [file.place(-1) for _ in batch]
+                places = [file.place_to_write(-1) for _ in batch]
                 self._worker.submit(file.write, places, records).result()
                 new_places |= dict(zip(old_places, places, strict=True))
             for table in tables:
@@ -553,7 +564,7 @@ on_disk_bf16 = DiskStore(moments=torch.bfloat16)
 
 
 def check_storable(clients: Users) -> None:
-    """Check that nothing in the recipe needs all users at once.
+    """Check that a run can keep its users on disk, and that the best round can be selected if the recipe wants that.
 
     Raises:
         RecipeError: The method trains one pooled model.
@@ -562,4 +573,5 @@ def check_storable(clients: Users) -> None:
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
     if clients.plan.evaluation.select == "best":
-        clients.require_validation(clients.users.about.get("valid", 1) > 0)
+        num_validating = clients.users.about.get("valid", 1)  # some, if the users were not counted when written
+        clients.require_validation(num_validating > 0)

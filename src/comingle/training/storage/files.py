@@ -52,23 +52,23 @@ class Field:
         name: Name of the tensor.
         shape: Shape, without users.
         dtype: Dtype in memory.
-        kept: Dtype in the record.
+        stored_dtype: Dtype in the record, which may have fewer bits.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kept: torch.dtype
+    stored_dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
         """Size in bytes in a record."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.kept.itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * self.stored_dtype.itemsize
 
     @property
     def description(self) -> list[object]:
         """Name, shape and dtype for JSON."""
-        return [self.name, list(self.shape), str(self.kept).removeprefix("torch.")]
+        return [self.name, list(self.shape), str(self.stored_dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +93,19 @@ class Form:
         records = np.zeros((len(rows), self.bytes), dtype=np.uint8)
         start = HEAD
         for one in self.fields:
-            values = tensors[one.name].detach().to("cpu", one.kept).contiguous().view(len(rows), -1)
+            values = tensors[one.name].detach().to("cpu", one.stored_dtype).contiguous().view(len(rows), -1)
             records[:, start : start + one.bytes] = values.view(torch.uint8).numpy()
             start += one.bytes
         records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)  # second half of the head
         return records
 
     def unpack(self, records: np.ndarray) -> dict[str, Tensor]:
-        """Return the tensors of records by name, ``(rows, *shape)``."""
+        """Return the tensors of records by name, ``(rows, *shape)``, in their dtype in memory."""
         tensors, start = {}, HEAD
         for one in self.fields:
-            # Allocated by torch for a fixed alignment, on which rounding may depend.
-            values = torch.empty(len(records), *one.shape, dtype=one.kept)
+            # Copied into memory that torch aligns: the rounding of later products may depend on the alignment, and a
+            # view of the records would start anywhere.
+            values = torch.empty(len(records), *one.shape, dtype=one.stored_dtype)
             if len(records):
                 stored = torch.from_numpy(records[:, start : start + one.bytes])
                 values.view(len(records), -1).view(torch.uint8).copy_(stored)
@@ -124,25 +125,27 @@ def seal(record: np.ndarray) -> int:
     return crc
 
 
-def check(record: np.ndarray, row: int, known: int, path: object) -> None:
+def check(record: np.ndarray, row: int, expected_crc: int, path: object) -> None:
     """Check that a record is intact and is the expected one.
+
+    Its head has the CRC-32 of all that follows and the number of the row, 8 bytes each.
 
     Args:
         record: The record.
         row: Expected number of its row.
-        known: Expected CRC-32, or :data:`UNKNOWN`.
+        expected_crc: Expected CRC-32, or :data:`UNKNOWN`.
         path: File, for the error.
 
     Raises:
         RunError: The record is damaged, or belongs to another row, round or run.
     """
-    crc, owner = record[:HEAD].view(np.int64).tolist()
-    if crc != zlib.crc32(record[8:].data):
+    stored_crc, stored_row = record[:HEAD].view(np.int64).tolist()
+    if stored_crc != zlib.crc32(record[8:].data):  # of all bytes after the CRC-32 itself
         raise RunError(
             f"{path}: damaged, the record of row {row} has a wrong checksum; restore the file from a backup, or start "
             "a new run with another --out"
         )
-    if owner != row or known not in (crc, UNKNOWN):
+    if stored_row != row or expected_crc not in (stored_crc, UNKNOWN):
         raise RunError(
             f"{path}: the record of row {row} belongs to another round or run than the checkpoint; restore the "
             "matching store, or start a new run with another --out"
@@ -160,7 +163,7 @@ def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
     for name, t in sample.tensors().items():
         group = "moments" if name in MOMENTS else "params"
         stored_dtype = moments if group == "moments" and moments is not None else t.dtype
-        groups[group].append(Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, kept=stored_dtype))
+        groups[group].append(Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, stored_dtype=stored_dtype))
     return {name: Form(fields=tuple(fields)) for name, fields in groups.items()}
 
 
@@ -345,10 +348,10 @@ class RecordFile:
         if not lives:
             os.unlink(path)
         self.end = 0
-        self.since = 0
-        """Number of the last snapshot; places that were first written after it may be rewritten."""
+        self.num_snapshots = 0
+        """Number of snapshots; places that were first written after the last one may be rewritten."""
         self._first_written = np.zeros(0, dtype=np.int64)
-        """For each place, one more than the number of the last snapshot when a row first got the place."""
+        """For each place, one more than the number of snapshots when a row first got the place."""
         self._crcs = np.zeros(0, dtype=np.uint32)
         """CRC-32 of each record; accessed by the store thread, and by others only while it is idle."""
         self._free: deque[int] = deque()
@@ -356,18 +359,18 @@ class RecordFile:
 
     # ---------------------------------------------------------------- places
 
-    def place(self, before: int) -> int:
+    def place_to_write(self, current: int) -> int:
         """Return the place to write a row to: its current one if no snapshot refers to that, otherwise a free one.
 
         Args:
-            before: Current place of the row in this file; -1 for none.
+            current: Current place of the row in this file; -1 for none.
         """
-        if before >= 0 and self._first_written[before] > self.since:
-            return before
+        if current >= 0 and self._first_written[current] > self.num_snapshots:  # the row got it after the last snapshot
+            return current
         place = self._free.popleft() if self._free else self.end
         self.end = max(self.end, place + 1)
         self._first_written = _grown(self._first_written, place + 1)
-        self._first_written[place] = self.since + 1
+        self._first_written[place] = self.num_snapshots + 1
         return place
 
     def keep(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
@@ -386,7 +389,7 @@ class RecordFile:
 
     def snapshot(self) -> None:
         """Protect all current records from being overwritten until :meth:`keep` frees them."""
-        self.since += 1
+        self.num_snapshots += 1
 
     # ---------------------------------------------------------------- sums
 
@@ -567,15 +570,19 @@ def write_table(
 
 
 def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[str, torch.Tensor]:
-    """Return the columns of a table, for rows that have a record.
+    """Return the columns of a table by name, with one entry for each row that has a record.
+
+    For each group, the columns are the place (``group``) and the CRC-32 (``SUMS + group``) of the row's record; further
+    ones are its number ``ROWS`` and its last download ``VERSIONS``. A row without a record in "params" has none in any
+    group.
 
     Args:
-        prefix: Prefix of the names of columns.
+        prefix: Prefix of the names of columns: empty, or ``BEST`` for the best round.
         ids: Number of each row among those of all processes.
         table: The table.
         sums: CRC-32 of records, by group.
     """
-    rows = np.flatnonzero(table.places["params"] >= 0)
+    rows = np.flatnonzero(table.places["params"] >= 0)  # -1: no record
     columns = {name: torch.from_numpy(places[rows]).int() for name, places in table.places.items()}
     for name, places in table.places.items():
         crcs = sums[name](places[rows])
