@@ -418,10 +418,10 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     for view in VIEWS:
         of_view = [result for result in audit.shadowed if result.view == view]
         for result in of_view:
-            found = "fewer than 100 others" if result.found is None else f"{result.found:.2f}"
+            found_text = "fewer than 100 others" if result.found is None else f"{result.found:.2f}"
             counts = [str(result.members), str(result.others)]
             rows.append(
-                [printable(result.user), view, *counts, f"{result.auc:.2f}", f"{result.auc_of_scores:.2f}", found]
+                [printable(result.user), view, *counts, f"{result.auc:.2f}", f"{result.auc_of_scores:.2f}", found_text]
             )
         found = [result.found for result in of_view if result.found is not None]
         columns = ([result.auc for result in of_view], [result.auc_of_scores for result in of_view], found)

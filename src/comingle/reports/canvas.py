@@ -240,6 +240,7 @@ def draw_key(mark: Line2D | Patch) -> Figure:
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(0.4, 0.16))
         FigureCanvasAgg(figure)
+        # Positions and sizes are fractions of the picture. A line has its marker in the middle.
         if isinstance(mark, Line2D):
             artist: Any = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1])
         else:
@@ -294,6 +295,7 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)  # ids and references to them
     text = re.sub("#[0-9a-f]{6}", lambda colour: variables.get(colour[0], colour[0]), text)
     width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
+    # The smallest text decides how far the SVG may shrink. It may grow to 1.45 pixels per point.
     font_sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
     least_width = width * SMALLEST / min(font_sizes) if font_sizes else 0.0
     sides = f"min-width:{math.ceil(least_width)}px;max-width:{max(least_width, width * 1.45):.0f}px"

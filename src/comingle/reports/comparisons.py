@@ -102,9 +102,10 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     """Return the mean over users and seeds, both of which are random: ``value = mean + user + seed + rest``.
 
-    With the mean squares of users, seeds and rest, ``variance = (users + seeds - rest) / (U S)``, with Satterthwaite's
-    degrees of freedom (Biometrics Bulletin 2, 1946). The variance is at least that of users alone and of seeds alone.
-    So if there is little variance between users and seeds, the interval is too wide rather than too narrow.
+    The variance of the mean over U users and S seeds is estimated from the mean squares of a two-way analysis of
+    variance, ``(MS_users + MS_seeds - MS_rest) / (U S)``, with Satterthwaite's degrees of freedom (Biometrics Bulletin
+    2, 1946). It is taken to be at least ``MS_users / (U S)`` and ``MS_seeds / (U S)``. So if there is little variance
+    between users and seeds, the interval is too wide rather than too narrow.
 
     Args:
         values: One value per user and seed, for at least two seeds.
@@ -118,6 +119,7 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     # Mean squares of users, of seeds, and of the rest.
     of_users, of_seeds = num_seeds * by_user.var(ddof=1), num_users * by_seed.var(ddof=1)
     of_rest = (rest**2).sum() / freedom_of_rest
+    # The larger one of users and seeds, with its degrees of freedom, unless the combined variance is larger.
     variance, freedom = max((of_users, num_users - 1.0), (of_seeds, num_seeds - 1.0))
     if (combined := of_users + of_seeds - of_rest) > variance:
         mean_squares = ((of_users, num_users - 1), (of_seeds, num_seeds - 1), (of_rest, freedom_of_rest))

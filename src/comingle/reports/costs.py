@@ -329,7 +329,10 @@ _COMPILED = ", without compilation (runtime.compile: false); compiled code needs
 
 
 def _memory_table(plan: PlanRecord) -> Table:
-    """Return the table of peak memory by purpose: on this machine, and on a device of one user."""
+    """Return the table of peak memory by purpose, with two rows for each method.
+
+    One row is for this machine, which trains all users, the other for a device that trains one user.
+    """
     has_samples = plan["unit"] == "sample"
     # Without _bytes, keys of the record; some have other names in the table.
     keys = (

@@ -758,12 +758,18 @@ def _learned_mixtures(entry: Entry) -> list[Mixtures]:
 
 
 def _mixtures_section(label: str, by_run: Sequence[Mixtures], drawn: FigureMarkup) -> dict[str, object]:
-    """Return the section on an entry's mixtures, for the template.
+    """Return the section on an entry's client-level mixtures, for the page's template.
 
     Args:
         label: Label of the entry.
         by_run: The mixtures of each run; the figure and the weights are those of the first.
         drawn: Converts figures to markup.
+
+    Returns:
+        ``label``; ``component``, the word for a component; ``sets``, the components' numbers in the order of columns;
+        ``seed`` of the first run; ``figure``; ``runs``, a row for each run (seed, how well mixtures recover the true
+        clusters, entropy and aggregation mismatch); ``true``, whether true clusters are known; ``users``, each user
+        with its true cluster and its last weights.
     """
     first = by_run[0]
     clusters = first.clusters or [None] * len(first.users)

@@ -96,7 +96,7 @@ class RunRecord:
 
     @property
     def task(self) -> str:
-        """The task's name and settings; empty for language."""
+        """Name and settings of the task in the recipe (``data.task``), as text; empty for other data."""
         task_setting: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
         if not task_setting:
             return ""

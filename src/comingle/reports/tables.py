@@ -320,7 +320,7 @@ def upload_weights(entry: Entry) -> list[UploadWeights]:
     weights: dict[str, list[float]] = {}
     for run in entry.runs:
         for event in run.aggregations:
-            for user, weight in event.get("counted", {}).items():
+            for user, weight in event.get("counted", {}).items():  # by how much each upload counted in the round
                 weights.setdefault(user, []).append(weight)
     users = [
         UploadWeights(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))

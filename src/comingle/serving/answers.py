@@ -340,21 +340,21 @@ class Chat:
             raise
         return "".join(texts)
 
-    def _sampling(self, engine: Engine, prompt: int) -> Sampling:
+    def _sampling(self, engine: Engine, prompt_tokens: int) -> Sampling:
         """Return the sampling settings of an answer.
 
         Args:
             engine: Generates the tokens; its context limits their number.
-            prompt: Number of tokens in the prompt.
+            prompt_tokens: Number of tokens in the prompt.
         """
         max_new_tokens = self.max_tokens
         if engine.context_length is not None:
-            max_new_tokens = min(max_new_tokens, engine.context_length - prompt)
+            max_new_tokens = min(max_new_tokens, engine.context_length - prompt_tokens)
         return Sampling(
-            max_new_tokens=max(1, max_new_tokens),
+            max_new_tokens=max(1, max_new_tokens),  # without room for one, the engine reports the error
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=50 if self.temperature else 0,
+            top_k=50 if self.temperature else 0,  # transformers' default; temperature 0 does not sample
             eos_token_id=None if self.plain else self.prompts.chat_ends(),
             seed=secrets.randbits(48) if self.seed is None else self.seed,
         )

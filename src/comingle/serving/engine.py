@@ -416,6 +416,7 @@ class Engine:
 
     def _emit(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
         """Sample a token for each row from ``first`` on, pass it to the request, and free rows that have finished."""
+        # From the last row on, since freeing a row moves the last one, which then has its token already, to its place.
         for number in reversed(range(first, len(self.active))):
             row = self.active[number]
             try:

@@ -111,10 +111,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def hostname(place: str) -> str:
+def hostname(address: str) -> str:
     """Return the host of ``HOST:PORT``, or an empty string if there is none."""
     try:
-        return urlsplit(f"//{place}").hostname or ""
+        return urlsplit(f"//{address}").hostname or ""
     except ValueError:
         return ""
 

@@ -242,11 +242,11 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     for file, line in zip(names, lines, strict=True):
-        if line not in sums:
+        if line not in sums:  # the file has changed, or is not listed
             return f"{file} does not match {SUMS}"
     if name or sums == b"".join(lines):
         return ""
-    missing = [line for line in sums.splitlines(keepends=True) if line not in lines]
+    missing = [line for line in sums.splitlines(keepends=True) if line not in lines]  # listed files that do not exist
     if not missing:
         return f"{SUMS} is truncated"
     missing_name = missing[0][_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()

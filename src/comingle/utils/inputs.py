@@ -94,7 +94,7 @@ def check_inputs(where: Path, recorded: Inputs, now: Inputs, *, pooled: str = ""
     check_base(where, recorded, now.base, now.tokenizer)
     check_users(where, recorded, now)
     for name, user in now.users.items():
-        for key, value in user.given.items():
+        for key, value in user.given.items():  # settings for which the recipe lists a value per user
             if (before := recorded.users[name].given.get(key)) != value:
                 raise RunError(f"{where}: user {name!r}: {key} was {before} and is {value}; use another --out")
     if pooled and list(recorded.users) != list(now.users):

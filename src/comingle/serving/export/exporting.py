@@ -398,7 +398,10 @@ def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequ
 
 
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Return a function that computes per-token losses of a network of transformers, 0 for negative targets."""
+    """Return a function that computes per-token losses of a network of transformers.
+
+    Targets that do not count (padding, and tokens of a conversation outside responses) are negative; their loss is 0.
+    """
 
     def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # all users share the network
         targets = windows[..., 1:]

@@ -223,7 +223,7 @@ def write_gguf(
     name: str,
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    kind: str,
+    weight_type: str,
     *,
     turn_end: int | None = None,
 ) -> None:
@@ -236,7 +236,7 @@ def write_gguf(
         name: The user, for messages and as the model's name.
         network: The network; its generation settings list the tokens that end a text.
         tokenizer: Its tokenizer.
-        kind: F32, BF16 or Q8_0.
+        weight_type: F32, BF16 or Q8_0.
         turn_end: The token that ends a response.
 
     Raises:
@@ -254,11 +254,11 @@ def write_gguf(
     vocab = vocabulary(name, tokenizer, network.config.vocab_size, turn_end=turn_end, ends=ends)
     written = {}
     with closing(GGUFWriter(path, architecture)) as writer:
-        _add_settings(writer, architecture, name, network, kind)
+        _add_settings(writer, architecture, name, network, weight_type)
         _add_vocabulary(writer, vocab)
         for key, tensor in _tensors(architecture, name, network):
             array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
-            tensor_type = GGMLQuantizationType[_tensor_type(key, array, kind)]
+            tensor_type = GGMLQuantizationType[_tensor_type(key, array, weight_type)]
             written[key] = quantize(array, tensor_type)
             writer.add_tensor(key, written[key], raw_dtype=tensor_type)
         writer.write_header_to_file()
@@ -306,14 +306,17 @@ def _architecture(name: str, config: PreTrainedConfig) -> str:
     return ARCHITECTURES[config.model_type]
 
 
-def _tensor_type(key: str, array: np.ndarray, kind: str) -> str:
-    """Return the number format of a tensor in a file with the format ``kind``; some tensors need a more precise one."""
+def _tensor_type(key: str, array: np.ndarray, weight_type: str) -> str:
+    """Return the number format of a tensor in a file with the format ``weight_type``.
+
+    Vectors and some other tensors are F32. Q8_0 stores blocks of 32 numbers, so other row lengths are BF16.
+    """
     if array.ndim == 1 or any(part in key for part in _KEEP):
         return "F32"
-    return "BF16" if kind == "Q8_0" and array.shape[-1] % _BLOCK else kind
+    return "BF16" if weight_type == "Q8_0" and array.shape[-1] % _BLOCK else weight_type
 
 
-def _add_settings(writer: Any, architecture: str, name: str, network: PreTrainedModel, kind: str) -> None:
+def _add_settings(writer: Any, architecture: str, name: str, network: PreTrainedModel, weight_type: str) -> None:
     """Write the hyperparameters of the network.
 
     Args:
@@ -321,14 +324,14 @@ def _add_settings(writer: Any, architecture: str, name: str, network: PreTrained
         architecture: llama.cpp's name of the architecture.
         name: Name of the model.
         network: The network.
-        kind: Number format of the weights.
+        weight_type: Number format of the weights.
     """
     from gguf import LlamaFileType
 
     config = network.config
     writer.add_name(name)
     types = {"F32": "ALL_F32", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(LlamaFileType[types[kind]])
+    writer.add_file_type(LlamaFileType[types[weight_type]])
     # llama.cpp has no sliding window in these architectures; a context no longer than the window needs none.
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     writer.add_context_length(min(window, config.max_position_embeddings))
