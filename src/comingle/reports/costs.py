@@ -181,7 +181,7 @@ def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
             yield f"{method['method']}: fits: {needs}", True
         else:
             advice = method["advice"]
-            hint = advice if advice.startswith("no ") else f"try {advice}"
+            hint = advice if advice.startswith("no ") else f"try {advice}"  # "no smaller pass fits; ..." is a sentence
             yield f"{method['method']}: does not fit: {needs}; {hint}", False
 
 
@@ -312,7 +312,10 @@ def _compute_table(plan: PlanRecord) -> Table:
 
 
 def _overheads(user: UserCostRecord, flops: FlopsRecord, has_experts: bool) -> list[str]:
-    """Return the cells of the overhead over the base and, if any user has experts, of the naive implementation's.
+    """Return the cells of a user's overhead: FLOPs beyond those of the base, as a fraction of the base's.
+
+    If any user has experts, a second cell has the overhead of a naive implementation, which computes a whole MLP for
+    each expert.
 
     Args:
         user: Costs of the user.

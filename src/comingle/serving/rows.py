@@ -121,7 +121,7 @@ class RowCache(Cache):
         self._reserve(self.layers, 0)
 
     def leave(self, row: int) -> None:
-        """Remove a row and move the last one to its index."""
+        """Remove a row; the last row, with its keys and values in all layers, takes its index."""
         last = len(self.starts) - 1
         if row != last:
             for layer in self.layers:

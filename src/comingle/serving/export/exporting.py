@@ -472,6 +472,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
         "merged-approximately": _write_approximate,
     }[format]
     with replace_folder(folder, force=force) as draft, quiet_transformers():
+        # For the card: the library that opens the files, and code to do so with placeholders for folder and base.
         exported, library, usage = write(source, draft, number_format)
         if (tokenizer := _tokenizer_with_template(source)) is not None and format != "gguf":
             tokenizer.save_pretrained(draft)
