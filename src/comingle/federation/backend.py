@@ -52,8 +52,9 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
     Raises:
         RunError: No upload is valid, or the result is not finite.
     """
-    found = {name: _checked_upload(session, name, answer, number) for name, answer in answers.items()}
-    uploads = {name: upload for name in session.public.users if (upload := found.get(name)) is not None}
+    checked = {name: _checked_upload(session, name, answer, number) for name, answer in answers.items()}
+    # In the order of the users, not of their answers, so that a sum does not depend on who was faster.
+    uploads = {name: upload for name in session.public.users if (upload := checked.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: none of {len(answers)} uploads is valid")
     if why := keep_model_if_few(session, list(uploads), answers, number):
@@ -65,7 +66,8 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
 def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
     """Keep the previous round's model if valid uploads are fewer than ``network.min_participants``.
 
-    Uploads with the users' own noise have been sent, so they are charged to the users' privacy budgets.
+    Uploads to which users add their own noise were revealed to the server, although they are not used. So they are
+    charged to these users' privacy budgets.
 
     Args:
         session: The session.
@@ -95,17 +97,16 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
     server = session.server
     try:
         server.aggregate(upload)
-        broken = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]
-        why = f"{broken[0]!r} is not finite" if broken else ""
+        not_finite = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]
+        why = f"{not_finite[0]!r} is not finite" if not_finite else ""
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         why = " ".join(str(error).split())
     if why:
-        sizes = [
-            max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0)
-            for i in range(len(upload.users))
-        ]
-        size, user = max(zip(sizes, upload.users, strict=True))
-        problem = f"aggregation failed: {why}; the largest value, {size:.3g}, is from user {user!r}"
+        largest_values = []
+        for i in range(len(upload.users)):
+            largest_values.append(max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0))
+        value, user = max(zip(largest_values, upload.users, strict=True))
+        problem = f"aggregation failed: {why}; the largest value, {value:.3g}, is from user {user!r}"
         raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
 
 
@@ -119,6 +120,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
         number: The round, from 1.
     """
     try:
+        # "left_out" is why the client did not train, for example because its loss is not finite.
         if "left_out" in answer.reported or not answer.messages:
             raise MessageError(str(answer.reported.get("left_out", "no upload in the answer")))
         message = unpack(answer.messages[0])
@@ -138,7 +140,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))
         return None
-    message.reports.pop(LOSS, None)  # Optional, so that not every upload has it.
+    message.reports.pop(LOSS, None)  # Optional, and uploads can only be joined if all have the same reports.
     return message
 
 
@@ -157,14 +159,16 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
     if session.context.plan.evaluation.select != "best":
         return losses
     for name in session.public.users:
-        for data in answers[name].messages[-1:] if name in answers else ():  # after the upload, if there is one
-            try:
-                loss = validation_loss(unpack(data), user=name, done=done)
-            except MessageError as error:
-                logger.warning("user %r: %s", name, error)
-                continue
-            if loss is not None:
-                losses[name] = loss
+        if name not in answers or not answers[name].messages:
+            continue
+        last_message = answers[name].messages[-1]  # after the upload, if there is one
+        try:
+            loss = validation_loss(unpack(last_message), user=name, done=done)
+        except MessageError as error:
+            logger.warning("user %r: %s", name, error)
+            continue
+        if loss is not None:
+            losses[name] = loss
     return losses
 
 
@@ -184,17 +188,18 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     server = session.server
     assert server.sums is not None
     terms = terms_of(session.context.plan, session.run, done, server.size)
-    work = _SecureSum(session=session, collection=SumCollector(terms=terms))
+    collector = SumCollector(terms=terms)
+    secure_sum = _SecureSum(session=session, collector=collector)
     try:
-        total = work.total(answers, server.sums.grid(done).levels)
+        total = secure_sum.total(answers, server.sums.grid(done).levels)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": done, "reason": str(error)})
-        if work.revealing:  # Users may have unmasked the sum although their answers cannot be used.
-            server.mechanisms.charge([server.users.index(user) for user in work.collection.survivors])
+        if secure_sum.unmask_requested:  # Users may have unmasked the sum although their answers cannot be used.
+            server.mechanisms.charge([server.users.index(user) for user in collector.survivors])
         server.skip_round(done)
         return []
-    survivors = work.collection.survivors
+    survivors = collector.survivors
     if why := keep_model_if_few(session, survivors, answers, done):
         session.observe({"event": "no_sum", "round": done, "reason": why})
         return []
@@ -208,68 +213,106 @@ class _SecureSum:
 
     Args:
         session: The session.
-        collection: Collects the users' messages of each step.
-        revealing: Whether users have been asked to unmask the sum.
+        collector: Collects the users' messages of each step.
+        unmask_requested: Whether users have been asked to unmask the sum.
     """
 
     session: ServerSession
-    collection: SumCollector
-    revealing: bool = False
+    collector: SumCollector
+    unmask_requested: bool = False
 
     def total(self, answers: Mapping[str, Answer], largest: int) -> np.ndarray:
         """Carry out all steps and return the sum.
 
+        In the step "advertise" users send public keys, in "share" encrypted shares of their secrets for each other, in
+        "mask" their masked uploads, and in "unmask" the shares that remove the masks from the sum. Users that do not
+        answer a step are left out of the steps after it.
+
+        Args:
+            answers: Answers to the step "advertise" by name, which users get with their training task.
+            largest: Largest magnitude of an entry of an upload, as an integer.
+
         Raises:
             NoSumError: Too few users have answered in a step.
         """
-        server, terms, done = self.collection, self.collection.terms, self.collection.terms.round
-        self._take(answers, lambda name, got: server.store_keys(name, secure_client.read_keys(got, name, done)))
-        server.require(server.roster, "advertise")
+        collector, terms, done = self.collector, self.collector.terms, self.collector.terms.round
 
-        def share(name: str, got: Upload | Download) -> None:
-            others = [other for other in server.roster if other != name]
-            server.store_sealed_shares(name, secure_client.read_shares(got, name, done, others, sealed=True))
+        def read_keys(name: str, message: Upload | Download) -> None:
+            collector.store_keys(name, secure_client.read_keys(message, name, done))
 
-        self._ask("share", server.roster, lambda name: secure_client.roster_message(name, done, server.roster), share)
-        server.require(server.sealed, "share")
+        self._process_answers(answers, read_keys)
+        collector.require(collector.roster, "advertise")
 
-        def add(name: str, got: Upload | Download) -> None:
-            server.add_upload(name, secure_client.read_masked(got, name, done, terms.entries, terms.word))
+        def roster_message(name: str) -> Download:
+            return secure_client.roster_message(name, done, collector.roster)
 
-        self._ask("mask", server.sharers, lambda n: secure_client.sealed_message(n, done, server.sealed_for(n)), add)
-        server.require(server.survivors, "mask")
-        survivors, self.revealing = list(server.survivors), True
+        def read_shares(name: str, message: Upload | Download) -> None:
+            others = [other for other in collector.roster if other != name]
+            collector.store_sealed_shares(name, secure_client.read_shares(message, name, done, others, sealed=True))
 
-        def reveal(name: str, got: Upload | Download) -> None:
-            server.store_revealed_shares(name, secure_client.read_shares(got, name, done, server.sharers, sealed=False))
+        self._request_step("share", collector.roster, roster_message, read_shares)
+        collector.require(collector.sealed, "share")
 
-        self._ask("unmask", survivors, lambda name: secure_client.survivors_message(name, done, survivors), reveal)
-        return server.total(largest)
+        def sealed_message(name: str) -> Download:
+            return secure_client.sealed_message(name, done, collector.sealed_for(name))
 
-    def _ask(
+        def read_masked_upload(name: str, message: Upload | Download) -> None:
+            collector.add_upload(name, secure_client.read_masked(message, name, done, terms.entries, terms.word))
+
+        self._request_step("mask", collector.sharers, sealed_message, read_masked_upload)
+        collector.require(collector.survivors, "mask")
+        survivors, self.unmask_requested = list(collector.survivors), True
+
+        def survivors_message(name: str) -> Download:
+            return secure_client.survivors_message(name, done, survivors)
+
+        def read_revealed_shares(name: str, message: Upload | Download) -> None:
+            shares = secure_client.read_shares(message, name, done, collector.sharers, sealed=False)
+            collector.store_revealed_shares(name, shares)
+
+        self._request_step("unmask", survivors, survivors_message, read_revealed_shares)
+        return collector.total(largest)
+
+    def _request_step(
         self,
         step: str,
         names: Iterable[str],
-        say: Callable[[str], Download],
-        take: Callable[[str, Upload | Download], None],
+        message_for: Callable[[str], Download],
+        read_answer: Callable[[str, Upload | Download], None],
     ) -> None:
-        """Send users a step, and process their answers."""
-        packed = {name: pack(say(name)) for name in names}
-        asked = dict.fromkeys(packed, (step,))
-        self._take(self.session.ask(asked, self.collection.terms.round - 1, messages=packed), take)
+        """Send users a task with one step, and process their answers.
 
-    def _take(self, answers: Mapping[str, Answer], take: Callable[[str, Upload | Download], None]) -> None:
-        """Process answers in the order of the users, and skip those that fail a check."""
-        for name in (one for one in self.session.public.users if one in answers):
+        Args:
+            step: Name of the step.
+            names: The users.
+            message_for: Returns the message that a user needs for the step.
+            read_answer: Called with a user and the message in its answer; raises a MessageError if it is wrong.
+        """
+        messages = {name: pack(message_for(name)) for name in names}
+        steps = dict.fromkeys(messages, (step,))
+        answers = self.session.ask(steps, self.collector.terms.round - 1, messages=messages)
+        self._process_answers(answers, read_answer)
+
+    def _process_answers(
+        self, answers: Mapping[str, Answer], read_answer: Callable[[str, Upload | Download], None]
+    ) -> None:
+        """Process answers in the order of the users; log and skip those that fail a check.
+
+        Args:
+            answers: Answers by name.
+            read_answer: Called with a user and the message in its answer; raises a MessageError if it is wrong.
+        """
+        for name in self.session.public.users:
+            if name not in answers:
+                continue
             answer = answers[name]
             try:
                 if "left_out" in answer.reported or not answer.messages:
-                    raise MessageError(
-                        str(answer.reported.get("left_out", "no message for the secure sum in the answer"))
-                    )
-                take(name, unpack(answer.messages[0]))
+                    reason = answer.reported.get("left_out", "no message for the secure sum in the answer")
+                    raise MessageError(str(reason))
+                read_answer(name, unpack(answer.messages[0]))
             except MessageError as error:
-                log_rejection(self.session.observe, self.collection.terms.round, name, str(error))
+                log_rejection(self.session.observe, self.collector.terms.round, name, str(error))
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
@@ -277,39 +320,55 @@ RoutingMetrics = Mapping[str, Mapping[str, Any]]
 
 
 def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the routing part of an evaluation event, without values whose sizes do not fit the user's model."""
-    return _gates(session, reported) | _mixtures(session, reported)
+    """Return the routing part of an evaluation event: mean gates and mixtures that users report.
+
+    Values whose sizes do not fit the user's model are left out.
+    """
+    return _mean_gates(session, reported) | _mixtures(session, reported)
 
 
-def _gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return mean gates of users whose numbers of layers and experts fit.
+def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
+    """Return the mean weight of each expert in each layer, for users that report it; empty without token routers.
 
-    The most common number of layers is taken as the right one.
+    Users whose numbers of layers or experts do not fit are left out. The server does not know the number of layers, so
+    the most common one is taken as the right one.
+
+    Returns:
+        ``experts``, the names of each user's experts, and ``expert_scores``, a list of weights for each layer.
     """
     users, model = session.public.users, session.model
     if not model.routed:
         return {}
-    names = {name: model.expert_names(users.index(name)) for name, one in reported.items() if "gates" in one}
-    fitting = {
-        name: reported[name]["gates"]
-        for name, experts in names.items()
-        if all(len(layer) == len(experts) for layer in reported[name]["gates"])
-    }
-    layers = _most_common([len(gates) for gates in fitting.values()], 0)
-    scores = {name: gates for name, gates in fitting.items() if len(gates) == layers > 0}
-    return {"experts": {name: names[name] for name in scores}, "expert_scores": scores} if scores else {}
+    experts, gates = {}, {}
+    for name, metrics in reported.items():
+        if "gates" not in metrics:
+            continue
+        experts[name] = model.expert_names(users.index(name))
+        if all(len(layer) == len(experts[name]) for layer in metrics["gates"]):
+            gates[name] = metrics["gates"]
+    num_layers = _most_common([len(layers) for layers in gates.values()], 0)
+    scores = {name: layers for name, layers in gates.items() if len(layers) == num_layers > 0}
+    return {"experts": {name: experts[name] for name in scores}, "expert_scores": scores} if scores else {}
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the mixtures that users report, or the server's merging weights."""
+    """Return the weights with which each user mixes several models, as fields of an evaluation event.
+
+    These are the server's weights if it merges models for each user, else those that users report with the right
+    number of models; empty without any.
+    """
     method, server = session.context.method, session.server
     merging = method.server.merging_weights(server.kept)
     if merging is not None:
         return mixtures_event(session.public.users, merging.double().cpu(), method)
     mixture = method.placement.mixture
-    size = method.server.server_models if mixture is None else mixture.clusters
-    rows = {name: one["mixture"] for name, one in reported.items() if len(one.get("mixture", ())) == size}
-    return mixtures_event(list(rows), torch.tensor(list(rows.values()), dtype=torch.float64), method) if rows else {}
+    num_models = method.server.server_models if mixture is None else mixture.clusters
+    weights = {
+        name: metrics["mixture"] for name, metrics in reported.items() if len(metrics.get("mixture", ())) == num_models
+    }
+    if not weights:
+        return {}
+    return mixtures_event(list(weights), torch.tensor(list(weights.values()), dtype=torch.float64), method)
 
 
 ClientReports = dict[str, Mapping[str, Any]]
@@ -369,24 +428,25 @@ class NetworkBackend(Backend[ClientReports]):
             RunError: Too few participants answered in time.
         """
         session, names = self.session, [self._names[number] for number in participants]
-        local = ("evaluate",) if plan.evaluates == "local" else ()
-        summed = plan.exchanges and self.server.sums is not None
-        work = ("receive", "train", *(("advertise" if summed else "upload",) if plan.exchanges else ()), *local)
-        steps: dict[str, Sequence[str]] = dict.fromkeys(names, work)
-        if local:
+        evaluates_locally = plan.evaluates == "local"
+        has_secure_sum = plan.exchanges and self.server.sums is not None
+        participant_steps = ["receive", "train"]
+        if plan.exchanges:
+            participant_steps.append("advertise" if has_secure_sum else "upload")  # a secure sum begins with keys
+        if evaluates_locally:
+            participant_steps.append("evaluate")
+        steps: dict[str, Sequence[str]] = dict.fromkeys(names, tuple(participant_steps))
+        if evaluates_locally:
             steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
         answers = session.ask(steps, plan.number, about={"done": plan.done})
         trained = {name: answers[name] for name in names if name in answers}
         _require_enough(session, trained, names, plan.done)
-        self._plan, self._training_answers, self._evaluation_answers = plan, trained, answers if local else None
-        self._senders = aggregate_secure_sum(session, trained, plan.done) if summed else []
+        self._plan, self._training_answers = plan, trained
+        self._evaluation_answers = answers if evaluates_locally else None
+        self._senders = aggregate_secure_sum(session, trained, plan.done) if has_secure_sum else []
         reports = {name: answer.reported for name, answer in trained.items()}
         return RoundResult(
-            losses={
-                name: answer.reported["train_loss"]
-                for name, answer in trained.items()
-                if "train_loss" in answer.reported
-            },
+            losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
             users=len([report for report in reports.values() if "left_out" not in report]),
             tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
             seconds=max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0),
@@ -394,6 +454,9 @@ class NetworkBackend(Backend[ClientReports]):
 
     def aggregate(self) -> str:
         """Aggregate the valid uploads of the round; return why none were aggregated, or an empty string.
+
+        A secure sum was aggregated in :meth:`train` already. In a peer-to-peer method the server only passes uploads
+        on: clients download those of all senders.
 
         Raises:
             RunError: No upload is valid, or the result is not finite.
@@ -412,6 +475,12 @@ class NetworkBackend(Backend[ClientReports]):
     ) -> tuple[ClientReports | None, dict[str, Any]]:
         """Make all users evaluate, unless they have evaluated after training, and judge their validation losses.
 
+        Args:
+            done: Number of rounds that are done.
+            receives: Whether users download the newest model first.
+            finishes: Whether users make their final models first, after the last exchange.
+            silent: Whether this evaluation was logged before the run was resumed. Its losses are not judged again.
+
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.
         """
@@ -423,7 +492,9 @@ class NetworkBackend(Backend[ClientReports]):
         reported = {name: answers[name].reported for name in names if answers[name].reported.get("evaluated")}
         measure = _measure(reported)
         scores = {
-            name: dict(one["score"]) for name, one in reported.items() if f"test_{measure}" in one.get("score", {})
+            name: dict(report["score"])
+            for name, report in reported.items()
+            if f"test_{measure}" in report.get("score", {})
         }
         event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
         if not silent and (losses := validation_losses(self.session, answers, done)):
@@ -431,29 +502,48 @@ class NetworkBackend(Backend[ClientReports]):
         return reported or None, event | routing_event(self.session, reported)
 
     def _judge(self, losses: dict[str, float], done: int) -> float:
-        """Pass validation losses to the server and return their mean; users get the verdict with their next task."""
-        before = self.server.lowest_loss
+        """Compare the mean validation loss with the lowest so far, and return it.
+
+        Each user gets the verdict with its next task. If the loss is the lowest, the user then keeps its model as the
+        best.
+
+        Args:
+            losses: Validation losses in nats, by name.
+            done: Number of rounds that are done.
+        """
+        lowest_before = self.server.lowest_loss
         verdict = self.server.judge(validation_report(losses, done), self._names)
-        for name, one in zip(self._names, verdict.split(), strict=True):
-            self.session.clients[name].verdict = one
-        if self.server.lowest_loss < before:
+        for name, verdict_of_user in zip(self._names, verdict.split(), strict=True):
+            self.session.clients[name].verdict = verdict_of_user
+        if self.server.lowest_loss < lowest_before:
             self.session.best_round = done
         return fmean(losses.values())
 
     def choose(self, rounds: int, scores: ClientReports | None) -> ClientReports | None:
-        """Make clients restore the models of the best round, if that is selected, and return their scores."""
+        """Make clients restore the models of the best round, if the recipe selects it, and return their scores.
+
+        Args:
+            rounds: Number of rounds of the run.
+            scores: Metrics of the last evaluation, which are those of the best round if that is the last one. Otherwise
+                clients evaluate again.
+        """
         if self.session.context.plan.evaluation.select != "best":
             return scores
-        again = ("evaluate",) if self.session.best_round != rounds else ()
-        answers = self.session.ask(dict.fromkeys(self._names, ("choose", *again)), rounds)
-        return {name: answer.reported for name, answer in answers.items()} or None if again else scores
+        evaluates_again = self.session.best_round != rounds
+        steps = ("choose", "evaluate") if evaluates_again else ("choose",)
+        answers = self.session.ask(dict.fromkeys(self._names, steps), rounds)
+        return {name: answer.reported for name, answer in answers.items()} or None if evaluates_again else scores
 
     def summarise(self, reported: ClientReports | None) -> Metrics:
         """Return the metrics of the finished run, for the users who report theirs."""
         session, reported = self.session, reported or {}
         context, measure = session.context, _measure(reported)
-        needed = {f"test_{measure}", "trainable_parameters"}
-        users = {name: dict(one["metrics"]) for name, one in reported.items() if _has(one.get("metrics", {}), needed)}
+        required = {f"test_{measure}", "trainable_parameters"}
+        users = {
+            name: dict(report["metrics"])
+            for name, report in reported.items()
+            if _has(report.get("metrics", {}), required)
+        }
         return metrics_of(
             users,
             session.model,

@@ -137,9 +137,19 @@ def unpack_answer(data: bytes) -> Answer:
 
 
 def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
-    """Return the bytes of a task or an answer, which :func:`_unpack` describes."""
-    every = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": [len(one) for one in messages]}
-    packed = json.dumps(every | dict(header), separators=(",", ":"), allow_nan=False).encode()
+    """Return the bytes of a task or an answer, whose layout :func:`_unpack` describes.
+
+    Args:
+        kind: "task" or "answer".
+        run: Name of the run.
+        serial: Number of the task.
+        user: Name of the user.
+        header: Other values of the header.
+        messages: Uploads or downloads, as bytes.
+    """
+    lengths = [len(message) for message in messages]
+    content = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": lengths} | dict(header)
+    packed = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     return b"".join([_PREFIX.pack(_MAGIC, FORMAT, len(packed), zlib.crc32(packed)), packed, *messages])
 
 
@@ -158,30 +168,36 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     """
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"{kind}: got {len(data)} bytes that are not a message of comingle")
-    _, version, length, check = _PREFIX.unpack_from(data)
+    _, version, header_length, checksum = _PREFIX.unpack_from(data)
     if version != FORMAT:
         raise MessageError(f"{kind}: got format {version}; allowed: {FORMAT}")
-    if length > MAX_HEADER_BYTES or len(data) > MAX_BYTES:
-        raise MessageError(
-            f"{kind}: got {len(data)} bytes, header {length} bytes; allowed: {MAX_BYTES}, header {MAX_HEADER_BYTES}"
-        )
-    start = _PREFIX.size + length
-    if zlib.crc32(data[_PREFIX.size : start]) != check:
+    if header_length > MAX_HEADER_BYTES or len(data) > MAX_BYTES:
+        sizes = f"got {len(data)} bytes, header {header_length} bytes"
+        raise MessageError(f"{kind}: {sizes}; allowed: {MAX_BYTES}, header {MAX_HEADER_BYTES}")
+    start = _PREFIX.size + header_length  # of the messages
+    if zlib.crc32(data[_PREFIX.size : start]) != checksum:
         raise MessageError(f"{kind}: wrong checksum; the message was damaged in transit")
     with _as_message_error(kind):
         header = json.loads(data[_PREFIX.size : start], parse_constant=_refuse_constant)
-        lengths = [int(one) for one in header["lengths"]]
+        lengths = [int(length) for length in header["lengths"]]
         if header["kind"] != kind:
             raise MessageError(f"{kind}: got a message of kind {header['kind']!r}")
     if min(lengths, default=0) < 0 or start + sum(lengths) != len(data):
         raise MessageError(f"{kind}: got {len(data)} bytes; its header declares {start + sum(lengths)}")
-    ends = [start + sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return header, tuple(data[end - size : end] for end, size in zip(ends, lengths, strict=True))
+    messages = []
+    for length in lengths:
+        messages.append(data[start : start + length])
+        start += length
+    return header, tuple(messages)
 
 
 @contextmanager
 def _as_message_error(kind: str) -> Iterator[None]:
-    """Convert errors of reading a header to a MessageError."""
+    """Convert errors of reading a header within the block to a MessageError.
+
+    Args:
+        kind: "task" or "answer", the beginning of the error's message.
+    """
     try:
         yield
     except MessageError:
@@ -202,6 +218,10 @@ _NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
 
 def check_address(task: Task, user: str) -> None:
     """Check that a task is for this user, and that its run's name is safe as a folder name.
+
+    Args:
+        task: The task.
+        user: Name of the user whose client has received it.
 
     Raises:
         MessageError: A check fails.
@@ -231,18 +251,19 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bo
             raise MessageError(f"task: no step {step[:70]!r}; allowed: join, {', '.join(steps)}")
         if step in task.todo[:at]:
             raise MessageError(f"task: got step {step!r} twice")
-    needed = sum(step in _NEEDS_MESSAGE for step in task.todo)
-    if len(task.messages) != needed:
-        raise MessageError(f"task: got {len(task.messages)} messages; its steps need {needed}")
+    num_needed = sum(step in _NEEDS_MESSAGE for step in task.todo)
+    if len(task.messages) != num_needed:
+        raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_needed}")
     _check_number("round", task.round, plan.training.rounds)
     _check_number("done", task.about.get("done", 0), plan.training.rounds)
-    steps_sent, own = task.about.get("local_steps", 0), plan.training.local_steps
-    _check_number("local_steps", steps_sent, _MOST_STEPS)
-    if not counted and steps_sent not in (0, own):
-        raise MessageError(f"task: local_steps is {steps_sent}; allowed: {own}, as in the recipe")
+    local_steps, in_recipe = task.about.get("local_steps", 0), plan.training.local_steps
+    _check_number("local_steps", local_steps, _MOST_STEPS)
+    if not counted and local_steps not in (0, in_recipe):  # 0 if the server has not sent any
+        raise MessageError(f"task: local_steps is {local_steps}; allowed: {in_recipe}, as in the recipe")
 
 
 def _check_number(what: str, got: Any, most: int) -> None:
+    """Check that a value of a task is a whole number from 0 to ``most``."""
     if type(got) is not int or not 0 <= got <= most:
         raise MessageError(f"task: {what} is {str(got)[:70]!r}; allowed: 0 to {most}")
 
@@ -320,8 +341,10 @@ _REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _TrainingReport, _
 def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that an answer reports, after checking them.
 
+    Text is shortened to one line, so that it can be printed.
+
     Raises:
-        MessageError: A key is unknown or a value has another type; names the first one.
+        MessageError: A key is unknown, or a value has another type or is out of range; names the first one.
     """
     allowed = [name for report in _REPORTS for name in report.model_fields]
     if unknown := [name for name in reported if name not in allowed]:
@@ -330,10 +353,10 @@ def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for report in _REPORTS:
         try:
-            of_report = report(**{name: reported[name] for name in report.model_fields if name in reported})
+            values = report(**{name: reported[name] for name in report.model_fields if name in reported})
         except ValidationError as error:
             raise MessageError(f"answer: {_one_line(first_problem(error, report))}") from None
-        checked |= of_report.model_dump(exclude_unset=True)
+        checked |= values.model_dump(exclude_unset=True)
     return checked
 
 
@@ -357,7 +380,9 @@ def check_upload(
     adaptive: bool = False,
     most: int = _MOST,
 ) -> None:
-    """Check that an upload is the user's own, of this round, and holds what the method shares.
+    """Check that an upload is the user's own, of this round, and holds exactly the tensors that the method shares.
+
+    Shapes, dtypes, ranges of values and the reported numbers are checked too, as a client may be faulty or hostile.
 
     Args:
         upload: The upload.
@@ -386,7 +411,7 @@ def check_upload(
 def check_download(
     download: Download, layout: Layout, method: Method, *, user: str, users: tuple[str, ...], rounds: int, rank: int
 ) -> None:
-    """Check that a download is for this user and holds what the method shares.
+    """Check that a download is for this user and holds exactly the tensors that the method sends to users.
 
     Args:
         download: The download.
@@ -405,16 +430,18 @@ def check_download(
     if not 0 <= download.version <= rounds:
         raise MessageError(f"download: got version {download.version}; allowed: 0 to {rounds}")
     _check_rank("download", int(download.ranks[0]), rank)
-    bounds, tensors = without_bound(download.tensors)
-    if bounds is not None and not (len(bounds) == 1 and 0 < float(bounds) <= _LARGEST):
-        raise MessageError(f"download: {CLIP_NORM} is {bounds.tolist()}; allowed: a number above 0")
+    clip_norm, tensors = without_bound(download.tensors)  # None unless the server adapts the clip norm
+    if clip_norm is not None and not (len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST):
+        raise MessageError(f"download: {CLIP_NORM} is {clip_norm.tolist()}; allowed: a number above 0")
     download = replace(download, tensors=tensors)
     _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=int(download.ranks[0]))
     _check_models(download, users if method.server.peer_to_peer else (), user)
 
 
 def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:
-    """Check that a download is the server's verdict on validation losses: one number.
+    """Check that a download is the server's verdict on a round's validation losses: one number.
+
+    It says whether their mean is the lowest so far, and thus whether the client keeps its model as the best.
 
     Args:
         verdict: The download.
@@ -458,25 +485,50 @@ def _check_rank(what: str, got: int, most: int) -> None:
 
 
 def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
-    """Check that all tensors have the same number of models: at least one, or one per other user in ``senders``."""
+    """Check how many models a download contains: the second axis of each tensor ``(1, models, *shape)``.
+
+    From a server all tensors have the same number, at least one. In a peer-to-peer method there is one model for each
+    sender other than the user.
+
+    Args:
+        download: The download.
+        peers: Users that may be senders; empty unless the method is peer-to-peer.
+        user: Name of the user.
+
+    Raises:
+        MessageError: A number differs, or a sender is unknown or named twice.
+    """
     counts = {t.shape[1] for t in download.tensors.values()}
     senders = download.senders
     if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
         raise MessageError(f"download: got senders {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
-    wanted = len(set(senders) - {user}) if peers else None
-    if len(counts) != 1 or 0 in counts or (wanted is not None and counts != {wanted}):
-        raise MessageError(f"download: got {sorted(counts)} models per tensor; allowed: {wanted or 'the same number'}")
+    expected = len(set(senders) - {user}) if peers else None
+    if len(counts) != 1 or 0 in counts or (expected is not None and counts != {expected}):
+        allowed = expected or "the same number"
+        raise MessageError(f"download: got {sorted(counts)} models per tensor; allowed: {allowed}")
 
 
 def _check_tensors(
     what: str, tensors: Tree, layout: Layout, shared: frozenset[str], *, leading: int, rank: int
 ) -> None:
-    """Check that tensors are exactly the shared ones, with shape ``(1, [models,] *shape)`` and the user's LoRA rank."""
-    wanted = _shapes(layout, shared, rank)
-    for name in sorted(wanted.keys() | tensors.keys()):
+    """Check that tensors are exactly the shared ones, finite, and have an allowed shape and dtype.
+
+    Args:
+        what: "upload" or "download", the beginning of an error's message.
+        tensors: Tensors ``(1, *shape)`` of an upload, or ``(1, models, *shape)`` of a download.
+        layout: Layout of the model's tensors.
+        shared: Roles of the tensors that are expected.
+        leading: Number of axes between the first one and ``shape``: 0 for an upload, 1 for a download.
+        rank: LoRA rank that the message declares.
+
+    Raises:
+        MessageError: A check fails.
+    """
+    allowed_shapes = _shapes(layout, shared, rank)
+    for name in sorted(allowed_shapes.keys() | tensors.keys()):
         got = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
-        if name not in wanted or got not in wanted[name]:
-            allowed = wanted[name][0] if name in wanted else "no tensor of this name"
+        if name not in allowed_shapes or got not in allowed_shapes[name]:
+            allowed = allowed_shapes[name][0] if name in allowed_shapes else "no tensor of this name"
             raise MessageError(f"{what}: tensor {name!r} has shape {got}; allowed: {allowed}")
         if tensors[name].dtype not in _DTYPES:
             raise MessageError(f"{what}: tensor {name!r} is {_dtype_name(tensors[name])}; allowed: float32, float64")
@@ -498,56 +550,90 @@ def _check_sizes(tensors: Tree) -> None:
 
 
 def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes that each shared tensor may have: cut to the rank, or padded to the largest one."""
-    whole = {name: tuple(t.shape[1:]) for name, t in restrict(_empty(layout), layout, shared).items()}
-    return {name: [_cut(name, shape, rank), shape] for name, shape in whole.items()}
+    """Return the two shapes that each shared tensor may have: cut to the rank, or padded to the largest rank.
+
+    Args:
+        layout: Layout of the model's tensors.
+        shared: Roles of the tensors.
+        rank: The rank to which factors of LoRA are cut; 0 for models without LoRA.
+    """
+    all_tensors = layout.views(torch.zeros(1, layout.columns, device="meta"))
+    padded = {name: tuple(t.shape[1:]) for name, t in restrict(all_tensors, layout, shared).items()}
+    return {name: [_cut_to_rank(name, shape, rank), shape] for name, shape in padded.items()}
 
 
-def _empty(layout: Layout) -> Tree:
-    return layout.views(torch.zeros(1, layout.columns, device="meta"))
+def _cut_to_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the shape of a tensor without padded ranks, which are the second-last axis of both factors of LoRA.
 
-
-def _cut(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    Args:
+        name: Name of the tensor; those of factors end with ".a" or ".b".
+        shape: The padded shape.
+        rank: The rank; 0 for models without LoRA.
+    """
     if not rank or not name.endswith(_FACTORS):
         return shape
     return (*shape[:-2], min(rank, shape[-2]), shape[-1])
 
 
 def _reported(method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most: int) -> dict[str, Reported]:
-    """Return the required reports of an upload; the mean training loss is optional."""
+    """Return the required reports of an upload by name, with their shapes and ranges; training losses are optional.
+
+    Args:
+        method: The method, whose client hooks declare reports.
+        layout: Layout of the model's tensors; a report may have the shape of one of them (``like``).
+        weighted: Whether the user's amount of data is required.
+        adaptive: Whether a flag is required that says if the change was within the clip norm.
+        most: Largest amount of data that is accepted.
+    """
     shapes = {slot.name: slot.shape for slot in layout.slots}
-    of_method = {
-        name: replace(one, shape=shapes.get(one.like, one.shape))
-        for part in method.client.parts
-        for name, one in part.reports.items()
-    }
-    of_method |= {WITHIN: Reported(most=1, whole=True)} if adaptive else {}
-    return of_method | ({COUNT: Reported(least=1, most=most, whole=True)} if weighted else {})
+    required = {}
+    for part in method.client.parts:
+        for name, report in part.reports.items():
+            required[name] = replace(report, shape=shapes.get(report.like, report.shape))
+    if adaptive:
+        required[WITHIN] = Reported(most=1, whole=True)
+    if weighted:
+        required[COUNT] = Reported(least=1, most=most, whole=True)
+    return required
 
 
-def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:
-    """Check that reports are exactly the required ones."""
-    for name in sorted((wanted.keys() | reports.keys()) - ({LOSS} - wanted.keys())):
-        if name not in wanted or name not in reports:
-            raise MessageError(f"upload: report {name!r} {'is missing' if name in wanted else 'is not allowed'}")
+def _check_reports(reports: Tree, required: dict[str, Reported]) -> None:
+    """Check that reports are exactly the required ones; the mean training loss is also allowed.
+
+    Args:
+        reports: Tensors ``(1, *shape)`` by name.
+        required: Shapes and ranges by name.
+
+    Raises:
+        MessageError: A report is missing, not allowed, or not as required.
+    """
+    for name in sorted(required.keys() | reports.keys()):
+        is_optional = name == LOSS and name not in required
+        if not is_optional and (name not in required or name not in reports):
+            raise MessageError(f"upload: report {name!r} {'is missing' if name in required else 'is not allowed'}")
     for name, t in reports.items():
-        _check_numbers(name, t, wanted.get(name, _LOSS))
+        _check_numbers(name, t, required.get(name, _LOSS))
 
 
-def _check_numbers(name: str, t: Tensor, wanted: Reported) -> None:
+def _check_numbers(name: str, t: Tensor, required: Reported) -> None:
     """Check shape, dtype and range of one report of an upload.
+
+    Args:
+        name: Name of the report.
+        t: Its numbers ``(1, *shape)``.
+        required: The shape and the range; NaN is in no range.
 
     Raises:
         MessageError: The report is not as required.
     """
-    if tuple(t.shape[1:]) != wanted.shape:
-        raise MessageError(f"upload: report {name!r} has shape {tuple(t.shape[1:])}; allowed: {wanted.shape}")
-    if (t.dtype not in _DTYPES) != wanted.whole or (wanted.whole and t.dtype != torch.int64):
-        raise MessageError(
-            f"upload: report {name!r} is {_dtype_name(t)}; allowed: {'int64' if wanted.whole else 'float32'}"
-        )
-    if not bool(((t >= wanted.least) & (t <= wanted.most)).all()):
-        allowed = f"{wanted.least:g} to {wanted.most:g}"
+    if tuple(t.shape[1:]) != required.shape:
+        raise MessageError(f"upload: report {name!r} has shape {tuple(t.shape[1:])}; allowed: {required.shape}")
+    has_dtype = t.dtype == torch.int64 if required.whole else t.dtype in _DTYPES
+    if not has_dtype:
+        allowed = "int64" if required.whole else "float32"
+        raise MessageError(f"upload: report {name!r} is {_dtype_name(t)}; allowed: {allowed}")
+    if not bool(((t >= required.least) & (t <= required.most)).all()):
+        allowed = f"{required.least:g} to {required.most:g}"
         raise MessageError(f"upload: report {name!r} is out of range or not finite; allowed: {allowed}")
 
 

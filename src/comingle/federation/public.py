@@ -61,7 +61,7 @@ class Public:
 
     @property
     def digest(self) -> str:
-        """Digest of everything except the section ``runtime``."""
+        """Digest of everything except the section ``runtime`` and the chat template."""
         content = self.as_dict()
         content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
         content["tokenizer"] = tokens_of(self.tokenizer)  # The template is compared separately; older runs have none.
@@ -97,7 +97,10 @@ _TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokeniz
 
 
 def read_public(content: Any) -> Public:
-    """Return the public part that :meth:`Public.as_dict` has written.
+    """Return the public part that :meth:`Public.as_dict` has written, after checking its form.
+
+    Args:
+        content: Content from JSON, which may come from a faulty or hostile server.
 
     Raises:
         MessageError: The content has another form.
@@ -172,7 +175,7 @@ def plan_of(public: Public, recipe: Recipe) -> RunPlan:
 
 
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
-    """Return the data of a run whose users are all on other machines.
+    """Return the data of a run whose users are all on other machines: reading a user's data raises a DataError.
 
     Args:
         public: Public part of the federation.
@@ -195,12 +198,17 @@ def counts_samples(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
-    """Recipe, settings and data description of a run, as its server derives them from the public part."""
+    """Recipe, settings and data description of a run, as its server derives them from the public part.
+
+    Args:
+        recipe: The recipe, without data.
+        plan: Settings of the run.
+        data: All users; their data cannot be read here.
+    """
 
     recipe: Recipe
     plan: RunPlan
     data: RunData
-    """All users; their data cannot be read here."""
 
     @classmethod
     def of(cls, public: Public, base: Base | None) -> ServerContext:
@@ -227,17 +235,24 @@ class ServerContext:
         return self.plan.training.rounds if self.method.trains else 0
 
     def most_steps(self, max_samples: int) -> int:
-        """Return the largest number of local steps per round for a user with at most ``max_samples`` samples."""
+        """Return the largest number of local steps per round for a user with at most ``max_samples`` samples.
+
+        For text it is that of the recipe. For samples and conversations a round is ``local_epochs`` passes in batches.
+        """
         training = self.plan.training
         if not counts_samples(self.recipe):
             return training.local_steps
         return training.local_epochs * max(1, -(-max_samples // training.batch_size))
 
     def check_steps(self, steps: int, max_samples: int) -> None:
-        """Check the number of local steps per round that a user reports.
+        """Check the number of local steps per round that a user reports, from which the schedule of a run follows.
+
+        Args:
+            steps: The number.
+            max_samples: Largest number of samples or conversations of a user.
 
         Raises:
-            MessageError: It is not allowed.
+            MessageError: It differs from the recipe's, or is too large if it follows from the user's data.
         """
         most = self.most_steps(max_samples)
         if not counts_samples(self.recipe) and steps != most:
@@ -247,7 +262,7 @@ class ServerContext:
             raise MessageError(f"answer: got {steps:,} local steps; {why}")
 
     def works(self, examples: Mapping[str, int]) -> dict[str, Work]:
-        """Return, by user, the work to account for if single examples are protected.
+        """Return, by user, the noised steps to account for if single examples are protected.
 
         Args:
             examples: Number of examples by user.

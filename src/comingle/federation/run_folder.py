@@ -82,15 +82,18 @@ class StatusFile:
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
         self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
         self._privacy: dict[str, float] = {}
-        known = self._read()
-        self._clients = {name: ClientStatus(**known.get(name, {})) for name in users}
-        for client in self._clients.values():
+        earlier = self._read()
+        self._clients = {name: ClientStatus(**earlier.get(name, {})) for name in users}
+        for client in self._clients.values():  # of an earlier process only the counts are valid
             client.state, client.why = "expected", ""
         self._written = 0.0
         self._write()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Update the file with an event."""
+        """Update the status with an event of the run, and write the file.
+
+        Events of single tasks are frequent, so these are written at most every :data:`WRITE_SECONDS`.
+        """
         if (client := self._clients.get(event.get("user", ""))) is not None:
             self._count(client, event)
         if event["event"] == "round":
@@ -112,7 +115,7 @@ class StatusFile:
             self._write()
 
     def _count(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
-        """Update a client's state, round and bytes with an event of its own."""
+        """Update a client's state, round and bytes with an event about it."""
         client.state, client.why = "away" if event["event"] == "failed" else "here", event.get("reason", "")
         if client.state == "here":
             client.seen = time.time()
@@ -220,11 +223,12 @@ def _run_rounds(
     Returns:
         The metrics.
     """
-    run, known = _name_of(folder, public)
-    newest = list_checkpoints(folder)[-1:] if known else []
+    run, has_begun = _name_of(folder, public)
+    newest = list_checkpoints(folder)[-1:] if has_begun else []
     progress = read_progress(newest[0]) if newest else None
     path, ending = folder / "events.jsonl", _is_ending(folder)
-    log = EventLog(path, keep_bytes=path.stat().st_size if ending else progress.events_bytes if progress else 0)
+    checkpoint_bytes = 0 if progress is None else progress.events_bytes  # the rounds after it are repeated
+    log = EventLog(path, keep_bytes=path.stat().st_size if ending else checkpoint_bytes)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     sinks = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
@@ -234,7 +238,7 @@ def _run_rounds(
 
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
-        keep_key(folder, *session.server.mechanisms, anew=not known, begun=progress is not None)
+        keep_key(folder, *session.server.mechanisms, anew=not has_begun, begun=progress is not None)
         if progress is not None:
             _restore(session, newest[0], progress)
         session.join()
@@ -284,12 +288,19 @@ def _is_ending(folder: Path) -> bool:
 
 
 def _name_of(folder: Path, public: Public) -> tuple[str, bool]:
-    """Return the name of this run in messages to clients, and whether the run existed before."""
+    """Return the name of this run in messages to clients, and whether the run existed before.
+
+    A new run gets a random name, which is written to the folder.
+
+    Raises:
+        RunError: The folder belongs to a run of another federation.
+    """
     path = folder / FEDERATION
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
-        if (was := read_public(content["public"])).digest != public.digest:
-            raise RunError(f"{folder}: belongs to another federation ({was.digest}, not {public.digest})")
+        recorded = read_public(content["public"])
+        if recorded.digest != public.digest:
+            raise RunError(f"{folder}: belongs to another federation ({recorded.digest}, not {public.digest})")
         return str(content["run"]), True
     run = secrets.token_hex(8)
     _write_identity(folder, run, public)
@@ -302,13 +313,18 @@ def _write_identity(folder: Path, run: str, public: Public, *, ending: bool = Fa
 
 
 def _resolve_eval_interval(session: ServerSession) -> None:
-    """Resolve ``evaluation.every: auto`` as a local run does, from clients that report their amounts of data."""
+    """Replace ``evaluation.every: auto`` with an interval, as a local run does.
+
+    The interval limits evaluation to a share of the training, so it depends on how much data clients train on in a
+    round and score in an evaluation. Without clients that report this, the setting stays as it is.
+    """
     plan, users = session.context.plan, len(session.public.users)
-    reported = [one["works"] for one in session.joined.values() if one.get("works", (0, 0))[0]]
-    if plan.evaluation.every == AUTO and session.context.method.trains and reported:
-        trained, scored = map(sum, zip(*reported, strict=True))
-        evaluated = min(plan.evaluation.users or users, users)
-        amounts = [len(reported), trained, scored * evaluated // len(reported)]
+    # Pairs (amount trained on, amount scored); clients that do not report have (0, 0).
+    works = [values["works"] for values in session.joined.values() if values.get("works", (0, 0))[0]]
+    if plan.evaluation.every == AUTO and session.context.method.trains and works:
+        trained, scored = map(sum, zip(*works, strict=True))
+        evaluated_users = min(plan.evaluation.users or users, users)
+        amounts = [len(works), trained, scored * evaluated_users // len(works)]
         _evaluate_every(session, period(plan, amounts, users))
 
 
@@ -370,33 +386,39 @@ def _session_tensors(session: ServerSession) -> Tree:
 
 
 def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> None:
-    """Restore server and session from a checkpoint."""
+    """Restore server and session from a checkpoint.
+
+    Args:
+        session: The session of a server before its first round, which is changed.
+        checkpoint: Folder of the checkpoint.
+        progress: Its progress: rounds, clock, and whether the privacy budget was spent.
+    """
     server, names = session.server, session.public.users
     like = server.state | _session_tensors(session)
     _, kept = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), like)
-    own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
+    numbers = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
     if progress.round < session.context.plan.training.rounds and not progress.stopped:
         # The next round may have been released already, and will be again, perhaps with other participants.
         server.mechanisms.charge(range(len(names)))
-    session.local_steps, session.best_round = int(own["local_steps"]), int(own["best_round"])
-    _evaluate_every(session, int(own["evaluate_every"]))
-    of_clients = (own[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))
-    for (name, client), serial, version, flag, done in zip(session.clients.items(), *of_clients, strict=True):
-        client.serial, client.version = serial, version - 1
+    session.local_steps, session.best_round = int(numbers["local_steps"]), int(numbers["best_round"])
+    _evaluate_every(session, int(numbers["evaluate_every"]))
+    per_client = (numbers[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))
+    for (name, client), serial, version, flag, done in zip(session.clients.items(), *per_client, strict=True):
+        client.serial, client.version = serial, version - 1  # as encoded by _session_tensors
         client.verdict = validation_reply([name], done, lowest=flag > 1) if flag else None
     session.clock = progress.clock
 
 
 def _state_without_users(session: ServerSession) -> State:
-    """Return a state without users, which a server's checkpoint has."""
+    """Return a state without users. Checkpoints contain the users' tensors, but a server has none."""
     layout = session.model.layout
-    nothing = torch.zeros(0, layout.columns, dtype=torch.bool)
+    empty_mask = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(
         layout,
-        nothing,
+        empty_mask,
         names=[],
-        local=nothing.new_zeros(layout.columns),
+        local=empty_mask.new_zeros(layout.columns),
         ranks=torch.zeros(0, dtype=torch.int64),
         seed=0,
     )

@@ -149,11 +149,11 @@ class ServerSession:
         """
         TaskQueue(self, self.public.users, self.network.join_timeout).run()
         if (count := len(self.joined)) < self.network.min_participants:
-            there = f"{count} of {len(self.public.users)} users have joined"
-            waits = f"network.join_timeout is {self.network.join_timeout:g} s"
+            joined = f"{count} of {len(self.public.users)} users have joined"
+            timeout = f"network.join_timeout is {self.network.join_timeout:g} s"
             refusals = [client.refusal for client in self.clients.values() if client.refusal]
             reasons = "".join(f"; {why}" for why in refusals[:_REASONS])
-            raise RunError(f"{there}; needed: {self.network.min_participants}; {waits}{reasons}")
+            raise RunError(f"{joined}; needed: {self.network.min_participants}; {timeout}{reasons}")
 
     def end(self, rounds: int) -> None:
         """Notify all clients that the federation has ended, once the server has written its results."""
@@ -168,19 +168,21 @@ class ServerSession:
         seconds: float | None = None,
         messages: Mapping[str, bytes] = MappingProxyType({}),
     ) -> dict[str, Answer]:
-        """Send each client a task and return the answers that arrive in time.
+        """Send each client a task and return the answers that arrive in time, by user.
+
+        Records what each of these clients has done and the bytes of its messages.
 
         Args:
-            steps: Steps of each client's task. Steps that need the newest download begin with "receive".
+            steps: Steps of each client's task, by user. Steps that need the newest download begin with "receive".
             number: The round to train, from 0, or the number of rounds that are done.
-            about: Other values for the tasks.
+            about: Other values that the steps need, the same for all tasks.
             seconds: Timeout; ``network.round_timeout`` by default.
             messages: Messages for steps other than "receive", by user.
         """
 
         def task_of(name: str) -> Task:
-            more = [messages[name]] if name in messages else []
-            return self._task_with_messages(name, steps[name], number, about or {}, more)
+            other_messages = [messages[name]] if name in messages else []
+            return self._task_with_messages(name, steps[name], number, about or {}, other_messages)
 
         queue = TaskQueue(self, list(steps), self.network.round_timeout if seconds is None else seconds, task_of)
         answers = queue.run()
@@ -189,28 +191,28 @@ class ServerSession:
             client.serial = task.serial
             if "receive" in task.todo:
                 client.version = self.server.version
-            if "hear" in task.todo:
+            if "hear" in task.todo:  # the client has got the verdict on its validation loss
                 client.verdict = None
             self.clock.download_bytes += _message_bytes(task)
             self.clock.upload_bytes += _message_bytes(answer)
         return answers
 
     def _task_with_messages(
-        self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any], more: Sequence[bytes]
+        self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any], other_messages: Sequence[bytes]
     ) -> Task:
-        """Return a client's next task, with a verdict and a download if they are due.
+        """Return a client's next task, with a download and a verdict on validation losses if they are due.
 
-        Step "receive" is left out if the client has the newest version. Step "hear" and a verdict are added if the
-        client has not received that verdict.
+        The step "receive" gets a download, or is left out if the client has the newest version. If the client has not
+        received the last verdict, it is added with the step "hear", which comes first.
 
         Args:
             name: The user.
             todo: Steps of the task.
             number: The round, from 0.
             about: Other values for the task.
-            more: Messages for other steps.
+            other_messages: Messages for steps other than "receive" and "hear".
         """
-        messages, steps = list(more), list(todo)
+        messages, steps = list(other_messages), list(todo)  # messages are in the order of the steps that need them
         if "receive" in steps:
             if self._is_stale(name):
                 messages.insert(0, pack(self.server.download([name])))
@@ -223,7 +225,10 @@ class ServerSession:
         return self._task(name, tuple(steps), serial, number=number, about=about, messages=tuple(messages))
 
     def _is_stale(self, name: str) -> bool:
-        """Return whether a client lacks the newest download; never if the method has no downloads for it."""
+        """Return whether a client has to download the newest version of the shared tensors.
+
+        It does not if it has that version, the method shares nothing, or the server has no download for this user.
+        """
         shares = bool(self.model.layout.mask(self.context.method.shared).any())
         if not shares or self.clients[name].version >= self.server.version:
             return False
@@ -271,19 +276,32 @@ class ServerSession:
         return answer
 
     def record_join(self, name: str, reported: Mapping[str, Any]) -> None:
-        """Record a client that has joined; if it has lost or repeated tasks, continue from its own last one."""
+        """Record a client that has joined.
+
+        ``local_steps``, from which the learning rate's schedule follows, is the largest number of any client, but stays
+        fixed once a client has carried out a task. If the client's number of carried out tasks differs from the
+        server's record, because one of them was restored from an earlier state, the server continues from the client's
+        and sends it the newest download again.
+
+        Args:
+            name: Name of the user.
+            reported: Values that the client reports when it joins.
+        """
         client = self.clients[name]
         client.joined, client.examples = reported, int(reported.get("examples", 0))
         self.observe({"event": "joined", "user": name})
         steps = int(reported.get("steps", 1))
-        if not any(one.serial for one in self.clients.values()):
+        has_begun = any(other.serial for other in self.clients.values())
+        if not has_begun:
             self.local_steps = max(self.local_steps, steps)
         elif steps > self.local_steps:
             schedule = f"the schedule has {self.local_steps}, so further steps use the final learning rate"
             self._note(name, f"takes {steps} local steps per round; {schedule}")
-        done, was = int(reported.get("done", client.serial)), client.serial
-        if done < was or was < int(reported.get("back", 0)):
-            why = f"has lost its state after task {done}" if done < was else f"has completed {done} tasks, not {was}"
+        recorded, done = client.serial, int(reported.get("done", client.serial))
+        earliest = int(reported.get("back", 0))  # the client can revert to its state after this task, not further
+        if done < recorded or recorded < earliest:
+            lost = f"has lost its state after task {done}"
+            why = lost if done < recorded else f"has completed {done} tasks, not {recorded}"
             self._note(name, f"{why}; continuing from task {done}")
             client.serial, client.version = done, self.first_version
 
@@ -339,7 +357,11 @@ class TaskQueue:
         self._reasons: dict[str, str] = {}
 
     def run(self) -> dict[str, Answer]:
-        """Return the answers that arrive in time. The queue resends tasks of clients that fail."""
+        """Return the answers that arrive in time, by user.
+
+        Tasks of clients that fail are sent again until the timeout. Clients that have not answered by then are marked
+        as away, so that later rounds do not wait for them, unless they are still loading.
+        """
         session = self.session
         while self.pending:
             requests = _DueRequests(self._due_requests)
@@ -351,11 +373,12 @@ class TaskQueue:
                 break
             time.sleep(RETRY_SECONDS)
         for name in sorted(self.pending):
-            client, loading = session.clients[name], self._is_loading(name)
-            if not (client.is_away or client.refusal or loading):
+            client = session.clients[name]
+            if self._is_loading(name):
+                continue
+            if not (client.is_away or client.refusal):
                 self._fail(name, self._reasons.get(name, f"no answer in {self.seconds:g} s"), gone=True)
-            if not loading:
-                client.is_away = True
+            client.is_away = True
         return self.answers
 
     def _has_just_joined(self) -> bool:
@@ -367,11 +390,18 @@ class TaskQueue:
         return max(0.0, self._deadline - time.monotonic())
 
     def _may_retry(self) -> bool:
-        """Return whether there is time for another try; extend the timeout for clients that are still loading."""
+        """Return whether there is time for another try.
+
+        In the queue of join tasks, first extend the timeout if connected clients are still loading, with them enough
+        clients could join, and they have not been loading for too long.
+        """
         now, session = time.monotonic(), self.session
         if self.task_of is None and now + RETRY_SECONDS > self._deadline:
-            loading = {name for name in self._join_sent.keys() & self.pending if session.clients[name].is_present}
-            loading -= self._failed.keys() | {name for name in loading if session.clients[name].refusal}
+            loading = {
+                name
+                for name in self._join_sent.keys() & self.pending
+                if session.clients[name].is_present and not session.clients[name].refusal and name not in self._failed
+            }
             enough = len(session.joined) + len(loading) >= session.network.min_participants
             if loading and enough and now < self._began + self._loading_seconds:
                 logger.warning("still waiting for connected clients that are loading: %s", ", ".join(sorted(loading)))
@@ -379,25 +409,34 @@ class TaskQueue:
         return now + RETRY_SECONDS <= self._deadline
 
     def _awaited(self) -> set[str]:
-        """Return the clients for whose answers the queue waits."""
-        clients, enough = self.session.clients, len(self.session.joined) >= self.session.network.min_participants
-        return {name for name in self.pending if not clients[name].is_away and not (enough and clients[name].refusal)}
+        """Return the clients for whose answers the queue waits.
+
+        It does not wait for clients that are away, nor for those that refuse to join once enough others have joined.
+        """
+        clients = self.session.clients
+        have_enough_joined = len(self.session.joined) >= self.session.network.min_participants
+        present = {name for name in self.pending if not clients[name].is_away}
+        return {name for name in present if not (have_enough_joined and clients[name].refusal)}
 
     # ---------------------------------------------------------------- requests
 
     def _due_requests(self) -> dict[str, bytes]:
-        """Return the request of each present client that gets a task now or has not answered yet."""
+        """Return the request of each present client that gets a task now or has not answered yet.
+
+        Also updates which clients are present. One that has just connected is not away any more and may join at once;
+        in the queue of join tasks it extends the timeout.
+        """
         session, now = self.session, time.monotonic()
         present = set(session.channel.present())
-        came = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
+        connected = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
         for name, client in session.clients.items():
             client.is_present = name in present
-            if name in came or (name in present & self.pending and client.joined is not None):
+            if name in connected or (name in present & self.pending and client.joined is not None):
                 client.is_away = False
-        for name in came & self.pending:
+        for name in connected & self.pending:
             session.clients[name].reset_join()
             self._paused.pop(name, None)
-        if came and self.task_of is None:
+        if connected and self.task_of is None:
             self._deadline = max(self._deadline, now + self.seconds)
         return {
             name: self._request(name)
@@ -411,7 +450,7 @@ class TaskQueue:
     def _request(self, name: str) -> bytes:
         """Return the bytes of a client's join task if it has not joined, otherwise of its task.
 
-        A repeated request has the same bytes.
+        A repeated request has the same bytes: the channel still awaits the reply to the first one then.
         """
         if self.task_of is None or not self._has_joined(name):
             if name not in self._join_sent:
@@ -425,7 +464,16 @@ class TaskQueue:
         return self._packed[name]
 
     def _may_join(self, name: str, now: float) -> bool:
-        """Return whether to send a client a join task or wait for its answer; a round does not wait long for it."""
+        """Return whether to send a client that has not joined a join task, or to wait for its answer.
+
+        Before the first round, always. During a round, a client that has just connected has time to load; after that it
+        is marked as away. A client that is away gets a join task once in a while, and the round waits for the answer
+        only for seconds.
+
+        Args:
+            name: Name of the user.
+            now: Time on the monotonic clock.
+        """
         if self.task_of is None:
             return True
         client = self.session.clients[name]
@@ -456,11 +504,15 @@ class TaskQueue:
     # ---------------------------------------------------------------- answers
 
     def _process_reply(self, name: str, got: bytes | str) -> None:
-        """Process a client's reply, or the line that says why there is none."""
+        """Process a client's reply, or the line that says why there is none.
+
+        Lost messages are sent again after a pause. A client that refuses a task does so because its state does not fit
+        it; it is left out of this queue and joins again.
+        """
         if name not in self.pending:
             return
-        joins = name not in self.tasks
-        task = self.session.join_task(name) if joins else self.tasks[name]
+        is_join = name not in self.tasks
+        task = self.session.join_task(name) if is_join else self.tasks[name]
         answer = self.session.read_answer(name, task, got)
         if isinstance(answer, str):  # The request or the reply was lost.
             self._reasons[name] = answer
@@ -469,7 +521,7 @@ class TaskQueue:
                 self._fail(name, answer)
             return
         self._failed.pop(name, None)
-        if joins:
+        if is_join:
             self._process_join(name, task, answer)
         elif answer.refused:
             self.pending.discard(name)
