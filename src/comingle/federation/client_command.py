@@ -104,10 +104,10 @@ def _run_clients(participants: Sequence[Participant], say: Callable[[str], None]
     """
     calls, bases = CallQueue(), dict[Any, Any]()
     endings = [EndCondition(stays=stays) for _ in participants]
-    clients = [
-        _fleet_client(participant, calls, ending, bases, say if len(participants) == 1 else _prefixed(say, participant))
-        for participant, ending in zip(participants, endings, strict=True)
-    ]
+    clients = []
+    for participant, ending in zip(participants, endings, strict=True):
+        say_for_user = say if len(participants) == 1 else _prefixed(say, participant)
+        clients.append(_fleet_client(participant, calls, ending, bases, say_for_user))
     for participant in participants:
         say(f"{participant.name}: waiting for {participant.server}; everything private stays in {participant.state}")
 
@@ -120,6 +120,7 @@ def _run_clients(participants: Sequence[Participant], say: Callable[[str], None]
 
 
 def _prefixed(say: Callable[[str], None], participant: Participant) -> Callable[[str], None]:
+    """Return a function that shows a line after the user's name."""
     return lambda line: say(f"{participant.name}: {line}")
 
 
@@ -168,9 +169,11 @@ def _import_transformers_without_scipy() -> None:
 
 
 class EndCondition:
-    """Condition under which a user's client ends: some seconds after the reason.
+    """Condition under which a user's client ends: some seconds after its federation has ended or refused it.
 
-    With ``stays`` it ends neither with a federation nor if this user does not fit one.
+    Args:
+        stays: Whether the client waits for the next federation instead. It then ends only if the server or the
+            connection refuses it.
     """
 
     def __init__(self, *, stays: bool) -> None:

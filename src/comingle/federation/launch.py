@@ -60,13 +60,13 @@ def serve(
     if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; use another --out")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    secure, keys = None, {}
+    tls_files, keys = None, {}
     if certificates is not None:
         files = read_certificates(certificates)
-        secure = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
-        if strange := [name for name in plan.users if name not in files.users]:
+        tls_files = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
+        if without_key := [name for name in plan.users if name not in files.users]:
             raise RecipeError(
-                f"{certificates}: no key for {', '.join(strange)}; create the missing ones with "
+                f"{certificates}: no key for {', '.join(without_key)}; create the missing ones with "
                 f"`comingle server {file} --make-certificates {certificates}`"
             )
         keys = {name: files.users[name] for name in plan.users}
@@ -77,7 +77,7 @@ def serve(
             say=say,
             host=host,
             port=port,
-            certificates=secure,
+            certificates=tls_files,
             keys=keys,
             run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
         )
@@ -108,10 +108,10 @@ def _require_free_port(host: str, port: int) -> None:
 
 def _bind_error(host: str, port: int) -> OSError | None:
     """Return the error of binding to a port; None if it is free."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Ignore connections that have just ended.
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Ignore connections that have just ended.
         try:
-            one.bind((host, port))
+            probe.bind((host, port))
         except OSError as error:
             return error
     return None

@@ -66,7 +66,7 @@ def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
-    """Show an event that is not also logged as a warning."""
+    """Show an event to the operator in one line; most kinds of events are not shown."""
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")
@@ -83,6 +83,7 @@ def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
 
 
 def _mean(event: Mapping[str, Any]) -> str:
+    """Return the mean test score of an evaluation event as text; empty if no user reported one."""
     if not event["users"]:
         return ""
     name = next(key for key in event if key.startswith("mean_test_"))

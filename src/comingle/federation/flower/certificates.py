@@ -106,32 +106,42 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
 
 
 def _make_server(folder: Path, hosts: Sequence[str]) -> None:
-    """Create an authority and one certificate signed by it, for these hosts and for loopback."""
+    """Create an authority, and a certificate for the server that it signs, for the given hosts and for loopback.
+
+    Writes both certificates and the server's private key. The authority's private key is dropped.
+
+    Args:
+        folder: Where to write.
+        hosts: Names and addresses under which clients reach the server.
+
+    Raises:
+        RecipeError: There are no hosts.
+    """
     if not hosts:
         raise RecipeError("certificates: no --host; give the name or address at which clients reach the server")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = _name("comingle's authority")
-    root = (
+    root_certificate = (
         _certificate(issuer, issuer, authority)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA384())
     )
-    known = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
-    leaf = (
+    names = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    server_certificate = (
         _certificate(_name(hosts[0]), issuer, server)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.SubjectAlternativeName(known), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA384())
     )
-    write_new(folder / AUTHORITY, root.public_bytes(Encoding.PEM))
+    write_new(folder / AUTHORITY, root_certificate.public_bytes(Encoding.PEM))
     private = server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_new(folder / KEY, private, private=True)
-    write_new(folder / CERTIFICATE, leaf.public_bytes(Encoding.PEM))
+    write_new(folder / CERTIFICATE, server_certificate.public_bytes(Encoding.PEM))
 
 
 def make_key(folder: Path, user: str) -> tuple[Path, Path]:
@@ -146,6 +156,7 @@ def make_key(folder: Path, user: str) -> tuple[Path, Path]:
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    """Return an unsigned certificate of the subject's key, without extensions, that is valid from now on."""
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -159,6 +170,7 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePri
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
+    """Return what a certificate's key may be used for: to sign other certificates, or else to authenticate itself."""
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,
@@ -177,6 +189,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _alternative(host: str) -> x509.GeneralName:
+    """Return a host as a subject alternative name: an IP address, or else a DNS name."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

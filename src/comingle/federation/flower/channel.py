@@ -108,7 +108,15 @@ class MessageSender:
     def _await_reply(
         self, content: RecordDict, node: int, kind: str, seconds: float, wanted: Callable[[], bool]
     ) -> Message | NoReply:
-        """Send a message and poll for its reply, less often the longer it takes and the more messages are in flight."""
+        """Send a message and poll for its reply, less often the longer it takes and the more messages are in flight.
+
+        Args:
+            content: Content of the message.
+            node: ID of the node.
+            kind: Flower's type of the message.
+            seconds: Timeout for the reply.
+            wanted: Polling ends once this returns False.
+        """
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))
         with self._pushing:
             names = list(self._grid.push_messages([message]))
@@ -118,9 +126,8 @@ class MessageSender:
         while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):
                 return reply
-            time.sleep(
-                min(max(_FIRST_SECONDS, waited * _POLL_FRACTION) * max(1.0, self._in_flight / 16), _LAST_SECONDS)
-            )
+            interval = max(_FIRST_SECONDS, waited * _POLL_FRACTION) * max(1.0, self._in_flight / 16)
+            time.sleep(min(interval, _LAST_SECONDS))
         return NoReply(line=f"no reply within {round(seconds, 1):g} s")
 
 
@@ -162,22 +169,25 @@ class ConnectedNodes:
     def waiting(self, seconds: float) -> bool:
         """Return whether a node was asked for its name in the last ``seconds`` and has not answered yet."""
         since = time.monotonic() - seconds
-        known = self._hellos.keys() | self._refused.keys()
-        return any(asked > since for node, asked in self._asked.items() if node not in known)
+        answered = self._hellos.keys() | self._refused.keys()
+        return any(asked_at > since for node, asked_at in self._asked.items() if node not in answered)
 
     def look(self) -> None:
-        """Update the connected nodes; at most twice per second."""
+        """Update ``nodes`` from the nodes that Flower's server knows; at most twice per second.
+
+        Forgets nodes that have disconnected, and asks new ones for their names.
+        """
         if time.monotonic() - self._looked < _ROSTER_SECONDS:
             return
         self._looked = time.monotonic()
-        there = [
+        connected = [
             Node(number=info.node_id, since=info.last_activated_at, registered=info.name)
             for info in self._grid.get_nodes()
         ]
-        for known in (self._asked, self._hellos, self._refused):
-            for node in set(known) - set(there):
-                del known[node]
-        for node in there:
+        for record in (self._asked, self._hellos, self._refused):
+            for node in set(record) - set(connected):
+                del record[node]
+        for node in connected:
             if node not in self._asked:
                 self._ask_name(node)
         self._read_names()
@@ -205,10 +215,14 @@ class ConnectedNodes:
                 self._refuse(node, hello.line)
 
     def _assign_names(self) -> None:
-        """Assign names to nodes. If several claim a name, the first keeps it, even after a restart."""
+        """Assign names to nodes, and refuse nodes that may not use the name that they claim.
+
+        If several clients claim a name, the first keeps it as long as it is connected. It is recognised by the random
+        text of its state folder (``instance``), which stays the same when it restarts.
+        """
         nodes: dict[str, Node] = {}
-        present = {(hello.name, hello.instance) for hello in self._hellos.values()}
-        self._holders = {name: instance for name, instance in self._holders.items() if (name, instance) in present}
+        claimed = {(hello.name, hello.instance) for hello in self._hellos.values()}
+        self._holders = {name: instance for name, instance in self._holders.items() if (name, instance) in claimed}
         for node, hello in self._hellos.items():  # in the order of their answers
             if line := self._objection(node, hello):
                 self._refuse(node, line)
@@ -308,7 +322,15 @@ class GridChannel:
         return sorted(self._nodes.nodes)
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send each client its request; yield replies, or reasons of failures, for ``timeout`` seconds."""
+        """Send each client its request; yield replies, or reasons of failures, for ``timeout`` seconds.
+
+        Args:
+            requests: The requests by user; read again at each iteration, as they may change.
+            timeout: Seconds after which clients without a reply have failed.
+
+        Yields:
+            Pairs of a user and its reply, or a user and one line that says why there is none.
+        """
         until = time.monotonic() + timeout
         replies: queue.SimpleQueue[tuple[tuple[str, _Request, Node], Message | NoReply]] = queue.SimpleQueue()
         in_flight: dict[str, _Request] = {}
@@ -316,10 +338,12 @@ class GridChannel:
             while self._update(in_flight, requests) and (left := until - time.monotonic()) > 0:
                 self._nodes.look()
                 for name, sent in in_flight.items():
-                    if not sent.done and (line := self._lost(sent)) is not None:
+                    if sent.done:
+                        continue
+                    if (reason := self._failure(sent)) is not None:
                         sent.done = True
-                        yield name, line
-                    elif not sent.done:
+                        yield name, reason
+                    else:
                         self._forward(name, sent, left, replies)
                 try:
                     (name, sent, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
@@ -339,7 +363,11 @@ class GridChannel:
             yield name, f"no reply within {round(timeout, 1):g} s"
 
     def _update(self, in_flight: dict[str, _Request], requests: Mapping[str, bytes]) -> bool:
-        """Update the requests in flight; return whether a reply is still awaited."""
+        """Update the requests in flight; return whether a reply is still awaited.
+
+        A request that is due no more, or that another one has replaced, is not awaited any longer. New requests are
+        added, to be sent by :meth:`_forward`.
+        """
         self._waits, due = False, dict(requests)  # Reading the requests calls `present`, which must not wait here.
         self._waits = True
         for name in [name for name, sent in in_flight.items() if due.get(name) is not sent.request]:
@@ -349,7 +377,16 @@ class GridChannel:
         return any(not sent.done for sent in in_flight.values())
 
     def _forward(self, name: str, sent: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
-        """Send a request that has not been sent yet, or that was sent to a node that has disconnected."""
+        """Send a request that has not been sent yet, or that was sent to a node that has disconnected.
+
+        If the client is not connected, note since when.
+
+        Args:
+            name: Name of the user.
+            sent: The request.
+            seconds: Timeout for its reply.
+            replies: Queue into which the reply is put.
+        """
         node = self._nodes.nodes.get(name)
         if node is None:
             sent.node = None
@@ -366,8 +403,8 @@ class GridChannel:
                 wanted=lambda: not sent.done and sent.node == node,
             )
 
-    def _lost(self, sent: _Request) -> str | None:
-        """Return why a client is not awaited any more; None if it is."""
+    def _failure(self, sent: _Request) -> str | None:
+        """Return why a request has failed: too many accidents, or too long without a connection; None if it has not."""
         if sent.accidents >= _MAX_TRIES:
             return sent.line
         if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:

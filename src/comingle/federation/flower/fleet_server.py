@@ -178,13 +178,13 @@ class LimitedLinkState(InMemoryLinkState):
             Whether it is stored.
         """
         with self.lock:  # Prevents a deadlock: Flower's methods acquire its two locks in different orders.
-            found = next((name for name, one in self._uploads.items() if one.session_id == session_id), None)
-            if found is None:
+            name = next((name for name, reply in self._uploads.items() if reply.session_id == session_id), None)
+            if name is None:  # not of a client's reply: the server's own messages are not limited
                 return super().store_object(run_id, session_id, object_id, object_content) if session_id else False
-            upload = self._uploads[found]
+            upload = self._uploads[name]
             limit = self._limits.total_bytes
             if self._bytes_of(upload.node_id) + len(object_content) > limit:
-                self._drop(found)
+                self._drop(name)
                 self._refuse(upload.node_id, f"more than {limit} bytes pending; allowed: {limit}")
                 return False
             if not super().store_object(run_id, session_id, object_id, object_content):
@@ -211,11 +211,18 @@ class LimitedLinkState(InMemoryLinkState):
             return super().get_message_ins(node_id, limit, run_id=run_id)
 
     def _problem(self, message: Message, tree: ObjectTree) -> str:
-        """Return why a reply is refused; an empty string if it is not."""
+        """Return why a reply is refused, before its content is sent; an empty string if it is accepted.
+
+        Checks the client's number of pending replies, and the number, IDs and children of the reply's objects.
+
+        Args:
+            message: The reply, without its content.
+            tree: IDs of its objects, which a faulty or hostile client may have made up.
+        """
         node_id, limits = message.metadata.src_node_id, self._limits
         if tree.object_id != message.metadata.message_id:
             return "got objects of another message"
-        others = [one for name, one in self._uploads.items() if name != tree.object_id and one.node_id == node_id]
+        others = [name for name, reply in self._uploads.items() if reply.node_id == node_id and name != tree.object_id]
         if len(others) >= limits.replies:
             return f"{limits.replies + 1} pending replies; allowed: {limits.replies}"
         children: dict[str, list[str]] = {}
@@ -225,21 +232,24 @@ class LimitedLinkState(InMemoryLinkState):
             if not is_valid_sha256_hash(part.object_id):
                 return "an object ID is not a SHA-256 hash"
             # An object registered with other children could expand to a tree of any size when read.
-            named = [child.object_id for child in part.children]
-            if children.setdefault(part.object_id, self._registered(part.object_id, named)) != named:
+            declared = [child.object_id for child in part.children]
+            if children.setdefault(part.object_id, self._registered(part.object_id, declared)) != declared:
                 return f"object {part.object_id[:12]} has two different lists of children"
         return ""
 
-    def _registered(self, object_id: str, named: list[str]) -> list[str]:
-        """Return the children with which an object is registered; ``named`` if it is not."""
+    def _registered(self, object_id: str, default: list[str]) -> list[str]:
+        """Return the IDs of the children with which an object is registered; ``default`` if it is not registered."""
         if object_id not in self.object_store:
-            return named
+            return default
         return [child.object_id for child in self.object_store.get_object_tree(object_id).children]
 
     def _bytes_of(self, node_id: int) -> int:
-        """Return the size of all objects of a client's replies."""
-        objects = {part for one in self._uploads.values() if one.node_id == node_id for part in one.objects}
-        return sum(len(self.object_store.get(part) or b"") for part in objects)
+        """Return the bytes that have arrived of all of a client's pending replies; shared objects count once."""
+        objects: set[str] = set()
+        for reply in self._uploads.values():
+            if reply.node_id == node_id:
+                objects |= reply.objects
+        return sum(len(self.object_store.get(object_id) or b"") for object_id in objects)
 
     def _expire(self) -> None:
         """Forget replies that were read; drop those that have expired and those that are not completed in time."""
@@ -391,14 +401,13 @@ class _OwnMessagesOnly(BaseHTTPMiddleware):
     """
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        """Pass a request on, or refuse it: 400 for a wrong number of replies, 401 for another node's reply."""
         pushed = getattr(request.state, "protobuf_request", None)
-        if isinstance(pushed, PushMessagesRequest) and not (
-            len(pushed.messages_list) == len(pushed.message_object_trees) == 1
-        ):
+        if not isinstance(pushed, PushMessagesRequest):
+            return await call_next(request)
+        if not len(pushed.messages_list) == len(pushed.message_object_trees) == 1:
             return JSONResponse({"detail": "expected one reply with one tree of objects"}, status_code=400)
-        if isinstance(pushed, PushMessagesRequest) and any(
-            message.metadata.src_node_id != pushed.node.node_id for message in pushed.messages_list
-        ):
+        if pushed.messages_list[0].metadata.src_node_id != pushed.node.node_id:
             return JSONResponse({"detail": "got a reply of another node"}, status_code=401)
         return await call_next(request)
 

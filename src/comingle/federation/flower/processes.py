@@ -31,7 +31,10 @@ _LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
 
 
 def end_with_parent() -> None:
-    """End this process when its parent has ended, first with SIGTERM, then with SIGKILL."""
+    """End this process when its parent ends, first with SIGTERM, then with SIGKILL.
+
+    A thread watches the parent, so this also works if the parent is killed.
+    """
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
@@ -94,12 +97,15 @@ _END_SECONDS = 10.0
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a child process: a separate home for Flower, and no proxy for loopback."""
-    local = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]))
+    """Return the environment of a child process that runs Flower's code.
+
+    It has its own home for Flower below ``folder``, neither telemetry nor update checks, and no proxy for this machine.
+    """
+    without_proxy = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]))
     return {
         **os.environ,
-        "no_proxy": local,
-        "NO_PROXY": local,
+        "no_proxy": without_proxy,
+        "NO_PROXY": without_proxy,
         "FLWR_HOME": str(folder / "home"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -237,12 +243,13 @@ class Service:
         """
         if self.running:
             if time.monotonic() - self._started > _HEALTHY_SECONDS:
-                self.starts, self._ill = 1, None
+                self.starts = 1
             return False
         now = time.monotonic()
         if self._process is not None:
             self._record_exit(now)
-        if self.starts and now - self._died < min(_FIRST_WAIT_SECONDS * 2 ** (self.starts - 1), _LAST_WAIT_SECONDS):
+        pause = min(_FIRST_WAIT_SECONDS * 2 ** (self.starts - 1), _LAST_WAIT_SECONDS)
+        if self.starts and now - self._died < pause:
             return False
         self.start()
         return True
@@ -275,7 +282,10 @@ class Service:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is neither information nor a warning, without Flower's colours and borders."""
+    """Return the last line of a log that is neither information nor a warning, without Flower's colours and borders.
+
+    It usually says why a process has ended. Empty if there is no such line or no log.
+    """
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

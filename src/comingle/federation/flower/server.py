@@ -120,22 +120,27 @@ class SuperLink:
             time.sleep(_LOOK_SECONDS)
 
     def _command(self) -> list[str]:
-        secure = self.certificates
-        files = {"--certificate": secure.certificate, "--private-key": secure.key} if secure else {}
+        """Return the command that starts the process, with its options."""
+        command = [sys.executable, "-m", "comingle.federation.flower.fleet_server"]
+        command += ["--host", self.host, "--port", str(self.port), "--app", self.app]
+        if self._socket is not None:
+            command += ["--socket", str(self._socket)]
+        if self.certificates is not None:
+            command += ["--certificate", str(self.certificates.certificate.absolute())]
+            command += ["--private-key", str(self.certificates.key.absolute())]
         keys = {name: str(path.absolute()) for name, path in self.keys.items()}
-        return [
-            *(sys.executable, "-m", "comingle.federation.flower.fleet_server"),
-            *("--host", self.host, "--port", str(self.port), "--app", self.app),
-            *(() if self._socket is None else ("--socket", str(self._socket))),
-            *(word for name, path in files.items() for word in (name, str(path.absolute()))),
-            *("--keys", json.dumps(keys)),
-            *("--run-config", json.dumps({"out": str(self.folder), **self.run_config})),
-        ]
+        command += ["--keys", json.dumps(keys)]
+        return [*command, "--run-config", json.dumps({"out": str(self.folder), **self.run_config})]
 
 
 @dataclass
 class ServerWatch:
-    """Supervises the server process of a run folder until the run is finished."""
+    """Supervises the server process of a run folder until the run is finished.
+
+    Args:
+        link: The server process.
+        _read: Number of bytes of the app's log that have been shown.
+    """
 
     link: SuperLink
     _read: int = 0
@@ -168,11 +173,11 @@ class ServerWatch:
             return
         with log.open("rb") as file:
             file.seek(self._read)
-            lines = file.read()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            self.link.say(line[len("2000-01-01 00:00:00 ") :])
+            content = file.read()
+        complete_lines = content[: content.rfind(b"\n") + 1]  # the rest is shown when its line is complete
+        self._read += len(complete_lines)
+        for line in complete_lines.decode(errors="replace").splitlines():
+            self.link.say(line[len("2000-01-01 00:00:00 ") :])  # without the time, as `say` may add its own
 
 
 def supervise(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
