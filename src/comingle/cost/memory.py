@@ -56,8 +56,9 @@ def as_text(
 ) -> tuple[list[Recipe], set[str], str]:
     """Return recipes with text that costs as much as the users' data.
 
-    As :meth:`comingle.training.kinds.base.Kind.as_text`, but with users on disk at most one user's data is in memory.
-    Without a cached tokenizer of the base all users are read at once.
+    Costs are counted for text, so other data, such as conversations, is replaced with text of equal length. It does the
+    same as :meth:`comingle.training.kinds.base.Kind.as_text`, but if the run keeps users on disk, at most one user's
+    data is in memory. Without a cached tokenizer of the base all users are read at once.
 
     Args:
         kind: The recipes' kind of data.
@@ -112,9 +113,9 @@ def _read_from_disk(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[
 
 
 def as_long(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> list[Recipe]:
-    """Return recipes with text that costs as much as these users' data.
+    """Return recipes in which conversations of counted users are replaced with text that costs as much.
 
-    As :meth:`comingle.training.kinds.base.Kind.as_text`.
+    Recipes of other kinds of data, or of users whose sizes are not counted, are returned unchanged.
 
     Args:
         kind: The recipes' kind of data.
@@ -213,9 +214,10 @@ class Writes:
         return min(self.every * (self.keep + 1), max(0, self.rounds - self.every))
 
     def models(self) -> float:
-        """Return the largest number of model records.
+        """Return the largest number of model records on disk at the same time.
 
-        These are records of participants and evaluated users, and overwritten records that checkpoints still refer to.
+        These are the records of users that have trained or were evaluated, and overwritten records that checkpoints
+        still refer to.
         """
         current = expected_participants(self.users, self.present, self.rounds)
         current += self.evaluated * (1 - current / self.users)  # evaluated users that never took part
@@ -232,7 +234,8 @@ class Writes:
     def _num_overwritten(self, current: float) -> float:
         """Return the number of overwritten records that checkpoints still refer to.
 
-        Of the rounds between two checkpoints these are at most one record per user and one per participant.
+        For the rounds between two checkpoints these are at most one for each user that has a record, and at most one
+        for each participant of each round.
 
         Args:
             current: Number of users with a record.
@@ -255,9 +258,14 @@ _SECONDS = 120
 
 
 def process_bytes(kind: ProcessKind, device: torch.device) -> int:
-    """Return the peak resident memory of a run of the smallest model in a process of its own, in bytes; 0 on a GPU.
+    """Return the bytes of a process without model and data: Python and its libraries; 0 on a GPU.
 
-    The result is cached. The first call takes several seconds.
+    It is the peak resident memory of a run of the smallest model in a process of its own. The result is cached; the
+    first call takes several seconds.
+
+    Args:
+        kind: Kind of the smallest model's data.
+        device: Device of the run that is planned. Memory of a GPU holds no Python.
     """
     return _measure_process(kind) if device.type == "cpu" else 0
 
@@ -342,11 +350,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        """Run an operation and count the storages that it creates."""
-        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        """Run an operation and count the storages that it creates; outputs may also be views of its inputs."""
+        input_storages = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in inputs:
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in input_storages:
                 self._add(t.untyped_storage())
         self.peak = max(self.peak, self.live)
         return result
@@ -461,7 +469,7 @@ def rehearse(
     reads_cohorts: bool = False,
     process_bytes: int = 0,
 ) -> Rehearsal:
-    """Replace the frozen weights in place, and the data, with fake tensors.
+    """Return a rehearsal of a federation: replace the frozen weights, in place, and the data with fake tensors.
 
     Args:
         federation: The federation, with as many users as needed.
@@ -494,7 +502,7 @@ def rehearse(
 
 
 def memory(stage: Rehearsal, *, alone: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
-    """Return the peak memory on this machine.
+    """Return the peak memory of a run on this machine, from one pass on fake tensors and the sizes of all users.
 
     Args:
         stage: The rehearsal that is measured.
@@ -502,9 +510,9 @@ def memory(stage: Rehearsal, *, alone: bool = False, pass_size: PassSize | None 
         pass_size: Numbers of users and sequences in a pass, if not those of the run.
     """
     clients, chosen = stage.federation.clients, pass_size or stage.steps.pass_size
-    count = 1 if alone else min(chosen.users, len(clients.state.rows))
-    first = int(clients.mask.sum(1).argmax()) if count == 1 else 0
-    peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
+    num_rows = 1 if alone else min(chosen.users, len(clients.state.rows))
+    first_row = int(clients.mask.sum(1).argmax()) if num_rows == 1 else 0  # of one user, that with the largest model
+    peak, gradients = _worst_pass(stage, tuple(range(first_row, first_row + num_rows)), chosen)
     state = clients.state
     share = (1 if alone else stage.trainers) / len(clients.trainers)  # the federation may have fewer users than the run
     # Gradients that one phase keeps for another.
@@ -528,7 +536,12 @@ def memory(stage: Rehearsal, *, alone: bool = False, pass_size: PassSize | None 
 
 
 def _users_in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
-    """Return the bytes of models and of moments for ``share`` times as many users as the federation has."""
+    """Return the bytes of models and of optimiser moments of all users of a run, which are in memory.
+
+    Args:
+        stage: The rehearsal that is measured.
+        share: Number of users of the run, divided by that of the rehearsal's federation.
+    """
     clients = stage.federation.clients
     state = clients.state
     models = state.rows.nbytes + clients.initial.nbytes + clients.mask.untyped_storage().nbytes()
@@ -537,7 +550,12 @@ def _users_in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
 
 
 def _stored_users(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
-    """Return the bytes of models and of moments in memory while users are stored on disk."""
+    """Return the bytes of models and of optimiser moments in memory while users are stored on disk.
+
+    Args:
+        stage: The rehearsal that is measured.
+        pass_size: Number of users in a pass, which are in memory.
+    """
     clients = stage.federation.clients
     user, copies = user_bytes(clients.state, stage.store), clients.method.placement.copies
     rows = stage.trainers * copies
@@ -552,8 +570,12 @@ def _stored_users(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
 def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
     """Return the bytes of messages while all participants of a round upload, extrapolated from one user's upload.
 
-    With users on disk the participants' tensors are read for that. Downloads before an evaluation are made for fewer
-    users at once.
+    With users on disk, participants' tensors are read for that, and downloads before an evaluation, made for a limited
+    number of users at once, may need more.
+
+    Args:
+        stage: The rehearsal that is measured.
+        alone: Whether only one user's messages are on the machine.
     """
     clients = stage.federation.clients
     if not clients.shares:
@@ -571,24 +593,35 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
 
 
 def _server_bytes(federation: InProcess, share: float) -> int:
-    """Return the bytes of the server's state; per-user tensors count ``share`` times."""
+    """Return the bytes of the server's state.
+
+    Args:
+        federation: The rehearsal's federation.
+        share: Number of users of the run, divided by that of this federation; scales tensors with a row per user.
+    """
     server, rows = federation.server, federation.clients.method.server.by_user
     return int(sum(t.nbytes * (share if name in rows else 1) for name, t in server.kept.items()))
 
 
 def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> tuple[int, int]:
-    """Return the peak bytes of a cohort's step, and the bytes of its gradients.
+    """Return the peak bytes of a cohort's step or evaluation, whichever is larger, and the bytes of its gradients.
 
     Of several phases the one that trains the most tensors is measured: the others keep at most as many activations.
+    Results are cached.
+
+    Args:
+        stage: The rehearsal that is measured.
+        rows: Rows of the cohort.
+        pass_size: Numbers of users and sequences in a pass.
     """
     layout = stage.steps.model.layout
     if (rows, pass_size) not in stage.known:
         steps = stage.with_pass_size(pass_size)
         phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
-        peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
-        if not phases or steps.batch_source.scores_more:
-            peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))
-        stage.known[rows, pass_size] = peak
+        largest = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
+        if not phases or steps.batch_source.scores_more:  # an evaluation may read more at once than a step
+            largest = max(largest, (_evaluation_peak(stage, rows, steps), 0))
+        stage.known[rows, pass_size] = largest
     return stage.known[rows, pass_size]
 
 

@@ -55,10 +55,10 @@ _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = MappingProxyType({})) -> Recipe:
-    """Return the recipe with another method and that method's default settings.
+    """Return the recipe with another method and that method's default settings, to count its costs.
 
     All users take part in every round, as participation does not change one user's costs per round. Language models are
-    not compiled.
+    not compiled, as compilation takes long and changes no counts.
 
     Args:
         recipe: The recipe. Its own method keeps its settings.
@@ -75,10 +75,10 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
 def with_privacy(
     cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Participation, *, whole: Recipe | None = None
 ) -> MethodCost:
-    """Return the costs with a forecast of the privacy budget that a run spends.
+    """Return the costs with a forecast of the privacy budget that a run spends, and check the rounds' participants.
 
-    The forecast depends on how often users take part. Without privacy the costs are returned unchanged. Rounds are
-    checked against the recipe's aggregation rule in any case.
+    The forecast depends on how often users take part. Without privacy the costs are returned unchanged, but rounds are
+    still checked against the recipe's aggregation rule.
 
     Args:
         cost: Costs of a method.
@@ -104,7 +104,7 @@ def with_privacy(
     if protects_examples(recipe.privacy.mechanism):  # epsilon depends on users' numbers of examples: data is read
         read = (whole or recipe).with_changes({"training.participation": participation})
         mechanisms = build(read, prepare(read)).server.mechanisms
-    account = next((one.account for one in mechanisms if one.account is not None), None)
+    account = next((mechanism.account for mechanism in mechanisms if mechanism.account is not None), None)
     forecast = {} if account is None else account.forecast(planned_releases(plan, names))
     return replace(cost, privacy=forecast)
 
@@ -188,7 +188,7 @@ def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
 
 
 def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> PassSize | None:
-    """Return the largest smaller pass that fits into memory; None if none does.
+    """Return the largest pass below the current one that fits into memory; None if none does.
 
     Args:
         stage: The rehearsal that is measured.
@@ -202,10 +202,11 @@ def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> PassSize |
 
 
 def _halved_passes(now: PassSize) -> Iterator[PassSize]:
-    """Yield smaller sizes: halve the number of users until it is 1, then the number of sequences."""
-    while now.users * now.sequences > 1:
-        now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
-        yield now
+    """Yield ever smaller passes: halve the number of users until it is 1, then the number of sequences."""
+    size = now
+    while size.users * size.sequences > 1:
+        size = replace(size, users=size.users // 2) if size.users > 1 else replace(size, sequences=size.sequences // 2)
+        yield size
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Participation = 1.0) -> Plan:
@@ -255,7 +256,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
 def net_cost(
     recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Participation
 ) -> MethodCost:
-    """Return the costs of one method.
+    """Return the costs of one method of users with samples, including its memory.
 
     Args:
         recipe: The recipe, with the method.
@@ -275,7 +276,7 @@ def rehearse_nets(
     participation: Participation = ALL_USERS,
     all_names: Sequence[str] | None = None,
 ) -> Rehearsal:
-    """Build a federation of nets whose samples have no data.
+    """Return a rehearsal of a federation of nets, whose samples have shapes but no data.
 
     Args:
         recipe: The recipe.
@@ -303,11 +304,16 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
-    loads, known = dict[str, Load](), dict[Load, Load]()  # equal loads are one object, as there may be many users
+    loads, distinct = dict[str, Load](), dict[Load, Load]()  # equal loads are one object, as there may be many users
     for name, user in users:
-        sizes, swept = clients.batch_source.batch_sizes(user)
-        load = Load(sizes=sizes, epochs=clients.plan.training.local_epochs, sweeps=len(swept), swept=sum(swept))
-        loads[name] = known.setdefault(load, load)
+        epoch_sizes, sweep_sizes = clients.batch_source.batch_sizes(user)
+        load = Load(
+            sizes=epoch_sizes,
+            epochs=clients.plan.training.local_epochs,
+            sweeps=len(sweep_sizes),
+            swept=sum(sweep_sizes),
+        )
+        loads[name] = distinct.setdefault(load, load)
     return loads
 
 
@@ -321,8 +327,10 @@ def data_bytes(population: Population, dtype: torch.dtype) -> int:
         one_user = data_bytes(replace(population, users=users.select([0])), dtype)
         return int(one_user * users.sizes.sum() / users.sizes[0].sum())
     for part in (user.split(split) for user in users for split in SPLITS):
-        total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
-        total += part.targets.numel() * (dtype if part.targets.is_floating_point() else part.targets.dtype).itemsize
+        # Copies for batches have the model's dtype, but labels keep theirs.
+        target_dtype = dtype if part.targets.is_floating_point() else part.targets.dtype
+        total += part.inputs.nbytes + part.inputs.numel() * dtype.itemsize
+        total += part.targets.nbytes + part.targets.numel() * target_dtype.itemsize
     return total
 
 
@@ -387,9 +395,18 @@ def plan(
 
 
 def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
-    """Refuse a base that a program handed over, and handed-over data without a number of users.
+    """Refuse objects that a program passed to a run and that ``comingle cost`` does not have.
 
-    Costs of a base that is given by name need no more than the number of users.
+    A base that was passed is refused. Data that was passed is not needed if the number of users is given.
+
+    Args:
+        recipe: The recipe of the run.
+        users: The number of users given on the command line, if any.
+
+    Raises:
+        BaseModelError: The base was passed.
+        RecipeError: A loss function was passed, which language models do not use.
+        DataError: The data was passed, and there is no number of users.
     """
     NOTHING.check_base(recipe)
     if recipe.data.given and users is None:
@@ -397,14 +414,18 @@ def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
 
 
 def _check_num_users(recipe: Recipe, users: int | None) -> None:
-    """Refuse a number of users with example-level privacy: epsilon depends on the users' numbers of examples."""
+    """Refuse a given number of users with example-level privacy, as epsilon depends on each user's number of examples.
+
+    Raises:
+        RecipeError: The number is given, and the recipe's privacy is per example.
+    """
     if users is not None and recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
         reason = "with privacy.mechanism: example, users' data is read, because epsilon depends on each user's examples"
         raise RecipeError(f"--users: got {users}; {reason}; leave it out")
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
-    """Return the users' names, if possible without reading text.
+    """Return the users' names, if possible without reading text; "user 1" and so on for a given number of users.
 
     Raises:
         DataError: Users are groups of rows in a file that cannot be read.
@@ -431,20 +452,20 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
     placement = method.placement
-    alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
+    are_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     numbers = range(len(names)) if here is None else here
-    if alike and not placement.pooled:
+    if are_alike and not placement.pooled:
         numbers = numbers[: pass_size(plan, base.device, plan.training.batch_size).users]
     user_data = [_user_without_text(names[number]) for number in numbers]
     trainers = [_user_without_text("everyone")] if placement.pooled else user_data
     if placement.mixture is not None and not placement.mixture.trains_independently:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
-        unlike = not alike and not placement.pooled  # then all users have their own sizes
-        num_users = len(names) if unlike else len(trainers)
+        differ = not are_alike and not placement.pooled  # the widths of adapters then depend on all users
+        num_users = len(names) if differ else len(trainers)
         tokens = num_users * plan.iterations * plan.training.batch_size * plan.training.context
         model = adapt_base(recipe, base, method, num_users, tokens)
-        model = model.only(numbers) if unlike else model
+        model = model.only(numbers) if differ else model
     batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(user_data)))
     return federate(Clients(model, plan, trainers=trainers, users=user_data, batch_source=batch_source, reads=False))
 
@@ -458,7 +479,7 @@ def _user_without_text(name: str) -> UserData:
 def method_cost(
     recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = ALL_USERS
 ) -> MethodCost:
-    """Return the costs of one method of a language model.
+    """Return the costs of one method of a language model, including its memory.
 
     Args:
         recipe: The recipe, with the method.
@@ -483,7 +504,7 @@ def rehearse_text(
     participation: Participation = ALL_USERS,
     here: Sequence[int] | None = None,
 ) -> Rehearsal:
-    """Build a federation of a language model whose users have no text.
+    """Return a rehearsal of a language model's federation, whose users have no text and whose base has no weights.
 
     Args:
         recipe: The recipe.
@@ -527,7 +548,14 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
 
 
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
-    """Return Table 3 of the paper for this base and these adapters: CoMiGS-1G1S and FedAvg for a user of full rank."""
+    """Return Table 3 of the CoMiGS paper for this base and these adapters.
+
+    It compares CoMiGS-1G1S with FedAvg, for one user with the largest rank of the recipe.
+
+    Args:
+        recipe: The recipe; its method is replaced.
+        base: The base; weights are not needed.
+    """
     recipe, rank = without_sums(recipe), recipe.adapters.rank
     uniform = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
     accounts, parameters = [], []
@@ -570,13 +598,13 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
     stage = _rehearse(with_method(recipe, recipe.method.name), run_data, recipe.training.participation)
     device = stage.steps.model.device
     # `machine.total_bytes` includes base, data and process, which are in memory already.
-    loaded = stage.weights_bytes + stage.process_bytes + stage.data_bytes
-    free = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded
+    loaded_bytes = stage.weights_bytes + stage.process_bytes + stage.data_bytes
+    usable_bytes = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded_bytes
     machine, chosen = memory(stage), stage.steps.pass_size
-    if machine.total_bytes > free:
-        smaller = smaller_pass(stage, machine, free)
+    if machine.total_bytes > usable_bytes:
+        smaller = smaller_pass(stage, machine, usable_bytes)
         if smaller is None:
-            needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free on {device}"
+            needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, but {usable_bytes / 1e9:,.2f} GB are free on {device}"
             raise RecipeError(f"runtime.users_per_step: auto: {needs}; {NONE_FITS}")
         chosen = smaller
     logger.info("users_per_step: auto: %d users with %d sequences or samples each", chosen.users, chosen.sequences)

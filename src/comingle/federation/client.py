@@ -125,10 +125,11 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
         task: The task.
         message: The other users' encrypted shares.
     """
-    session, done = _current_session(store, task), task.round + 1
-    sealed = read_sealed(message, task.user, done)
-    whole = as_words(store.clients.upload([0], done, {}).tensors[VECTOR][0])
-    return masked_message(task.user, done, session.mask(sealed, whole))
+    session, round_number = _current_session(store, task), task.round + 1
+    sealed = read_sealed(message, task.user, round_number)
+    upload = store.clients.upload([0], round_number, {})
+    unmasked = as_words(upload.tensors[VECTOR][0])
+    return masked_message(task.user, round_number, session.mask(sealed, unmasked))
 
 
 def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
@@ -157,6 +158,11 @@ def _current_session(store: ClientStore, task: Task) -> Session:
 
 
 def _terms(store: ClientStore, task: Task) -> Terms:
+    """Return the terms of a round's sum as this client derives them from the recipe, not from the server.
+
+    Raises:
+        MessageError: The federation uses no secure aggregation.
+    """
     clients = store.clients
     if clients.plan.sums is None:
         raise MessageError("task: got a step of secure aggregation, which this federation does not use")
@@ -229,7 +235,14 @@ def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
 
 
 def known_public(folder: Path) -> Public | None:
-    """Return the public part of a run's federation; None if the user has not joined it before."""
+    """Return the stored public part of a run's federation; None if the user has not joined it before.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        RunError: The file is damaged.
+    """
     path = folder / PUBLIC
     if not path.exists():
         return None
@@ -259,7 +272,14 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
 
 def _check_base_name(name: str) -> None:
-    """Refuse names of local files, so that a server cannot find out which ones exist."""
+    """Check that the base that the server names is a public model or a net.
+
+    Names of local files are refused, so that a server cannot find out which ones exist.
+
+    Raises:
+        MessageError: The name is a local path.
+        BaseModelError: The name is both a public model and a local folder.
+    """
     if name.startswith(NETS):
         return
     if not is_public(name):
@@ -274,6 +294,11 @@ def _check_base_name(name: str) -> None:
 
 
 def _check_expected(own: Own, public: Public) -> None:
+    """Check that the digests of recipe and base are those that the user's file requires, if it does.
+
+    Raises:
+        MessageError: A digest differs.
+    """
     actual: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
     for what, wanted in own.expects.items():
         if actual[what] != wanted:
@@ -296,13 +321,22 @@ def _check_base(public: Public, read: RunData) -> None:
 
 
 def _check_settings(own: Own, public: Public, read: RunData) -> None:
-    """Check that networks of server and user have the same shapes and labels."""
-    own_value = read.kind.settings(read)
+    """Check that networks of server and user have the same shapes and labels.
+
+    Args:
+        own: The user's settings.
+        public: Public part of the federation, with the server's shapes and labels.
+        read: The user's data, from which its own shapes and labels follow.
+
+    Raises:
+        MessageError: A value differs.
+    """
+    own_settings = read.kind.settings(read)
     for key, value in public.settings.items():
-        if key == "classes" and isinstance(value, int) and own_value.get(key, value) <= value:
+        if key == "classes" and isinstance(value, int) and own_settings.get(key, value) <= value:
             continue  # The user's data may lack some classes.
-        if json.dumps(own_value.get(key, value)) != json.dumps(value):
-            raise MessageError(f"user {own.name!r}: {key}: got {own_value[key]} from the data; allowed: {value}")
+        if json.dumps(own_settings.get(key, value)) != json.dumps(value):
+            raise MessageError(f"user {own.name!r}: {key}: got {own_settings[key]} from the data; allowed: {value}")
 
 
 logger = logging.getLogger("comingle")
@@ -344,6 +378,9 @@ class Client:
     def handle(self, data: bytes) -> bytes:
         """Return the answer to a task; if the task fails, the answer has the reason.
 
+        Reasons are also shown to the user. ``refuse`` is called if the user cannot join with its data and settings. It
+        is not called after an error that may pass, such as a full disk.
+
         Raises:
             MessageError: The bytes are no task, or one of another user.
         """
@@ -368,7 +405,10 @@ class Client:
     # ---------------------------------------------------------------- which task
 
     def _join(self, task: Task) -> Answer:
-        """Open the federation of a join task, and report what this client has.
+        """Open the federation of a join task, and report what the server needs to know of this client.
+
+        These are the unit of its data, its local steps per round, the last task that it has carried out ("done"), the
+        earliest task to which it can revert ("back"), and, as far as ``tells`` allows, amounts of data.
 
         Raises:
             MessageError: The federation does not suit this user, or has changed since the user joined.
@@ -456,7 +496,7 @@ class TaskRunner:
 
     def __init__(self, store: ClientStore, own: Own, task: Task):
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
-        self.tells = store.tells(own)
+        self.user_reports = store.tells(own)  # all, scores, losses or nothing
         self.reported: dict[str, Any] = {}
         self.sent: list[bytes] = []
         self.received = list(task.messages)
@@ -473,7 +513,7 @@ class TaskRunner:
         started = time.perf_counter()
         for step in self.task.todo:
             self.STEPS[step](self)
-        if self.tells in SCORES:
+        if self.user_reports in SCORES:
             self.reported["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(
@@ -487,12 +527,21 @@ class TaskRunner:
         return message
 
     def _receive(self) -> None:
-        download, clients, name, users = self._next(), self.clients, self.own.name, self.store.public.users
-        rounds, rank = clients.plan.training.rounds, int(clients.model.ranks.max())
-        check_download(download, clients.model.layout, clients.method, user=name, users=users, rounds=rounds, rank=rank)
+        """Check the next message, a download, and copy its tensors into the user's model."""
+        download, clients = self._next(), self.clients
+        check_download(
+            download,
+            clients.model.layout,
+            clients.method,
+            user=self.own.name,
+            users=self.store.public.users,
+            rounds=clients.plan.training.rounds,
+            rank=int(clients.model.ranks.max()),
+        )
         clients.receive(download)
 
     def _hear(self) -> None:
+        """Keep the current model as the best one, if the next message says that its validation loss is the lowest."""
         verdict = self._next()
         check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.plan.training.rounds)
         self.clients.receive_verdict(verdict)
@@ -500,10 +549,14 @@ class TaskRunner:
     def _train(self) -> None:
         """Take the local steps of a round, unless the user's privacy budget is spent.
 
-        After a divergence the state before the round is restored. ``reported["left_out"]`` then says why the user is
-        left out of this round; no later step uploads anything.
+        ``reported["left_out"]`` says why the user is left out of this round, if it is: the budget is spent, the loss
+        has diverged, or its work was rejected. Then no later step uploads anything. After a divergence the state before
+        the round is restored.
+
+        Reports tokens and seconds if the user reports scores. Reports the training loss unless the user reports
+        nothing; never with privacy, as the loss would reveal data without noise.
         """
-        if why := self.store.note_steps(self.task.round):
+        if why := self.store.charge_steps(self.task.round):
             self.reported["left_out"] = why
             return
         try:
@@ -512,11 +565,11 @@ class TaskRunner:
             self._restore_before_training()
             self.reported["left_out"] = str(error)
             return
-        if self.tells in SCORES:
+        if self.user_reports in SCORES:
             self.reported |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.reported["left_out"] = work.rejected[0]
-        elif self.tells != "nothing" and self.clients.plan.privacy is None:
+        elif self.user_reports != "nothing" and self.clients.plan.privacy is None:
             self.reported["train_loss"] = work.losses[0]
 
     def _restore_before_training(self) -> None:
@@ -540,13 +593,13 @@ class TaskRunner:
             return
         report = {} if (loss := self.reported.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
         data = pack(self.clients.upload([0], self.task.round + 1, report))
-        if why := self.store.note_release(data):
+        if why := self.store.charge_upload(data):
             self.reported["left_out"] = why
         else:
             self.sent.append(data)
 
     def _secure_sum(self, step: str) -> None:
-        """Carry out a step of a secure sum."""
+        """Carry out a step of a secure sum and send its message, unless the user is left out of this round."""
         if "left_out" not in self.reported:
             message = None if step == "advertise" else unpack(self.received.pop(0))
             self.sent.append(pack(SUM_STEPS[step](self.store, self.task, message)))
@@ -555,7 +608,11 @@ class TaskRunner:
         finish(self.clients)
 
     def _evaluate(self) -> None:
-        """Score the model on the user's own test data, and report as much as the user's ``tells`` allows."""
+        """Score the model on the user's own test data, and report as much as the user's ``tells`` allows.
+
+        The validation loss is sent if it is needed to select the best round. A method may fine-tune the model for the
+        evaluation only.
+        """
         clients, done = self.clients, self.task.about.get("done")
         settle(clients)
         with finetuned(clients, done):
@@ -563,9 +620,10 @@ class TaskRunner:
         if losses and done is not None:
             self.sent.append(pack(validation_report(losses, done)))
         self.reported |= {"measure": measure_of(scores), "evaluated": True}
-        if self.tells in SCORES and all(map(math.isfinite, measured(scores[0]).values())):
-            self.reported |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
-        if self.tells == "all":
+        own_scores = measured(scores[0])
+        if self.user_reports in SCORES and all(map(math.isfinite, own_scores.values())):
+            self.reported |= {"score": own_scores, "metrics": users_metrics(clients, scores)[self.own.name]}
+        if self.user_reports == "all":
             self.reported |= users_routing(clients, scores)[self.own.name]
 
     def _choose(self) -> None:
@@ -589,10 +647,10 @@ class TaskRunner:
 
 
 def upload_notice(store: ClientStore) -> str:
-    """Return one line that lists what leaves this user's machine in a round."""
+    """Return one line for the user: which tensors leave this machine in a round, and what stays here."""
     clients, method = store.clients, store.clients.method
-    local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
-    stays = f"; {', '.join(local)}, text and optimiser state stay" if local else "; text and optimiser state stay"
+    local_roles = sorted(clients.model.layout.roles & method.client.trained - method.shared)
+    stays = f"; {', '.join([*local_roles, 'text and optimiser state'])} stay"
     if not clients.shares:
         return f"user {clients.users[0].name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
     shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))

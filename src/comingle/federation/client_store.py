@@ -80,7 +80,7 @@ class Sessions:
         return session
 
     def end(self) -> None:
-        """Delete all secrets."""
+        """Delete the secrets of the current sum; the number of the last unmasked round is kept."""
         if self._path.exists():
             write_text(self._path, json.dumps({**self._read(), "session": None}), private=True)
 
@@ -105,11 +105,17 @@ class Sessions:
             ) from None
 
     def _save(self, record: Record) -> None:
-        """Write the record; called before any of it is sent."""
-        known_round = self._read()["unmasked"]
+        """Write the record of the current sum, before a message that depends on it is sent.
+
+        Once the user helps to unmask a round, its number is recorded, as no other sum of that round may be unmasked.
+
+        Args:
+            record: Terms, secrets and completed steps of the sum.
+        """
+        last_unmasked = self._read()["unmasked"]
         unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
         with convert_disk_errors(self.folder):
-            text = json.dumps({"unmasked": max(known_round, unmasked), "session": record})
+            text = json.dumps({"unmasked": max(last_unmasked, unmasked), "session": record})
             write_text(self._path, text, private=True)
 
 
@@ -158,7 +164,12 @@ class ClientStore:
         return KEPT if self.clients.plan.sums is None else KEPT_OF_SUMS
 
     def stored_answer(self, serial: int, task: bytes) -> bytes | None:
-        """Return the stored answer to a task; None if this task was not carried out."""
+        """Return the stored answer to a task; None if this task was not carried out, or its answer is damaged.
+
+        Args:
+            serial: Number of the task.
+            task: The task's bytes. Another task with the same number has another answer.
+        """
         if serial > self.serial:
             return None
         path = self._answer_file(serial, task)
@@ -167,8 +178,8 @@ class ClientStore:
 
     def revertible_tasks(self) -> list[int]:
         """Return the tasks after which the state is still stored; 0 is the state before the first one."""
-        known = [_number(folder) for folder in list_checkpoints(self.folder)]
-        return [number for number in (0, *known) if 0 <= self.serial - number <= self.num_revertible] or [self.serial]
+        stored = [0, *(_number(folder) for folder in list_checkpoints(self.folder))]
+        return [number for number in stored if 0 <= self.serial - number <= self.num_revertible] or [self.serial]
 
     def revert_to(self, serial: int) -> None:
         """Restore the state after a task and discard later ones.
@@ -212,8 +223,9 @@ class ClientStore:
         for path in (self.folder / "answers").glob("*.bin"):
             number = int(path.name.partition("-")[0])
             # Another answer with this number is from a process that was killed before it stored the state.
-            left = number == serial and path != self._answer_file(serial, task)
-            if left or not serial - self.num_revertible < number <= serial:
+            is_leftover = number == serial and path != self._answer_file(serial, task)
+            is_kept = serial - self.num_revertible < number <= serial
+            if is_leftover or not is_kept:
                 path.unlink()
 
     def remove_drafts(self) -> None:
@@ -249,10 +261,13 @@ class ClientStore:
         """Return how much the user reports: as its own file says; by default scores, or nothing with privacy."""
         return own.tells or ("scores" if self.clients.plan.privacy is None else "nothing")
 
-    def note_release(self, data: bytes) -> str:
-        """Charge an upload with the user's own noise to the privacy budget, before it is sent.
+    def charge_upload(self, data: bytes) -> str:
+        """Charge an upload to the privacy budget before it is sent, if the user has added noise to it.
 
         The same upload again costs nothing. A different one for the same task does, even if the task is reverted.
+
+        Args:
+            data: The packed upload.
 
         Returns:
             Why the upload may not be sent; an empty string if it may.
@@ -261,12 +276,15 @@ class ClientStore:
         if privacy is None or privacy.noise_at != "upload":
             return ""
         release = hashlib.sha256(data).hexdigest()
-        accounts = (one.account for one in self.clients.mechanisms)
-        notes = (self._charge(release, account.own_epsilon) for account in accounts if account is not None)
-        return next(filter(None, notes), "")
+        for mechanism in self.clients.mechanisms:
+            if mechanism.account is not None and (why := self._charge(release, mechanism.account.own_epsilon)):
+                return why
+        return ""
 
-    def note_steps(self, number: int) -> str:
-        """Charge a round's local steps to the privacy budget, before they are taken, if they protect single examples.
+    def charge_steps(self, number: int) -> str:
+        """Charge a round's local steps to the privacy budget before they are taken, if the privacy is per example.
+
+        A round that is repeated from the same state is charged once.
 
         Args:
             number: The round, from 0.
@@ -279,23 +297,23 @@ class ClientStore:
             return ""
         work, account = private.work(clients.batch_source, 0), private.mechanism.account
         assert account is not None
-        begins = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
-        named = hashlib.sha256(begins.encode()).hexdigest()
-        return self._charge(named, lambda rounds: account.own_epsilon(rounds, work))
+        start = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
+        release = hashlib.sha256(start.encode()).hexdigest()
+        return self._charge(release, lambda rounds: account.own_epsilon(rounds, work))
 
     def _charge(self, release: str, epsilon: Callable[[int], float]) -> str:
         """Add a release to the ledger if the budget allows; a release that is in it already costs nothing.
 
         Args:
-            release: Digest that identifies the release.
-            epsilon: Returns epsilon of a number of releases.
+            release: Digest that identifies the release: an upload, or a round of local steps.
+            epsilon: Returns the epsilon that a number of releases spends.
 
         Returns:
             Why the budget does not allow it; an empty string if it does.
         """
         path = self.folder / LEDGER
-        known = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
-        releases = sorted({*known, release})
+        earlier = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
+        releases = sorted({*earlier, release})
         privacy = self.clients.plan.privacy
         assert privacy is not None
         spent, budget = epsilon(len(releases)), privacy.epsilon
@@ -374,7 +392,12 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
 
 
 def _fill(clients: Clients, of_population: Clients) -> None:
-    """Copy one user's state from a client group that is padded to the ranks and experts of all users."""
+    """Copy one user's state from a client group that is padded to the ranks and experts of all users.
+
+    Args:
+        clients: The client group of the user alone, whose state is overwritten.
+        of_population: The client group that trained the user.
+    """
     wide, own = of_population.model.layout, clients.model.layout
     for target, padded in zip(_matrices(clients.state), _matrices(of_population.state), strict=True):
         if target.shape[1]:  # An optimiser may have no moments.
@@ -388,8 +411,9 @@ def _fill(clients: Clients, of_population: Clients) -> None:
 
 
 def _matrices(state: State) -> tuple[Tensor, ...]:
-    left = (state.kept[GRADIENTS],) if GRADIENTS in state.kept else ()
-    return state.rows, state.first, state.second, *left
+    """Return the tensors of a state that have a column for each entry of a user's model."""
+    gradients = (state.kept[GRADIENTS],) if GRADIENTS in state.kept else ()
+    return state.rows, state.first, state.second, *gradients
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -57,7 +57,11 @@ class Own(Section):
         return name
 
     def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
-        """Return the section ``data`` of the user's own recipe, with the options of the public one."""
+        """Return the section ``data`` of the user's own recipe: its own source, with the options of the federation.
+
+        Args:
+            public: The section ``data`` of the federation's recipe, which has no sources.
+        """
         options = {key: value for key, value in public.items() if key != "given"}
         if isinstance(self.data, dict) and "dataset" in self.data:
             return {**options, "dataset": {**self.data["dataset"], "users": [self.name]}}
@@ -81,15 +85,22 @@ class Participant(Own):
 def load_participant(path: Path, **changes: Any) -> Participant:
     """Read a client's file; values of ``changes`` that are not None replace those of the file.
 
+    Relative paths are made absolute; they are relative to the file.
+
     Raises:
         RecipeError: The file does not exist, or a value is wrong.
     """
     content = read_mapping(path) | {key: value for key, value in changes.items() if value is not None}
     folder = path.parent
-    read = parse_section(Participant, content, str(path))
-    near = {key: _beside(folder, value) for key in ("state", "certificates", "key") if (value := getattr(read, key))}
-    base = str((folder / read.base).resolve()) if read.base and (folder / read.base).exists() else read.base
-    return read.model_copy(update={**near, "base": base, "data": _anchored(folder, read.data)})
+    participant = parse_section(Participant, content, str(path))
+    base = participant.base
+    if base and (folder / base).exists():  # otherwise it is a name on the hub
+        base = str((folder / base).resolve())
+    updates = {"base": base, "data": _anchored(folder, participant.data)}
+    for key in ("state", "certificates", "key"):
+        if value := getattr(participant, key):
+            updates[key] = _beside(folder, value)
+    return participant.model_copy(update=updates)
 
 
 def save_participant(path: Path, participant: Participant) -> None:
@@ -114,7 +125,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_section(kind: type[Model], content: Any, where: str) -> Model:
-    """Return an object of a pydantic class.
+    """Return an object of a pydantic class, with the first mistake as a one-line error.
 
     Args:
         kind: The class.
@@ -133,14 +144,23 @@ def parse_section(kind: type[Model], content: Any, where: str) -> Model:
 
 
 def _anchored(folder: Path, data: Any) -> Any:
-    """Make paths relative to the file absolute; leave URLs and names on a hub unchanged."""
+    """Return a user's source of data with existing paths made absolute; URLs and names on a hub stay unchanged.
+
+    Args:
+        folder: Folder of the client's file, to which paths are relative.
+        data: A path or name, a mapping with one for each split, or a mapping with ``dataset``.
+    """
     if isinstance(data, str):
         return _existing(folder, data)
-    if isinstance(data, Mapping):
-        inner = data.get("dataset")
-        found = {key: _existing(folder, data[key]) for key in PATHS if isinstance(data.get(key), str)}
-        return {**data, **found, **({"dataset": _anchored(folder, inner)} if isinstance(inner, Mapping) else {})}
-    return data
+    if not isinstance(data, Mapping):
+        return data
+    anchored = dict(data)
+    for key in PATHS:
+        if isinstance(data.get(key), str):
+            anchored[key] = _existing(folder, data[key])
+    if isinstance(data.get("dataset"), Mapping):
+        anchored["dataset"] = _anchored(folder, data["dataset"])
+    return anchored
 
 
 def _existing(folder: Path, source: str) -> str:
@@ -187,7 +207,15 @@ def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapp
 
 
 def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
-    """Return the participant of an earlier command with this name, or a new one from the options."""
+    """Return the participant of an earlier command with this name, or a new one from the options.
+
+    Args:
+        name: Name of the user, also that of the folder below the current one in which its file is.
+        options: Values that replace those of the file; None where there is none.
+
+    Raises:
+        RecipeError: There is no file, and the options have no data.
+    """
     file = Path(as_folder(name)) / FILE
     if file.exists():
         return load_participant(file, **{**options, "name": name})
