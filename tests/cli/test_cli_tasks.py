@@ -18,7 +18,7 @@ from comingle.data.populations import as_users
 from comingle.data.samples.samples import Samples
 from comingle.models.floral.layers import CONV_FORMS
 from comingle.runs import api
-from comingle.runs.session import default_method_note, get_ready, prepare, warn_unread
+from comingle.runs.session import check_and_set_up, default_method_note, prepare, warn_unread
 from comingle.utils.errors import ComingleError, RecipeError
 from comingle_papers.tasks.kind import KIND as TASKS
 
@@ -174,7 +174,7 @@ def test_a_default_method_is_named_as_the_default(task_file: Path, recipe_file: 
         return parse_recipe(content)
 
     with pytest.raises(RecipeError, match=r"method comigs-1g1s: trains no part of a net.*the default.*method: fedavg$"):
-        get_ready(without_method(task_file))
+        check_and_set_up(without_method(task_file))
     note = default_method_note(without_method(recipe_file))
     assert note == "method comigs-1g1s: the default, as the recipe has no method"
     for chosen in (load_recipe(recipe_file), without_method(recipe_file).with_changes({"method": "comigs-1g1s"})):
@@ -218,7 +218,7 @@ def test_settings_of_other_methods_and_optimisers_are_said(
     changes: dict[str, Any], said: str, recipe_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = load_recipe(recipe_file).with_changes(changes)
-    warn_unread(recipe, get_ready(recipe))
+    warn_unread(recipe, check_and_set_up(recipe))
     assert len(caplog.messages) == bool(said)
     assert re.fullmatch(said, "".join(caplog.messages))
 
@@ -227,7 +227,7 @@ def test_settings_of_other_methods_and_optimisers_are_said(
 def test_a_column_of_splits_that_is_not_read_is_said(given: bool, caplog: pytest.LogCaptureFixture) -> None:
     data = {"dataset": {"path": "rows.jsonl", "user": "user", "split": "part"}, "split": {"given": given}}
     recipe = parse_recipe({"data": data, "method": "fedavg"})
-    warn_unread(recipe, get_ready(recipe))
+    warn_unread(recipe, check_and_set_up(recipe))
     assert [line.rpartition(": ")[2] for line in caplog.messages] == ([] if given else ["data.dataset.split"])
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from comingle.config import Recipe, parse_recipe
 from comingle.runs.results import Run
-from comingle.runs.session import build, execute, get_ready
+from comingle.runs.session import build, check_and_set_up, execute
 from comingle.training.kinds.base import DataRequest, RunData, kind_of
 
 
@@ -31,7 +31,7 @@ def adopted(
     recipe: Recipe, users: Mapping[str, Any], net: Callable[..., nn.Module] | None = None, loss: Any = None
 ) -> RunData:
     """What the users have, as it is handed over."""
-    get_ready(recipe)
+    check_and_set_up(recipe)
 
     def no_base() -> Any:
         raise AssertionError("samples need no language model")

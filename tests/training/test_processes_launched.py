@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.runs.distributed import _check_alike, check_device, spans
+from comingle.runs.distributed import _check_alike, select_gpu, spans
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place, should_print_errors
 from comingle.utils.errors import RecipeError, RunError
@@ -74,7 +74,7 @@ def test_each_process_needs_a_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     recipe = parse_recipe({"data": {"users": {"ann": "x.txt"}}, "runtime": {"device": device}})
     with pytest.raises(RecipeError, match=message):
-        check_device(recipe, Place(rank=1, size=2, local_rank=1, local_size=2))
+        select_gpu(recipe, Place(rank=1, size=2, local_rank=1, local_size=2))
 
 
 def test_each_process_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_each_process_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     place = Place(rank=3, size=4, local_rank=1, local_size=2)
     for device in ("auto", "cpu"):
-        check_device(parse_recipe({"data": {"users": {"ann": "x.txt"}}, "runtime": {"device": device}}), place)
+        select_gpu(parse_recipe({"data": {"users": {"ann": "x.txt"}}, "runtime": {"device": device}}), place)
     assert taken == [1]
 
 

@@ -32,7 +32,7 @@ from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.runs.progress import LOADING, reporting
-from comingle.runs.session import default_method_note, get_ready, prepare, run_in, warn_unread
+from comingle.runs.session import check_and_set_up, default_method_note, prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
 from comingle.training.kinds.base import NETS, RunData
@@ -235,7 +235,7 @@ def train_here(
                 with reporter.waiting(LOADING):
                     # A resumed run keeps the date of its start, which templates of conversations may contain.
                     given = Given(date=recorded_date(folder) if resume else "")
-                    method = in_each_process(lambda: get_ready(recipe))
+                    method = in_each_process(lambda: check_and_set_up(recipe))
                     if ranks is None:
                         run_data = prepare(recipe, given=given, method=method)
                     else:

@@ -23,9 +23,9 @@ from comingle.runs.progress import LOADING, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import (
     build,
+    check_and_set_up,
     default_method_note,
     describe,
-    get_ready,
     method_of,
     prepare,
     run_in,
@@ -274,7 +274,7 @@ def load(
     given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
-        inputs, made = read_inputs(folder), get_ready(recipe)
+        inputs, made = read_inputs(folder), check_and_set_up(recipe)
         run_data = reopen(folder, recipe, inputs, made, given)
         with own_errors(made):
             federation = build(recipe, run_data, method=made)

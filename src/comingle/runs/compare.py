@@ -279,24 +279,25 @@ def compare_runs(
     """
     among = among or recipes
     # If one method needs validation data, users without it are skipped for all methods, which are then comparable.
-    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
+    validates = any(make(run.method.name, **run.method.settings).client.needs_validation for run in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
     recipes = as_compared(recipes, folders, resume=resume)
     resumed = check_folders(recipes, folders, resume=resume, force=force)
-    begun = next((folders[key] for key in recipes if resumed.get(key)), None)
-    if begun is not None:  # chat templates may write the date
-        given = replace(given, date=recorded_date(begun))
+    started_folder = next((folders[key] for key in recipes if resumed.get(key)), None)
+    if started_folder is not None:  # chat templates may write the date, which must be that of the first start
+        given = replace(given, date=recorded_date(started_folder))
     run_data: RunData | None = None
     last_seed = None
     users_of_seeds: dict[str, list[str]] = {}
-    for key, one in recipes.items():
+    for key, recipe in recipes.items():
         method, seed = key
         if run_data is None or seed != last_seed:
             is_first = run_data is None
             base = run_data.base if run_data else None
             with reporter.waiting(LOADING):
-                run_data, last_seed = prepare(one, base=base, validates=validates, given=given), seed
-            if len({s for _, s in recipes}) > 1 and getattr(one.data, "on_small_user", "") == "skip":
+                run_data, last_seed = prepare(recipe, base=base, validates=validates, given=given), seed
+            # Seeds may split the data so that other users have too little of it and are skipped.
+            if len({s for _, s in recipes}) > 1 and getattr(recipe.data, "on_small_user", "") == "skip":
                 users_of_seeds[f"seed {seed}"] = sorted(run_data.users.names)
                 require_same_users(list(users_of_seeds.items()))
             if is_first:
@@ -308,7 +309,7 @@ def compare_runs(
 
         run_folder, resumes = folders.get(key), resumed.get(key, False)
         try:
-            result = run_in(run_folder, one, run_data, resume=resumes, force=force, observers=make_observers)
+            result = run_in(run_folder, recipe, run_data, resume=resumes, force=force, observers=make_observers)
         except ComingleError as error:
             result = error
         yield key, result

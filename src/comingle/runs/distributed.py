@@ -79,15 +79,15 @@ def read_shared(
         ComingleError: As :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
     """
     if not ranks.leads:
-        _RANK_HANDLER.install()
-    ranks.each(lambda: check_device(recipe, ranks.place))
+        _RANK_HANDLER.install()  # else each process would log what process 0 logs
+    ranks.each(lambda: select_gpu(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
     all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
-    users_per_step = recipe.runtime.users_per_step
+    users_per_step = recipe.runtime.users_per_step  # a number, or `auto`
     cohort_size = users_per_step if isinstance(users_per_step, int) else 1
-    here = ranks.each(lambda: spans(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
-    return keep_users(all_data, here)
+    user_numbers = ranks.each(lambda: spans(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
+    return keep_users(all_data, user_numbers)
 
 
 def spans(users: int, processes: int, cohort_size: int) -> list[range]:
@@ -275,7 +275,7 @@ def _check_alike(federation: Sharded) -> None:
     ranks.share(check)  # only process 0 has gathered them; its error is raised in all processes
 
 
-def check_device(recipe: Recipe, place: Place) -> None:
+def select_gpu(recipe: Recipe, place: Place) -> None:
     """Select a different GPU for each process, if the recipe uses GPUs.
 
     Raises:

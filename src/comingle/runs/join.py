@@ -258,13 +258,14 @@ def join_run(
     Raises:
         ComingleError: The data is of another kind or too little, or the folder exists.
     """
-    with drafted(folder, new_user.recipe, run.folder, force=force) as draft:
-        joined = _train_newcomer(run, new_user, draft, reporter, given=given)
-        if folder is None or draft is None:
+    # A newcomer's run cannot be resumed, so it is written to a temporary folder until it has ended.
+    with drafted(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
+        joined = _train_newcomer(run, new_user, temporary_folder, reporter, given=given)
+        if folder is None or temporary_folder is None:
             return joined
-        check_folder(folder, new_user.recipe, resume=None, force=force)
+        check_folder(folder, new_user.recipe, resume=None, force=force)  # it may have been created meanwhile
         shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
+        temporary_folder.rename(folder)
     return replace(joined, run=replace(joined.run, folder=folder))
 
 

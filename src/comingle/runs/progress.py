@@ -160,11 +160,11 @@ class RunProgress:
 
     @property
     def left(self) -> str:
-        """Estimated time left, from the steps so far; empty if there are none."""
-        done, rest = self.done - self.started_at, self.total - self.done
-        if self.started_at < 0 or done <= 0 or not rest:
+        """Estimated time left at the speed so far, such as " · about 3 h left"; empty before the first step."""
+        steps_taken, steps_left = self.done - self.started_at, self.total - self.done
+        if self.started_at < 0 or steps_taken <= 0 or not steps_left:
             return ""
-        return f" · about {format_duration(self.seconds * rest / done)} left"
+        return f" · about {format_duration(self.seconds * steps_left / steps_taken)} left"
 
     @property
     def place(self) -> str:

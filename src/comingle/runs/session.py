@@ -161,14 +161,14 @@ def prepare(
         base: The base model, if it is loaded already.
         validates: Whether users need validation data to have enough; None: the method decides.
         given: Objects that a program passes instead of names and paths in the recipe.
-        method: The result of :func:`get_ready` for the recipe; None: it is called now.
+        method: The result of :func:`check_and_set_up` for the recipe; None: it is called now.
 
     Raises:
         RecipeError: The method is unknown, or not for such users, or a setting has no effect; raised before loading.
         BaseModelError: The base cannot be used.
         DataError: A user's data cannot be used.
     """
-    method = get_ready(recipe) if method is None else method
+    method = check_and_set_up(recipe) if method is None else method
     if validates is None:
         validates = method.client.needs_validation
     given.check(recipe)
@@ -206,8 +206,8 @@ def with_clusters(recipe: Recipe, run_data: RunData) -> RunData:
     return run_data.with_users(replace(user, cluster=clusters[user.name]) for user in run_data.users)
 
 
-def get_ready(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
-    """Check the recipe, set up the process as it asks for, and return its method.
+def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
+    """Check the recipe, set up memory allocation and threads of this process, and return the recipe's method.
 
     Args:
         recipe: The recipe.
@@ -217,7 +217,7 @@ def get_ready(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
         RecipeError: As :func:`check_recipe`.
     """
     method = check_recipe(recipe)
-    if keeps_memory:
+    if keeps_memory:  # each step needs the same large buffers, which the system would map again
         keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
@@ -229,12 +229,12 @@ def method_of(recipe: Recipe, *, checked: bool) -> Method:
 
     Args:
         recipe: The recipe.
-        checked: Whether the recipe is checked and the process set up already; else :func:`get_ready` does that here.
+        checked: Whether :func:`check_and_set_up` was called for the recipe already; else it is called now.
 
     Raises:
         RecipeError: As :func:`check_recipe`.
     """
-    return make(recipe.method.name, **recipe.method.settings) if checked else get_ready(recipe)
+    return make(recipe.method.name, **recipe.method.settings) if checked else check_and_set_up(recipe)
 
 
 def default_method_note(recipe: Recipe) -> str:
@@ -405,6 +405,9 @@ def execute(
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
+    If several processes share a run, each one calls this function with its shard of the federation. The one that leads
+    writes to the folder.
+
     Args:
         federation: The federation.
         recipe: The recipe.
@@ -412,13 +415,16 @@ def execute(
         resume: Whether to resume from the newest checkpoint in the folder.
         observers: Functions that are called with each event.
 
+    Returns:
+        The run, with its events if there is no folder for them.
+
     Raises:
         RunError: The checkpoint to resume from is damaged or belongs to another recipe.
         DivergenceError: A user's loss is not finite.
     """
     clock, rounds_done, clients = Clock(), 0, federation.clients
-    kept_bytes = 0  # of the events of a run to resume, those before the checkpoint
-    federation.keep_key(folder, resume=resume)
+    kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
+    federation.keep_key(folder, resume=resume)  # the key of privacy noise
     if federation.leads:
         federation.server.warn_of_noise(clients.plan)
     if folder is not None and federation.open_folder(folder, resume=resume):
@@ -443,10 +449,12 @@ def execute(
         # One line per user, which the indentation of `json.dumps` does not give.
         lines = (f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in clients.skipped.items())
         write_text(folder / SKIPPED, "{\n" + ",\n".join(lines) + "\n}\n")
+    # `merge_users` merges the results of all processes.
     data_amounts = federation.merge_users(
         lambda: {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
     )
-    if (log is not None and log.size_bytes == 0) or not kept_bytes:  # start a new log if it was lost
+    log_was_lost = log is not None and log.size_bytes == 0
+    if log_was_lost or not kept_bytes:  # the log of a resumed run already has a start event
         observe(start_event(clients.plan, clients.model.name, data_amounts) | clients.left_out)
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
@@ -457,6 +465,7 @@ def execute(
         metrics_of_users = federation.merge_users(lambda: users_metrics(clients, scores))
         metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
         metrics |= federation.server.mechanisms.metrics
+        # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics |= sampled(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         if folder is not None and resume and rounds_done == metrics["rounds"]:

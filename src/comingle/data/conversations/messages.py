@@ -42,7 +42,7 @@ _OTHER_ROLES = {
     "observation": "tool",
 }
 """Roles of :data:`comingle.models.chat_templates.ROLES` by their names in other formats."""
-_SYSTEM = ("system", "system_prompt")
+_SYSTEM_COLUMNS = ("system", "system_prompt")
 """Columns with a system message."""
 _ROLE, _CONTENT = ("role", "from"), ("content", "value")
 """Keys of a message's role and content; the second of each is ShareGPT's."""
@@ -106,9 +106,12 @@ def messages_of(
 ) -> Messages:
     """Return the conversation of a row: messages, ShareGPT's form of them, or a prompt with its response.
 
+    If the recipe does not name the columns of prompt and response, a column of messages takes precedence.
+
     Args:
-        row: Values by column. The columns ``system``, ``history`` and ``tools`` are part of the conversation too.
-        columns: Columns that hold the messages.
+        row: Values by column. The columns ``system`` (or ``system_prompt``), ``history`` and ``tools`` are part of the
+            conversation too.
+        columns: Columns that hold the messages; ``named`` says whether the recipe names those of prompt and response.
         read: Columns that are read for other purposes, such as the user's name.
         remark: Called with each property of the row that users should know about but that does not make it unusable.
 
@@ -125,7 +128,7 @@ def messages_of(
     known = {name if name in row else name.partition(".")[0] for name in (*used, *read)}
     others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
     messages = _read_history(others.pop("history", None), remark) + messages
-    for name in _SYSTEM:
+    for name in _SYSTEM_COLUMNS:
         messages = _prepend_system(messages, others.pop(name, None), name)
     if tools := _read_tools(others.pop("tools", None)):
         messages[0]["tools"] = tools
@@ -393,12 +396,18 @@ def _is_part(part: object) -> bool:
 
 
 def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
-    """Check that there is a response to train on after the first message, and that no such response is empty.
+    """Check that a conversation has a response with a loss, and that no response with a loss is empty.
 
-    Remarks on a first message of the assistant, on other empty messages, and on consecutive messages of one role.
+    A response that is the first message has no prompt, so it has no loss; others may be excluded from the loss by
+    ``learn: False``.
+
+    Args:
+        messages: The conversation.
+        remark: Called for properties that users should know about: a first message of the assistant, an empty message
+            of another role, and consecutive messages of one role.
 
     Raises:
-        ValueError: There is no such response, or one is empty.
+        ValueError: No response has a loss, or one with a loss is empty.
     """
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:

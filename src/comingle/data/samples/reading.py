@@ -279,7 +279,7 @@ def read_source(
         splits = {split: expand_home(place) for split, place in given.items() if place is not None}
     for split, path in splits.items():
         if _is_npz_file(path, where):
-            parts[split] = read_npz(path, where)["train"]
+            parts[split] = read_npz(path, where)["train"]  # the key of a file without splits
         else:
             images = read_folder(path, image_format, key if len(splits) == 1 else f"{key}.{split}")
             remarks.add_unread(user, images.unread)
@@ -595,16 +595,20 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
     A single class often means that the given folder is one level too high, and any net would always be right.
 
     Args:
-        seen: Classes of train samples, or two of them.
+        seen: Classes of train samples, as numbers from 0; two suffice.
         outputs: Number of classes.
         given: Number of classes in the recipe; set in federations in which a user may have one class of many.
         labels: Names of the classes, if they have names.
+
+    Returns:
+        The warning, as a list of zero or one lines.
 
     Raises:
         DataError: There is only one class.
     """
     name = f" ({labels[min(seen)]})" if labels else ""
-    if outputs == 1 and not any(seen):
+    has_only_class_0 = not any(seen)
+    if outputs == 1 and has_only_class_0:
         raise DataError(
             f"samples: only one class{name}, so there is nothing to learn; give samples of two or more classes, or set "
             "data.classes if other users have more"

@@ -75,7 +75,16 @@ def _split_into_jobs(place: int, row: int, count: int, batch: int) -> Iterator[_
 def _score_jobs(
     forward: Forward, bank: SampleBank, group: Sequence[_Job], loss: Loss
 ) -> tuple[Float64[Tensor, " slots"], Float64[Tensor, " slots"]]:
-    """Return the sum of losses and the number of correct predictions of each job, on the CPU."""
+    """Return the sum of losses and the number of correct predictions of each job, on the CPU.
+
+    Each job has a slot of the batch, which holds the inputs of one user's samples, padded to those of the longest job.
+
+    Args:
+        forward: Models of all users, called with the user of each slot and the inputs.
+        bank: Samples of all users.
+        group: The jobs: each is a user and some of its samples.
+        loss: Loss of outputs and targets.
+    """
     owners = [job.row for job in group]
     inputs, targets, present = bank.take(owners, _sample_indices(group))
     outputs = forward(owners, inputs)
