@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.runs.distributed import _check_alike, select_gpu, spans
+from comingle.runs.distributed import _check_alike, select_gpu, divide_users
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place, should_print_errors
 from comingle.utils.errors import RecipeError, RunError
@@ -51,7 +51,7 @@ def test_one_of_them_speaks() -> None:
     [(5, 2, 1, [2, 3]), (4, 4, 2, [1, 1, 1, 1]), (8, 2, 3, [3, 5]), (7, 3, 2, [2, 2, 3]), (6, 1, 4, [6])],
 )
 def test_cohorts_stay_whole_where_there_are_enough(users: int, processes: int, at_once: int, sizes: list[int]) -> None:
-    found = spans(users, processes, at_once)
+    found = divide_users(users, processes, at_once)
     assert [len(span) for span in found] == sizes
     assert found[0].start == 0
     assert found[-1].stop == users
@@ -60,7 +60,7 @@ def test_cohorts_stay_whole_where_there_are_enough(users: int, processes: int, a
 
 def test_more_processes_than_users_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"^processes: got 4 for 3 users; allowed: 1 to 3"):
-        spans(3, 4, 1)
+        divide_users(3, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from comingle.config.settings import MEMORY
 from comingle.cost.memory import user_bytes
 from comingle.methods import make
 from comingle.protocol.messages import LOSS
-from comingle.runs.distributed import build_sharded, keep_users, select_gpu, spans
+from comingle.runs.distributed import build_sharded, keep_users, select_gpu, divide_users
 from comingle.runs.session import build, prepare
 from comingle.training.backends import local
 from comingle.training.backends.distributed import integer_sums, largest_terms, shifts_of
@@ -464,7 +464,7 @@ def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) ->
     if ranks is None:
         return build(recipe, run_data)
     select_gpu(recipe, ranks.place)
-    here = spans(len(run_data.users), ranks.size, 1)[ranks.rank]
+    here = divide_users(len(run_data.users), ranks.size, 1)[ranks.rank]
     return build_sharded(recipe, keep_users(run_data, here), make(recipe.method.name, **recipe.method.settings), ranks)
 
 

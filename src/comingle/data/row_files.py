@@ -261,8 +261,9 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
             # The first line may be a whole list in gigabytes, so no more of it is read than is needed to see that.
             number, line = 1, file.readline(_CHUNK_CHARACTERS)
-            while line and not line.strip():
-                number, line = number + line.endswith("\n"), file.readline(_CHUNK_CHARACTERS)
+            while line and not line.strip():  # skip blank lines, which may be longer than a chunk
+                number += int(line.endswith("\n"))
+                line = file.readline(_CHUNK_CHARACTERS)
             if line.lstrip().startswith("["):
                 yield from _stream_objects(file, line, number, path, bad)
                 return

@@ -222,6 +222,7 @@ class Mixture:
             if quota := mixture_quota(dict(zip(self.names, self._sizes[split], strict=True)), split):
                 self._shares[split] = shares = self.make_lists(split)
                 for contributor in by_name:
+                    # `_own` has three lists of documents for each user: train, valid and test.
                     own, name = self._own[3 * contributor + position], self.names[contributor]
                     for share in cut_shares(own, quota, len(by_name), split, self.seed, name):
                         shares.add(share)

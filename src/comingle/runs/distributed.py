@@ -86,14 +86,14 @@ def read_shared(
     all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
     users_per_step = recipe.runtime.users_per_step  # a number, or `auto`
     cohort_size = users_per_step if isinstance(users_per_step, int) else 1
-    user_numbers = ranks.each(lambda: spans(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
+    user_numbers = ranks.each(lambda: divide_users(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
     return keep_users(all_data, user_numbers)
 
 
-def spans(users: int, processes: int, cohort_size: int) -> list[range]:
+def divide_users(users: int, processes: int, cohort_size: int) -> list[range]:
     """Return the numbers of the users of each process.
 
-    The shares are as equal as possible. Users of a cohort stay together if there is a cohort for every process.
+    The shares are as equal as possible. Whole cohorts are divided if there is one for every process, else users.
 
     Args:
         users: The number of users.
@@ -107,14 +107,17 @@ def spans(users: int, processes: int, cohort_size: int) -> list[range]:
         raise RecipeError(
             f"processes: got {processes} for {users} users; allowed: 1 to {users}, at least one user each"
         )
-    unit = cohort_size if len(cohorts(range(users), cohort_size)) >= processes else 1  # users that stay together
-    num_units = len(cohorts(range(users), unit))
-    edges = [min(users, unit * (num_units * rank // processes)) for rank in range(processes + 1)]
-    return [range(start, end) for start, end in pairwise(edges)]
+    unit_size = cohort_size if len(cohorts(range(users), cohort_size)) >= processes else 1
+    num_units = len(cohorts(range(users), unit_size))
+    # Process p has the units from num_units * p // processes on. The last unit may have fewer users.
+    starts = [min(users, unit_size * (num_units * rank // processes)) for rank in range(processes + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def keep_users(run_data: RunData, here: range) -> RunData:
-    """Return the data of all users with the data of this process's users only; of others the names stay.
+    """Return a run's data with the data of this process's users only; of the other users the names stay.
+
+    The result is marked as ``shared_out``: other processes have the data of the other users.
 
     Args:
         run_data: The data of all users.
@@ -160,10 +163,11 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     federation = ranks.each(lambda: _build_shard(recipe, run_data, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
+    # In epochs, users with more data take more steps. All processes must agree on the largest number.
     local_steps = ranks.gather(lambda: clients.steps.local_steps)
     clients.steps.most_steps = ranks.share(lambda: max(local_steps))
     num_trainers = ranks.gather(lambda: len(clients.trainers))
-    federation.shards = ranks.share(lambda: num_trainers)
+    federation.shards = ranks.share(lambda: num_trainers)  # checkpoints record the number of users of each process
     if (private := clients.steps.private) is not None:
         # The accountant, which runs in process 0, needs the batch sizes of all users.
         works_of_shards = ranks.gather(
@@ -172,7 +176,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
         all_works = ranks.share(lambda: {name: work for works in works_of_shards for name, work in works.items()})
         works_by_user = {name: Work(**work) for name, work in all_works.items()}
         federation.server.mechanisms.set_works(lambda: works_by_user)
-    if plan.evaluation.select == "best":
+    if plan.evaluation.select == "best":  # needs validation data, which the users of another process may have
         has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
         ranks.share(lambda: clients.require_validation(any(has_validation)))
     if not federation.leads:

@@ -151,10 +151,11 @@ def recipe_with(
 
     Args:
         recipe: A recipe, the path of one, its content, or None for defaults.
-        given: The objects that the program passes.
-        base: A base as in :func:`comingle.run`.
-        method: The name or mapping of a method.
-        changes: Keys of the recipe to replace.
+        given: The objects that the program passes. Passed users replace those of the recipe, and a function that makes
+            nets replaces its base.
+        base: A base as in :func:`comingle.run`; a name replaces the recipe's.
+        method: The name or mapping of a method, which replaces the recipe's; None keeps it.
+        changes: New values by dotted recipe key; they are applied last.
 
     Raises:
         RecipeError: A key of the recipe is wrong.
@@ -170,13 +171,14 @@ def recipe_with(
             return {key: value for key, value in content.items() if key != "base"}
         return content
 
+    # Content is marked before it is parsed, since a recipe without users or base may be incomplete.
     if isinstance(recipe, str | Path):
-        read = load_recipe(recipe, change=mark_given)
+        parsed = load_recipe(recipe, change=mark_given)
     elif isinstance(recipe, Recipe) and given.users is None and given.net is None:
-        read = recipe
+        parsed = recipe
     else:
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
-        read = parse_recipe(mark_given(content))
+        parsed = parse_recipe(mark_given(content))
     if given.users is not None and "data" in changes:  # it may replace options, but not the users
         changes = {**changes, **_with_given_users({"data": changes["data"]}, given.users, changes, nets=has_net)}
     all_changes: dict[str, Any] = {}
@@ -184,8 +186,8 @@ def recipe_with(
         all_changes["base"] = base if isinstance(base, str) else GIVEN
     if method is not None:
         all_changes["method"] = method
-    all_changes |= merged(read, changes)
-    return read.with_changes(all_changes) if all_changes else read
+    all_changes |= merged(parsed, changes)
+    return parsed.with_changes(all_changes) if all_changes else parsed
 
 
 def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:

@@ -43,7 +43,9 @@ from comingle.utils.trees import CLIENT_ROUTER
 
 
 @contextmanager
-def drafted(folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path | None]:
+def temporary_folder_for(
+    folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool
+) -> Iterator[Path | None]:
     """Yield a temporary folder for a newcomer's run, and delete it on exit.
 
     A newcomer's run cannot be resumed, so a run that stops early must leave nothing in its folder. The caller moves the
@@ -259,7 +261,7 @@ def join_run(
         ComingleError: The data is of another kind or too little, or the folder exists.
     """
     # A newcomer's run cannot be resumed, so it is written to a temporary folder until it has ended.
-    with drafted(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
+    with temporary_folder_for(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
         joined = _train_newcomer(run, new_user, temporary_folder, reporter, given=given)
         if folder is None or temporary_folder is None:
             return joined

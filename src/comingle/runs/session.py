@@ -159,7 +159,8 @@ def prepare(
     Args:
         recipe: The recipe.
         base: The base model, if it is loaded already.
-        validates: Whether users need validation data to have enough; None: the method decides.
+        validates: Whether every user needs validation data; users without are refused or skipped. None: the method
+            decides.
         given: Objects that a program passes instead of names and paths in the recipe.
         method: The result of :func:`check_and_set_up` for the recipe; None: it is called now.
 
@@ -180,6 +181,7 @@ def prepare(
     request = DataRequest(
         recipe=recipe, load_base=load_run_base, validates=validates, given=given.users, net=given.net, loss=given.loss
     )
+    # Users whose data a program passes are in memory already.
     store = STORES[MEMORY if given.users is not None else recipe.runtime.store]
     return with_clusters(recipe, store.read(kind, request))
 

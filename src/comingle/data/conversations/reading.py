@@ -164,7 +164,7 @@ def given_readers(
 
 
 def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
-    """Yield the rows of a list of mappings or a ``Dataset``.
+    """Yield the rows of a list of mappings or a ``Dataset``, each with its split and its place for messages.
 
     Args:
         rows: The list or ``Dataset``.

@@ -437,8 +437,8 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self._split_options = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
         self.labels, self._classes_note, self._remarks = tuple[str, ...](), "", Remarks()
         self._first: UserSamples | None = None
-        self._unchanged: UserSamples | None = None
-        """First user as it was read, before class numbers become real numbers."""
+        self._first_as_read: UserSamples | None = None
+        """First user, before whole targets become real numbers."""
         self._has_whole_targets, self._num_classes = False, 0
         """Whether targets are whole numbers; the largest class of all users, plus 1."""
         self._seen, self._unseen = set[int](), FirstUsers()
@@ -468,16 +468,17 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """Return the user, with targets as real numbers if the loss does not take classes.
 
         Raises:
-            DataError: The targets are real numbers, but those of the first user were classes.
+            DataError: The targets are real numbers, but those of the first user were whole numbers.
         """
         user = read
         if self._first is None:
-            self._has_whole_targets, self._unchanged = _has_whole_targets(user), user
+            self._has_whole_targets, self._first_as_read = _has_whole_targets(user), user
         if self._has_whole_targets and not _has_whole_targets(user):
             self._has_whole_targets = False
-            assert self._unchanged is not None
-            check([self._unchanged, user], classes=self._class_limit)  # raises the error: the first user has classes
-        if self._has_whole_targets and not self.loss.classes:
+            assert self._first_as_read is not None
+            # Raises the error, since the first user has whole numbers and this one real numbers.
+            check([self._first_as_read, user], classes=self._class_limit)
+        if self._has_whole_targets and not self.loss.classes:  # a regression with whole numbers
             user = with_real_targets(user)
         self._first = self._first or user
         if self.loss.classes and self._has_whole_targets:

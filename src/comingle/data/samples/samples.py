@@ -121,8 +121,8 @@ class SampleBank:
         # A larger index would read another user's samples.
         assert bool(((indices >= PAD) & (indices < counts)).all()), "an index beyond the user's samples"
         # Absent samples repeat the user's first. If the last user has no samples, its start is past the end.
-        at = (starts + indices.clamp(min=0)).clamp(max=len(self.inputs) - 1).to(self.inputs.device)
-        return _gather(self.inputs, at), _gather(self.targets, at), (indices != PAD).to(self.inputs.device)
+        rows = (starts + indices.clamp(min=0)).clamp(max=len(self.inputs) - 1).to(self.inputs.device)
+        return _gather(self.inputs, rows), _gather(self.targets, rows), (indices != PAD).to(self.inputs.device)
 
 
 def _gather(values: Tensor, at: Int64[Tensor, "users batch"]) -> Tensor:
