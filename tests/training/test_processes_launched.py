@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from comingle.config import parse_recipe
-from comingle.runs.distributed import _check_alike, select_gpu, divide_users
+from comingle.runs.distributed import _check_alike, divide_users, select_gpu
 from comingle.training.backends.distributed import Sharded
 from comingle.training.backends.launched import Place, find_place, should_print_errors
 from comingle.utils.errors import RecipeError, RunError

@@ -39,7 +39,7 @@ from comingle.config.settings import MEMORY
 from comingle.cost.memory import user_bytes
 from comingle.methods import make
 from comingle.protocol.messages import LOSS
-from comingle.runs.distributed import build_sharded, keep_users, select_gpu, divide_users
+from comingle.runs.distributed import build_sharded, divide_users, keep_users, select_gpu
 from comingle.runs.session import build, prepare
 from comingle.training.backends import local
 from comingle.training.backends.distributed import integer_sums, largest_terms, shifts_of

@@ -329,7 +329,8 @@ def read_population(folder: Path) -> LazyPopulation[Any]:
             )
         return form.user(names[number], _read_arrays(content, start))
 
-    totals = {**about["counts"], "valid": int((sizes[:, 1] > 0).sum())}  # valid: number of users with valid data
+    num_users_with_valid = int((sizes[:, SPLITS.index("valid")] > 0).sum())
+    totals = {**about["counts"], "valid": num_users_with_valid}
     return LazyPopulation(names, make, digest=about["digest"], sizes=sizes, about=totals)
 
 
@@ -579,9 +580,10 @@ def _file_state(path: Path) -> list[object]:
 
 
 def _delete_unused(cache: Path) -> None:
-    """Delete populations that were not used for 30 days."""
-    for about in cache.glob(f"*/{ABOUT}"):
+    """Delete populations that were not used for 30 days; each use sets the time of their ``about.json``."""
+    for about_file in cache.glob(f"*/{ABOUT}"):
+        population = about_file.parent
         # Another process may have deleted it already, or may hold the lock to use it.
-        with suppress(FileNotFoundError, Timeout), FileLock(cache / f"{about.parent.name}.lock", blocking=False):
-            if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
-                shutil.rmtree(about.parent, ignore_errors=True)
+        with suppress(FileNotFoundError, Timeout), FileLock(cache / f"{population.name}.lock", blocking=False):
+            if time.time() - about_file.stat().st_mtime > _DAYS_UNUSED * 86400:
+                shutil.rmtree(population, ignore_errors=True)

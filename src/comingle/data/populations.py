@@ -204,12 +204,14 @@ class StoredNames(IndexedNames):
         Raises:
             ValueError: No user has the name.
         """
+        # `_hashes` are sorted; `_index` has the number of each hash's name among all names of the folder, of which this
+        # sequence has the numbers `span`.
         key = np.uint64(_hash(value.encode()))
         first = int(np.searchsorted(self._hashes, key))
-        for at in range(first, len(self._hashes)):  # several names may have the same hash
-            if self._hashes[at] != key:
+        for position in range(first, len(self._hashes)):  # several names may have the same hash
+            if self._hashes[position] != key:
                 break
-            if (number := int(self._index[at])) in self.span and self._name_of(number) == value:
+            if (number := int(self._index[position])) in self.span and self._name_of(number) == value:
                 return self.span.index(number)
         raise ValueError(f"no user {value!r}")
 

@@ -78,7 +78,7 @@ class BadRows:
         """Collect a ``ValueError`` raised in the block as the problem of the row at ``where``."""
         try:
             yield
-        except BadRowsError:
+        except BadRowsError:  # also a ValueError, but not the problem of this row alone
             raise
         except ValueError as error:
             self.add(where, str(error))
@@ -350,7 +350,18 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
 
     Reads the file in chunks and keeps one object in memory. Adds a value that is not an object to ``bad``; raises at a
     syntax error, since no later row can be located.
+
+    Args:
+        file: The file, from which ``head`` has been read.
+        head: The beginning of the file.
+        line_number: Number of the line in which ``head`` begins.
+        path: Path of the file, for messages.
+        bad: Collects values that are not objects.
+
+    Raises:
+        DataError: There is a syntax error.
     """
+    # The chunk in memory, the position in it, whether the file has ended, and the number of rows so far.
     text, at, ended, number = head, 0, False, 0
     decoder = json.JSONDecoder(parse_float=TypedNumber)
 
@@ -387,7 +398,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
                 found, at = decoder.raw_decode(text, at)
                 return found
             except json.JSONDecodeError as error:
-                near_end = error.pos > len(text) - _LONGEST_LITERAL
+                near_end = error.pos > len(text) - _LONGEST_LITERAL  # maybe a literal such as `false`, cut in two
                 is_cut_off = not ended and (error.msg.startswith("Unterminated") or near_end)
                 if not is_cut_off:
                     raise error_at(f"not JSON: {error.msg}", error.pos) from None
@@ -400,7 +411,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
             read_more()
 
     is_list = next_character() == "["
-    at += is_list  # skip the bracket
+    at += 1 if is_list else 0  # skip the bracket
     while character := next_character():
         if is_list and character == "]":
             at += 1

@@ -213,14 +213,15 @@ def _within_limits(
     selected = set(users) if isinstance(users, Sequence) else None
     num_selected = users if selected is None else len(selected)
     is_limited = max_documents is not None or isinstance(users, int)
-    complete: set[str] = set()  # selected users with the maximum number of documents of this split
-    for document, owner, *row_split in rows:
+    complete: set[str] = set()  # selected users with the maximum number of documents of the table's split
+    for document, owner, *row_split in rows:  # `row_split` is empty if rows do not name their splits
         split = row_split[0] if row_split else own_split
         if not is_limited:
             yield owner, split, document
             continue
-        if isinstance(users, int) and owner not in counts and len(counts) == users:
-            continue  # not one of the first users
+        has_first_users = isinstance(users, int) and len(counts) == users  # `counts` has every user kept so far
+        if has_first_users and owner not in counts:
+            continue
         counts_of_user = counts.setdefault(owner, Counter())
         if max_documents is None or counts_of_user[split] < max_documents:
             counts_of_user[split] += 1

@@ -72,7 +72,7 @@ from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
-from comingle.runs.session import describe, get_ready, prepare
+from comingle.runs.session import check_and_set_up, describe, prepare
 from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData
@@ -185,7 +185,7 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
-    method = get_ready(recipe, keeps_memory=False)  # the device has other work between rounds
+    method = check_and_set_up(recipe, keeps_memory=False)  # the device has other work between rounds
     read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, "")), bases=bases), method=method)
     _check_base(public, read)
     data = remote_data(public, recipe, read.base)

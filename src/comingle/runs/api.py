@@ -214,29 +214,37 @@ def run(
         warnings.warn("comingle.run(materials=) is now run_data=", DeprecationWarning, stacklevel=3)
         run_data = cast(RunData, changes.pop("materials"))
     given = given_of(users, base, method, loss)
-    with lending([method]) as [named], reporting(quiet=not progress) as reporter:
-        read = recipe_with(recipe, given, base=base, method=named, changes=changes)
+    with lending([method]) as [named_method], reporting(quiet=not progress) as reporter:
+        full_recipe = recipe_with(recipe, given, base=base, method=named_method, changes=changes)
         folder = Path(out) if out is not None else None
         if folder is not None:
-            read = with_bos_of_run(folder, read, resume=resume)
-            check_folder(folder, read, resume=resume, force=force)
+            full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
+            check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")
-        if note := default_method_note(read):
+        if note := default_method_note(full_recipe):
             reporter.say(note)
         with reporter.waiting(LOADING):
-            if resume and folder is not None:
+            if resume and folder is not None:  # chat templates may write the date, which must be that of the start
                 given = replace(given, date=recorded_date(folder))
-            made = method_of(read, checked=run_data is not None)
-            run_data = run_data or prepare(read, given=given, method=made)
+            run_method = method_of(full_recipe, checked=run_data is not None)
+            run_data = run_data or prepare(full_recipe, given=given, method=run_method)
 
         def make_observers(clients: Clients) -> list[Observer]:
-            warn_unread(read, clients.method)
+            warn_unread(full_recipe, clients.method)
             return [*observers, reporter.watch(clients)]
 
-        done = run_in(folder, read, run_data, resume=resume, force=force, method=made, observers=make_observers)
+        done = run_in(
+            folder,
+            full_recipe,
+            run_data,
+            resume=resume,
+            force=force,
+            method=run_method,
+            observers=make_observers,
+        )
         for warning in done.metrics.get("warnings", ()):
-            logger.warning("%s: %s", read.method.name, warning)
+            logger.warning("%s: %s", full_recipe.method.name, warning)
         return done
 
 
@@ -274,13 +282,14 @@ def load(
     given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
-        inputs, made = read_inputs(folder), check_and_set_up(recipe)
-        run_data = reopen(folder, recipe, inputs, made, given)
-        with own_errors(made):
-            federation = build(recipe, run_data, method=made)
+        inputs, run_method = read_inputs(folder), check_and_set_up(recipe)
+        run_data = reopen(folder, recipe, inputs, run_method, given)
+        with own_errors(run_method):
+            federation = build(recipe, run_data, method=run_method)
             if federation.clients.method.trains:
-                _check_round(folder, metrics, federation.restore(folder, recipe.fingerprint))
-                federation.clients.choose()
+                progress = federation.restore(folder, recipe.fingerprint)
+                _check_round(folder, metrics, progress)  # the checkpoint may be older than the metrics
+                federation.clients.choose()  # the models of the best round, if the recipe selects it
     settings = run_data.kind.settings(run_data)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 

@@ -66,11 +66,12 @@ def in_processes(
                 group = waiting.pop(0)
                 # The lowest number that no running process has; it selects the GPU.
                 slot = min(set(range(jobs)) - {used for *_, used in running.values()})
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work_group, args=(theirs, work, group, min(jobs, len(groups)), slot))
+                receiver, sender = context.Pipe(duplex=False)
+                num_processes = min(jobs, len(groups))  # these share the cores
+                process = context.Process(target=_work_group, args=(sender, work, group, num_processes, slot))
                 process.start()
-                theirs.close()
-                running[ours] = process, group, slot
+                sender.close()  # so that the end of the process ends the connection
+                running[receiver] = process, group, slot
             readable = wait(list(running))
             for connection in [connection for connection in running if connection in readable]:  # oldest first
                 try:
@@ -127,7 +128,7 @@ def _work_group(
     take_gpu(slot)
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     try:
-        load_files_of_command()
+        load_files_of_command()  # users' files that define methods, for example; a new process has not loaded them
         for result in work(group):
             connection.send(result)
     except (ComingleError, OSError, MemoryError) as error:

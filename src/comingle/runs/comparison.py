@@ -81,8 +81,9 @@ class Comparison:
     def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
         """Return one record per other method, as :class:`comingle.reports.comparisons.Verdict`; none with one seed.
 
-        A record says whether the method is better, level or worse than the baseline in the mean over users and seeds,
-        with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
+        A record compares the mean test results over users and seeds with those of the baseline: the ``change`` with its
+        95% interval from ``low`` to ``high``, and ``p_value``. The method is better or worse if the interval is on one
+        side of 0, else level. One seed gives no interval.
 
         Args:
             baseline: The method to compare with. None: ``local``, or the first method.

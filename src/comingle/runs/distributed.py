@@ -254,10 +254,11 @@ def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks)
     assert here is not None
     clients = run_data.kind.clients(recipe, run_data, plan)
     clients.population_names = names
+    # A store on disk must know which users' rows this process has; `here` are consecutive numbers.
     clients.state.shard(ranks.rank, ranks.size, range(here[0], here[-1] + 1), len(names))
-    return Sharded(
-        clients=clients, server=server, ranks=ranks, first=here[0], ordered=recipe.runtime.shard_sums == "ordered"
-    )
+    # Sums in the order of the users do not depend on the number of processes.
+    is_ordered = recipe.runtime.shard_sums == "ordered"
+    return Sharded(clients=clients, server=server, ranks=ranks, first=here[0], ordered=is_ordered)
 
 
 def _check_alike(federation: Sharded) -> None:

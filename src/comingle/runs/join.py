@@ -142,9 +142,9 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
     passed = None if isinstance(data, str | os.PathLike) else {name: data}
     if passed is not None:
         kind_of_users(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
-    recipe = of_one_user(run.recipe, max)
-    total = (rounds or recipe.training.rounds) + local_step
-    changes = {"training.rounds": total, "data": _newcomer_section(run, name, data)}
+    recipe = of_one_user(run.recipe, max)  # the newcomer gets the largest rank and number of specialists of all users
+    num_rounds = (rounds or recipe.training.rounds) + int(local_step)
+    changes = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
     return Newcomer(
         name=name,
         recipe=recipe.with_changes(changes, where="--data"),
@@ -333,10 +333,11 @@ def _shared_models(clients: Clients) -> Models:
 
 
 def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
-    """Check that a newcomer's samples have the run's shape, classes and loss.
+    """Check that a newcomer's data has the settings of the run, such as net, loss, input shape and classes of samples.
 
     Raises:
-        DataError: They do not.
+        DataError: A setting differs. Of a net and a loss, which a program may pass, it says that they must be passed
+            again.
     """
     settings_of_newcomer = run_data.kind.settings(run_data)
     for key, wanted in run.settings.items():
@@ -347,9 +348,12 @@ def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
 
 
 def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
-    """Send a run's server state to a newcomer, and freeze it there for ``rounds`` rounds if there are local roles.
+    """Give the newcomer's server the last state of a run, and download it to the newcomer.
 
-    The server continues from the run's last state for this user alone; its state for all users is frozen.
+    The newcomer's federation has one user and its own server. The state that the server has learned from all users
+    stays as it is. State per user, such as merging weights, starts anew for the newcomer and is trained. If the method
+    has local roles, the newcomer trains these alone, and the downloaded roles are frozen in its first ``rounds``
+    rounds.
 
     Args:
         federation: The newcomer's federation.
@@ -358,9 +362,9 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
     """
     clients, server, method = federation.clients, federation.server, federation.clients.method
     run_state = run.federation.server.kept
-    by_user = method.server.by_user  # state that belongs to a user: the newcomer starts with its own
-    server.kept = {name: t if name in by_user else run_state[name].clone() for name, t in server.kept.items()}
-    server.method = replace(method, server=method.server.settled())
+    state_per_user = method.server.by_user  # names of such tensors
+    server.kept = {name: t if name in state_per_user else run_state[name].clone() for name, t in server.kept.items()}
+    server.method = replace(method, server=method.server.settled())  # does not change the state of all users
     clients.plan = replace(clients.plan, method=server.method)
     clients.state.versions[:1] = -1  # has received nothing, not even the initial version
     if freezes_downloaded(clients):

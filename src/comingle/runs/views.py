@@ -184,8 +184,8 @@ def report(
         text: Text files, or texts, to route; by default the users' test texts.
         users: The users in the token view; by default the first six.
         tokens: The number of tokens to route of each text.
-        against: The baseline of the verdicts, or several with commas between, of which the best counts; by default
-            ``local``.
+        against: The baseline with which methods are compared, or several with commas between, of which the best one is
+            used; by default ``local``.
         token_view: Whether to route texts; else no model is loaded, and no text is on the page.
         force: Whether to replace the file.
 
@@ -205,7 +205,7 @@ def report(
     path = folders[0] / "report.html" if out is None else Path(out)
     entries = read_entries(folders)
     check_target(path, force=force, option="out", replace="force=True")
-    baseline_comparison(entries, against)  # refused before models are loaded
+    baseline_comparison(entries, against)  # only to refuse a wrong baseline before models are loaded
     texts = None if text is None else _as_list(text)
     views = route_texts(entries, texts, None if users is None else _as_list(users), tokens) if token_view else []
     page = render_page(entries, views, baseline=against)

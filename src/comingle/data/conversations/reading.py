@@ -73,7 +73,7 @@ class UserConversations:
 def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None) -> list[UserConversations]:
     """Read and split the conversations of all users.
 
-    Users without any are refused, or returned without any if ``data.on_small_user`` is ``skip``.
+    Users without conversations are refused. With ``data.on_small_user: skip`` they are returned with empty splits.
 
     Args:
         data: The recipe's section.
@@ -153,6 +153,7 @@ def given_readers(
         if isinstance(rows, str | Path):
             readers[name] = partial(read_files, data, bad, duplicates, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
+            # The program passes splits: use them instead of the recipe's fractions.
             valid_name = next((split for split in ("valid", "validation") if split in rows), None)
             section = data.split.model_copy(update={"given": True, "valid_name": valid_name})
             by_split = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}

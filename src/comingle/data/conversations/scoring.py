@@ -39,7 +39,7 @@ def split_words(text: str) -> list[str]:
                 words[-1] += character
         elif category not in "LN":  # neither a letter nor a number
             is_open = False
-        elif _is_unspaced(character):  # a word by itself
+        elif _is_unspaced(character):  # a word by itself, such as a Chinese character
             words.append(character)
             is_open = False
         elif is_open:
@@ -131,10 +131,10 @@ def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerSco
 
 
 def judge(score: AnswerScore, generated: Sequence[str], references: Sequence[str]) -> AnswerScore:
-    """Return the score extended by the mean of each wanted measure over the generated responses.
+    """Return the score extended by the means over the generated responses of measures such as ROUGE-1 and accuracy.
 
     Args:
-        score: Score from the losses.
+        score: Score from the losses; its ``names`` are the measures to report.
         generated: Generated responses; if empty, the score is returned unchanged.
         references: Expected responses, in the same order.
     """

@@ -24,7 +24,8 @@ def score_samples(
     """Return the mean loss and accuracy of users of the bank, each with the user's own model.
 
     Each user's samples are cut into jobs of at most ``batch`` samples. Jobs of similar size share a forward pass, also
-    if they belong to different users, so that little computation is spent on padding.
+    if they belong to different users, so that little computation is spent on padding. Each job takes a slot, one row of
+    the batch, in which it is padded to the longest job.
 
     Args:
         forward: Models of all users, in evaluation mode.
@@ -34,6 +35,7 @@ def score_samples(
         batch: Largest number of samples in a slot.
         slots: Largest number of jobs in a forward pass; the number of users by default.
     """
+    # A job's place is the index of its user in the result, its row that in the bank and the models.
     jobs = [job for place, row in enumerate(rows) for job in _split_into_jobs(place, row, int(bank.counts[row]), batch)]
     jobs.sort(key=lambda job: -job.count)  # stable, hence deterministic
     losses = torch.zeros(len(rows), dtype=torch.float64)

@@ -285,19 +285,20 @@ def split_sources(
         readers: Functions that read the documents, by split.
         split: The recipe's section with the fractions.
         seed: Seed of the shuffle.
-        limits: Token limits of the user by recipe key, which bound how much is read.
+        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. Not more bytes
+            of a source are read than are needed to reach them.
         duplicates: Drops duplicate documents.
     """
-    train, valid, test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
+    max_train, max_valid, max_test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
     valid_fraction = split.valid if "valid" not in readers else 0.0
     max_bytes = {
-        "train": max_read_bytes(train=(train, 1 - valid_fraction), valid=(valid, valid_fraction)),
-        # The whole source of a held-out split belongs to it, as that of train does to train.
-        "valid": max_read_bytes(train=(valid, 1.0)),
-        "test": max_read_bytes(train=(test, 1.0)),
+        "train": max_read_bytes(train=(max_train, 1 - valid_fraction), valid=(max_valid, valid_fraction)),
+        # All of such a source is for one split, which `max_read_bytes` calls train.
+        "valid": max_read_bytes(train=(max_valid, 1.0)),
+        "test": max_read_bytes(train=(max_test, 1.0)),
     }
     all_documents = {key: read(max_bytes[key]) for key, read in readers.items()}
-    documents = duplicates.drop(name, all_documents, str, held_out=("test", "valid"))
+    documents = duplicates.drop(name, all_documents, text_of=str, held_out=("test", "valid"))
     valid_name = "valid" if "valid" in documents else None
     return split_given(documents, name=name, valid=valid_name, valid_fraction=valid_fraction, seed=seed)
 
@@ -720,16 +721,17 @@ def _users_with_short_text(
     if data.held_out == "mixture" and not skips:  # with skipping, a run tests users before it mixes their text
         texts = mix_held_out(texts, seed=recipe.data_seed)
     # One window per stream shows whether there is enough text, and is quickly tokenised.
+    window_tokens = context + 1  # the last one is only a target
     window_limits: dict[str, dict[str, int | None]] = {}
     for name, limits in token_limits(data, [text.name for text in texts]).items():
-        window_limits[name] = {key: min(limit or context + 1, context + 1) for key, limit in limits.items()}
+        window_limits[name] = {key: min(limit or window_tokens, window_tokens) for key, limit in limits.items()}
     users = [pack(text, tokenizer, **window_limits[text.name]) for text in texts]
     users = [add_validation_to_train(user) for user in users] if data.train_on_valid else users
-    begins = data.add_bos_token and bool(begin_of(tokenizer))
+    begins = data.add_bos_token and bool(begin_of(tokenizer))  # windows begin with a token that no stream has
     needed = {"context": context, "needs_validation": validates, "begins": begins}
     small = {user.name for user in users if find_shortage(user, **needed)}
     if not skips or len(small) == len(users):
-        check(users, **needed)
+        check(users, **needed)  # raises an error if there are small users
     return small
 
 
