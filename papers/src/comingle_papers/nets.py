@@ -181,7 +181,7 @@ def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def mnist(input_shape: Shape, outputs: int) -> nn.Module:
-    """Return an MLP with one hidden layer: 784-200-10 for MNIST."""
+    """Return an MLP with one hidden layer of 200 units, FLoRAL's net for MNIST."""
     inputs = math.prod(require_shape(input_shape, "mnist", 3))
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 200), nn.ReLU(), nn.Linear(200, outputs))
 

@@ -367,7 +367,7 @@ def iterate_questions(
 
     Args:
         name: A key of :data:`QUESTIONS`.
-        path: As in :func:`stream_questions`.
+        path: A file of JSON lines, a folder with one, or ``hub:OWNER/NAME``; None for the default places.
         languages: The languages to read.
 
     Raises:
@@ -534,7 +534,7 @@ def stream_questions(
 
     Yields:
         The language, its encoded questions by index, and the indices of each split (train, valid, test), which are the
-        same for all languages. An index counts the questions that all languages have.
+        same for all languages. Indices number the questions that all languages have, in the order of the first one.
 
     Raises:
         DataError: unreadable rows, or too few questions that are short enough.

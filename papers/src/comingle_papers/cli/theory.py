@@ -126,7 +126,7 @@ def _count_instances(row: Row) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with four digits, or as its distance from 1 where that is more informative."""
+    """Format a number with four digits, or as ``1 - 2e-05`` where these would round a rate below 1 to 1."""
     if 0.9999 < value < 1:
         return f"1 - {1 - value:.0e}"
     return f"{value:.4g}"

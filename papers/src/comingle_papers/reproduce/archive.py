@@ -74,7 +74,8 @@ def record_of(folder: Path) -> Record:
     # Without the base model's path, which has a meaning on this machine only.
     metrics = None if diverged else {key: value for key, value in read_metrics(folder).items() if key != "base"}
     inputs = digest_inputs(read_inputs(folder))
-    return Record(run=folder.name, **read_measured(folder), inputs=inputs, metrics=metrics, diverged=diverged)
+    measured = read_measured(folder)  # the settings, "computed", and the origin, "made"
+    return Record(run=folder.name, **measured, inputs=inputs, metrics=metrics, diverged=diverged)
 
 
 def relative_difference(first: dict[str, Any] | None, second: dict[str, Any] | None) -> float:

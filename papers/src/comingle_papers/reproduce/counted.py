@@ -325,7 +325,7 @@ def _format_axes(axis: Axes, measure: str, x_label: str) -> None:
 
     from comingle.reports.formatting import tick
 
-    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # whole per cents
+    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # ticks at whole per cents
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     axis.set_xlim(left=min(0.0, axis.get_xlim()[0]))
     axis.set_xlabel(x_label)

@@ -74,7 +74,7 @@ def estimate_work(recipe: Recipe) -> float:
 
 
 def _evaluation_interval(recipe: Recipe) -> int:
-    """Return the number of rounds between two evaluations; with ``every: auto`` the smallest possible one."""
+    """Return the number of rounds between two evaluations; with ``every: auto``, set in the run, the smallest one."""
     return SHORTEST if recipe.evaluation.every == AUTO else recipe.evaluation.every
 
 
@@ -180,6 +180,8 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
 @torch.no_grad()
 def net_size(task: str, net: str = "") -> tuple[int, int]:
     """Return the multiply-adds of one sample and the number of parameters of a net.
+
+    Colour images are taken to be 32 x 32, grey ones 28 x 28.
 
     Args:
         task: Name of the task, which determines the shapes of inputs and outputs.
@@ -462,8 +464,8 @@ def _reason_not_run(
         selection: The options of the command line.
     """
     column_setting, study_column = _column_settings(study, experiment, column)
-    study_name = column_setting.of or column
-    if scale.only is not None and study_name not in scale.only:
+    name_in_study = column_setting.of or column
+    if scale.only is not None and name_in_study not in scale.only:
         return f"not at scale {selection.scale}, which has {', '.join(scale.only)}"
     if folder is None and "{data}" in (scale.base or "") and selection.base is None:
         return f"scale {selection.scale} takes its base from a folder; give --data FOLDER or --base MODEL"

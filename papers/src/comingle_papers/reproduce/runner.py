@@ -206,7 +206,7 @@ def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells without duplicates: of several that compute the same, the first."""
     first: dict[str, Cell] = {}
     for cell in cells:
-        first.setdefault(cell.folder, cell)
+        first.setdefault(cell.folder, cell)  # the folder's name has a digest of what is computed
     return list(first.values())
 
 

@@ -295,7 +295,9 @@ def make_shifted(
     shift: Shift | None,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """Deal images out to users and shift them by cluster; user k is in cluster k mod ``clusters``.
+    """Deal images out to users, and rotate the images or renumber the labels of each cluster by its own shift.
+
+    User k is in cluster k mod ``clusters``. Without a shift each cluster gets images of its own labels only.
 
     Args:
         name: The task.
@@ -304,7 +306,7 @@ def make_shifted(
         seed: Seed of the partition.
         users: Number of users.
         clusters: Number of clusters.
-        shift: How clusters differ: by a rotation, or by labels that are moved. None if each has labels of its own.
+        shift: How clusters differ: "rotate" or "labels"; None if each has labels of its own.
         test_samples: Largest number of test images per user; None for no limit.
 
     Raises:

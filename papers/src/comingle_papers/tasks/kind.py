@@ -164,7 +164,7 @@ def make_task(
         task = _make_shifted_task(name, path, shift=chosen_shift, **common)
     else:
         task = _make_skewed_task(name, path, **skew, **common)
-    return _finish(task, setting, fraction=fraction, valid=held_out)
+    return _split_and_check(task, setting, fraction=fraction, valid=held_out)
 
 
 def _find_setting(name: str) -> Setting:
@@ -183,7 +183,7 @@ def _given_or_default(given: object, default: object) -> Any:
     return default if given is None else given
 
 
-def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
+def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
     """Keep a fraction of the train samples, hold out validation samples, and check the users.
 
     Args:
@@ -494,7 +494,7 @@ class TaskKind(NetKind):
     name = "task"
 
     def make(self, recipe: Recipe) -> RunData:
-        """Return the users of the task, which brings its net; no base model is loaded."""
+        """Make the task that the recipe names and return its users and net; no base model is loaded."""
         return self.run_data(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
     def run_data(self, task: Task) -> RunData:

@@ -48,11 +48,14 @@ class Truth:
     readout: Float[Tensor, "d outputs"] | None
 
     def hidden(self, x: Float[Tensor, "n d"], cluster: int) -> Float[Tensor, "n d"]:
-        """Return ``H_c(x)``."""
+        """Return the hidden vectors ``H_c(x) = x W_c + b`` of inputs of cluster c."""
         return x @ self.weights[cluster] + self.bias
 
     def respond(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n outputs"]:
-        """Return the targets of hidden vectors, which are normalised before for mlp-norm."""
+        """Return the targets of hidden vectors: their first entries (linear), or the readout of their relu.
+
+        For mlp-norm the caller normalises the hidden vectors before.
+        """
         return hidden[:, : OUTPUTS["linear"]] if self.readout is None else hidden.relu() @ self.readout
 
 

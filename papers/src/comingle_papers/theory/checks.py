@@ -269,7 +269,10 @@ def linear_curve(
 
 
 def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
-    """Return the smallest eigenvalue of the Hessian along the simplex, over five points of a descent."""
+    """Return the smallest eigenvalue of the objective's Hessian (shares restricted to the simplex) on a descent.
+
+    Only five evenly spaced points are checked, since each needs all eigenvalues.
+    """
     indices = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
     return min(float(linalg.eigvalsh(linear.tangent_hessian(problem, points[i]))[0]) for i in indices)
 

@@ -51,12 +51,12 @@ class Shared:
 
     @property
     def joint(self) -> Joint:
-        """``p(k, c) = p(k) pi_c^k``."""
+        """Joint distribution of clients and clusters, ``p(k, c) = p(k) pi_c^k``."""
         return self.amounts[:, None] * self.routers
 
     @property
     def of_cluster(self) -> Joint:
-        """``p(k|c)``, a column for each cluster."""
+        """Distribution of the clients in each cluster, ``p(k|c)``; each column (cluster) sums to 1."""
         return self.joint / self.joint.sum(0)
 
 
@@ -161,18 +161,18 @@ class Cluster:
 
     @property
     def hessian(self) -> Float[np.ndarray, "size size"]:
-        """Hessian of f_c."""
+        """Hessian of the cluster's loss f_c, the weighted mean of the clients' Hessians."""
         return np.einsum("k,kij->ij", self.weights, self.hessians)
 
     @property
     def minimiser(self) -> Float[np.ndarray, " size"]:
-        """Minimiser of f_c."""
+        """Minimiser of the cluster's loss f_c: ``(sum_k p_k A_k)^-1 sum_k p_k A_k m_k``."""
         weighted_centres = np.einsum("k,kij,kj->i", self.weights, self.hessians, self.centres)
         return linalg.solve(self.hessian, weighted_centres, assume_a="pos")
 
     @property
     def moduli(self) -> tuple[float, float]:
-        """Strong convexity mu and smoothness L of f_c (Assumption 4.2)."""
+        """Strong convexity mu and smoothness L of the cluster's loss f_c: its extreme curvatures (Assumption 4.2)."""
         eigenvalues = linalg.eigvalsh(self.hessian)
         return float(eigenvalues[0]), float(eigenvalues[-1])
 
@@ -182,13 +182,14 @@ class Cluster:
         return np.asarray(np.einsum("...i,ij,...j->...", offsets, self.hessian, offsets) / 2)
 
     def gradients(self, points: Points) -> Float[np.ndarray, "*batch clients size"]:
-        """Return every client's gradient at each point."""
+        """Return every client's gradient ``A_k (w - m_k)`` at each point w."""
         return np.einsum("kij,...kj->...ki", self.hessians, points[..., None, :] - self.centres)
 
     def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
         """Return mean, variance and second moment of the gradient of a client drawn by weight, at each point.
 
-        The mean is ``grad f_c``. Assumptions 4.4 and 4.3 bound the variance and the second moment.
+        The mean is the gradient of the cluster's loss f_c. Assumptions 4.4 and 4.3 of the paper bound the variance and
+        the second moment.
         """
         gradients = self.gradients(points)
         mean = np.einsum("k,...ki->...i", self.weights, gradients)
@@ -354,7 +355,8 @@ def _squared_norms(vectors: Points) -> Numbers:
 def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
     """Return the bound of Lemma A.2 (eq. 15) on the aggregated gradient's expected squared error, for each step.
 
-    ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``: gradient variance, and the mismatch ``delta = p_hat - p`` of the weights.
+    It is ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2`` with the variance sigma^2 and the second moment G^2 of a client's
+    gradient, the true weights p of the clients and the mismatch ``delta = p_hat - p`` of the estimated ones.
     """
     return 2 * run.variance * _squared_norms(cluster.weights) + 2 * run.moment * run.mismatch**2
 
@@ -374,7 +376,8 @@ def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.
             + eta sum_k (4 L eta p^k - p_hat^k) (f_c(w^k) - f_c*)
 
     p are the true and p_hat the estimated weights of the clients, ``delta = p_hat - p``, w^k the clients' models, w~
-    their mean by p_hat, w* the minimum; sigma^2 and G^2 bound variance and second moment of gradients.
+    their mean by p_hat, w* the minimum of the cluster's loss f_c; sigma^2 and G^2 bound variance and second moment of
+    gradients, mu and L the curvature of f_c; eta is the step size.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -418,7 +421,8 @@ def routed_descent_bound(
 def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
     """Return ``16 G^2 log(K C)``, by which Lemma A.7 replaces the term ``4 G^2 |delta|_1^2`` of Lemma A.4.
 
-    Lemma A.6 bounds the squared mismatch ``|delta|_1^2`` of K clients' weights by ``4 log(K C)`` and smaller terms.
+    G^2 is the second moment of the gradients. Lemma A.6 bounds the squared mismatch ``|delta|_1^2`` of the weights of K
+    clients in one of C clusters by ``4 log(K C)`` and smaller terms.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -469,7 +473,8 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
 
     with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the start's distance from the
     minimum. sigma^2 and G^2 are variance and second moment of gradients, ``delta_t = p_hat - p`` the mismatch of the
-    weights. It holds for ``s >= max(H, 24 kappa / U)`` with ``kappa = L / mu`` and U from :func:`uniformity`.
+    weights. It holds for ``s >= max(H, 24 kappa / U)`` with ``kappa = L / mu`` and U the largest factor for which all
+    ``p_hat >= U p`` (:func:`uniformity`).
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -483,12 +488,13 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
 def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
     """Return the corrected bound of Theorem A.9, after each step, on the loss of the average model above the minimum.
 
-    After T steps ``eta_t = 3 / (mu (t + s))`` it is, with S and D as in :func:`rate_bound`,
+    After T steps ``eta_t = 3 / (mu (t + s))`` it is, as in :func:`rate_bound`,
 
-        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2)
+        2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` from Lemma A.7 instead of A.4. It does not
-    depend on the mismatch of the estimated weights, so it holds for all routers.
+    with D the start's distance from the minimum, but with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and
+    ``B = 9 L H^2 G^2`` from Lemma A.7 instead of A.4, for K clients and C clusters. It does not depend on the mismatch
+    of the estimated weights, so it holds for all routers.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -503,7 +509,7 @@ def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, cluste
 def _rate_bound_of(
     run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound on the gap of the average after each step that Theorems A.9 and A.10 share, once corrected.
+    """Return the bound that the corrected Theorems A.9 and A.10 share, on the average model's loss above the minimum.
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
@@ -526,7 +532,7 @@ def _rate_bound_of(
 
 
 def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.10 as printed, on the gap of the average after each step; it can be violated.
+    """Return the bound of Theorem A.10 as printed, on the average model's loss above the minimum; it can be violated.
 
     It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``. :func:`rate_bound` is the correction.
     After T steps, with ``P = sigma^2 |p|^2``, first mismatch ``D = |delta_0|_1^2`` and its decay beta, it is
@@ -554,7 +560,7 @@ def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: floa
 def printed_routed_rate(
     run: Descent, cluster: Cluster, schedule: Schedule, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.9 as printed, on the gap of the average after each step; it can be violated.
+    """Return the bound of Theorem A.9 as printed, on the average model's loss above the minimum; it can be violated.
 
     It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``, and for all routers.
     :func:`routed_rate_bound` is the correction. After T steps, with ``P = 8 sigma^2 |p|^2 + 32 G^2 log(K C)``, it is
@@ -925,7 +931,7 @@ def _check_sharing(
         centres: Minimiser of each client.
         amounts: Share of each client in the data, p(k).
         routers: The true routers.
-        mismatch: Distance of the estimated routers from the true ones: 0 at them, 1 where they are uniform.
+        mismatch: How far the estimated routers are from the true ones: 0 are the true ones, 1 uniform routers.
         rng: Source of the models.
     """
     base = hessians.shape[1] // 2

@@ -65,7 +65,10 @@ class Logistic:
         return special.expit(targets * outputs) * special.expit(-targets * outputs)
 
     def slope_bound(self, largest_output: float, targets: PerSample) -> float:
-        """Return the largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1."""
+        """Return the largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1.
+
+        It is ``1 / (1 + exp(y t))``, largest for an output t of the wrong sign, whatever the target y.
+        """
         return float(special.expit(largest_output))
 
 
@@ -596,12 +599,18 @@ class LinearConstants:
 
     @property
     def smoothness(self) -> float:
-        """L of Theorem F.2: the curvature of a convex function in two blocks is at most the sum of the blocks'."""
+        """L of Theorem F.2, a bound on the curvature of F in all variables.
+
+        The curvature of a convex function of two blocks of variables is at most the sum of the blocks' curvatures.
+        """
         return self.smoothness_weights + self.smoothness_shares
 
     @property
     def theorem_rate(self) -> float | None:
-        """Bound ``(1 - mu / L)^2`` on the factor by which a step shrinks ``F - F*`` (Theorem F.2); None if unproved."""
+        """Bound ``(1 - mu / L)^2`` on the factor by which a step shrinks ``F - F*`` (Theorem F.2); None if unproved.
+
+        mu is here the modulus of strong convexity of F in all variables and L the largest curvature.
+        """
         return (1 - self.modulus / self.smoothness) ** 2 if self.modulus > 0 else None
 
     @property
@@ -618,7 +627,7 @@ class LinearConstants:
 
     @property
     def _squared_slopes(self) -> float:
-        """``rho^2 + mu^2``, as in :func:`needed_decay`."""
+        """``rho^2 + mu^2`` with the loss's largest slope rho and the weight mu of the divergence."""
         return self.slope**2 + self.coupling**2
 
 
@@ -731,7 +740,10 @@ def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " sample
 
 
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of the objective F (eq. 25) in Theta, row-major."""
+    """Return the Hessian of the objective F (eq. 25) in the experts Theta, row-major.
+
+    It is ``mean(l'' z z^T) + alpha I`` with ``z = x lambda^T``, flat, since the output is linear in Theta.
+    """
     features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
     curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)
     return (features.T * curvature) @ features / len(features) + problem.decay * np.eye(features.shape[1])

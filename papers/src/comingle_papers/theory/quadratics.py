@@ -50,7 +50,7 @@ class Coupled:
         return self.outer_right @ np.tanh(self.inner_right @ y)
 
     def value(self, x: Left, y: Right) -> float:
-        """Return f_1 without h(x)."""
+        """Return ``decay / 2 |y|^2 + <A(x), B(y)>``."""
         return float(self.decay / 2 * y @ y + self.left(x) @ self.right(y))
 
     @property
@@ -76,7 +76,7 @@ class Coupled:
 
     @property
     def modulus(self) -> float:
-        """Bound mu_1 on the strong convexity of f_1 in y, for every x (Assumption 2); none if it is not positive."""
+        """Lower bound mu on the strong convexity in y, for every x (Assumption 2); proves nothing if not positive."""
         return self.decay - self.max_negative_curvature
 
     @property
@@ -277,34 +277,40 @@ class Quadratic:
 
     @property
     def experts_block(self) -> Matrix:
-        """A: curvature in theta."""
+        """Block A of the Hessian: second derivatives in the experts theta."""
         return self.hessian[: self.experts_size, : self.experts_size]
 
     @property
     def router_block(self) -> Matrix:
-        """B: curvature in phi."""
+        """Block B of the Hessian: second derivatives in the router phi."""
         return self.hessian[self.experts_size :, self.experts_size :]
 
     @property
     def cross_block(self) -> Matrix:
-        """C: phi against theta."""
+        """Block C of the Hessian: mixed second derivatives, rows of the router phi, columns of the experts theta."""
         return self.hessian[self.experts_size :, : self.experts_size]
 
     def value(self, experts: Float[np.ndarray, " experts"], router: Float[np.ndarray, " router"]) -> float:
-        """Return the function's value."""
+        """Return ``<H (z - c), z - c> / 2`` at ``z = (experts, router)``."""
         away = np.concatenate([experts, router]) - self.centre
         return float(away @ self.hessian @ away / 2)
 
 
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
-    """Return ``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12)."""
+    """Return ``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12).
+
+    It is ``phi* - B^-1 C (theta - theta*)`` with the objective's minimiser ``(theta*, phi*)``.
+    """
     experts_centre, router_centre = np.split(valid.centre, [valid.experts_size])
     pull = valid.cross_block @ (experts - experts_centre)
     return router_centre - linalg.solve(valid.router_block, pull, assume_a="pos")
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
-    """Return ``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12)."""
+    """Return ``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12).
+
+    They are ``theta* - A^-1 C^T (phi - phi*)`` with the objective's minimiser ``(theta*, phi*)``.
+    """
     experts_centre, router_centre = np.split(train.centre, [train.experts_size])
     pull = train.cross_block.T @ (router - router_centre)
     return experts_centre - linalg.solve(train.experts_block, pull, assume_a="pos")
@@ -404,7 +410,10 @@ class QuadraticConstants:
 
     @property
     def wielandt_rate(self) -> float | None:
-        """``((L - mu) / (L + mu))^2``, by Wielandt's inequality: the best bound that mu and L alone allow."""
+        """Bound ``((L - mu) / (L + mu))^2`` on a step's contraction; None if the two objectives differ.
+
+        It follows from Wielandt's inequality, and is the best bound that the extreme curvatures mu and L alone allow.
+        """
         return ((self.largest - self.smallest) / (self.largest + self.smallest)) ** 2 if self.same_function else None
 
 
