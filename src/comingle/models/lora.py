@@ -111,10 +111,10 @@ class LoraLinear(nn.Module):
         self.scale = scale
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """Return the base product plus each user's low-rank term; rows of ``x`` are user-major."""
+        """Return ``W x + b + s B_u (A_u x)`` with the LoRA of each row's user u; rows of ``x`` are ordered by user."""
         a, b = (f.to(x.dtype) for f in self.factors)
         weight, bias = base_weight(self.linear)
-        if expert_mlp.fits_rows(x, a.shape[0], weight):
+        if expert_mlp.fits_rows(x, a.shape[0], weight):  # generation on a CPU: a native kernel for few rows
             return expert_mlp.linear((weight, bias), x, (a, b), self.scale)
         y = self.linear(x)
         return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)

@@ -283,7 +283,7 @@ class AdaptedLayer(nn.Module, ABC):
         self.mixture = mixture
 
     def shares(self, like: Tensor) -> Float[Tensor, " clusters"]:
-        """Return ``alpha * pi`` in the dtype of ``like``.
+        """Return this layer's mixture weights pi of the current forward pass, times alpha, in the dtype of ``like``.
 
         Raises:
             RuntimeError: No forward pass of the model is under way.
@@ -393,7 +393,10 @@ class LowRankLayer(AdaptedLayer):
         """Reshape a bias so that it adds to the layer's output."""
 
     def forward(self, x: Float[Tensor, "*inputs"]) -> Float[Tensor, "*outputs"]:
-        """Return ``base(x) + alpha * sum_c pi_c (U_c V_c x + bias_c)``."""
+        """Return ``base(x) + alpha * sum_c pi_c (U_c V_c x + bias_c)``.
+
+        pi are the mixture weights of the current forward pass, V_c and U_c the inner and outer factor of cluster c.
+        """
         y = self.base(x)
         shares = self.shares(y)
         if self.geometry is not None:
@@ -422,7 +425,11 @@ class LowRankLayer(AdaptedLayer):
         return Pairs(factors=factors, offsets=() if self.bias is None else (self.offset(prefix, "bias"),))
 
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add ``sum_c shares_c U_c V_c`` to the base's weight and the mixed bias to its bias."""
+        """Add the mixture of the clusters' adaptors to the base's weight and bias in place, and return the base.
+
+        The change of the weight is ``sum_c shares_c U_c V_c``, with the factors U_c (``b``) and V_c (``a``) of cluster
+        c. ``shares`` are the mixture weights times alpha.
+        """
         if self.geometry is not None and self.a is not None and self.b is not None:
             weight = self.base.get_parameter("weight")
             outer = self.geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)

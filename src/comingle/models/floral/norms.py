@@ -70,7 +70,7 @@ class AdaptedNorm(AdaptedLayer):
         return Pairs(offsets=tuple(self.offset(prefix, name) for name in names))
 
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the mixed gamma and beta to the base's."""
+        """Add the clusters' gammas and betas, weighted by ``shares``, to the base's in place, and return the base."""
         tensor(self.base, "weight").data.add_(mix(shares.to(self.weight.dtype), self.weight))
         if self.bias is not None:
             tensor(self.base, "bias").data.add_(mix(shares.to(self.bias.dtype), self.bias))

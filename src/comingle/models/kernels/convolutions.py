@@ -135,9 +135,10 @@ class PassShape:
     images: int = 0
 
     def lanes(self, x: Tensor) -> Tensor:
-        """Convert samples to :data:`Maps`, in which images are the innermost axis, padded to fill SIMD vectors.
+        """Convert samples to maps, the layout of native steps, ``(users, lanes, channels, height, width)``.
 
-        Maps, which have five axes, are returned unchanged.
+        Samples are ``(users * images, channels, height, width)``. In maps each image of a user is a lane, and lanes are
+        innermost in memory, padded to fill SIMD vectors. Maps, which have five axes, are returned unchanged.
         """
         if x.dim() == 5:
             return x

@@ -655,11 +655,11 @@ def experts(
     return y
 
 
-def _fill_linear_struct(to: _Linear, weights: Weights, factors: Factors | None) -> list[Tensor]:
-    """Write addresses and sizes of a linear layer and its factors into a struct.
+def _fill_linear_struct(struct: _Linear, weights: Weights, factors: Factors | None) -> list[Tensor]:
+    """Write addresses and sizes of a linear layer and its factors into a C struct.
 
     Args:
-        to: The struct.
+        struct: The struct; its field ``turned`` says that the weight is stored as ``(d_in, d_out)``.
         weights: Weight and bias.
         factors: A and B of each user; None for no adapter.
 
@@ -667,26 +667,27 @@ def _fill_linear_struct(to: _Linear, weights: Weights, factors: Factors | None) 
         Contiguous factors, which the caller must keep alive until the native call has returned.
     """
     (weight, bias), alive = weights, []
-    to.weight, to.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
-    (to.d_out, to.d_in), to.turned = weight.shape, not weight.is_contiguous()
+    struct.weight, struct.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
+    (struct.d_out, struct.d_in), struct.turned = weight.shape, not weight.is_contiguous()
     if factors is not None:
         alive = [factor.contiguous() for factor in factors]
-        to.a, to.b = (factor.data_ptr() for factor in alive)
-        to.ranks = alive[0].shape[1:-1].numel()  # of all experts
+        struct.a, struct.b = (factor.data_ptr() for factor in alive)
+        struct.ranks = alive[0].shape[1:-1].numel()  # of all experts
     return alive
 
 
 def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
-    """Run a decoding kernel.
+    """Run the native kernel for generation: a linear with LoRA, or a mixture of experts, on a few rows of tokens.
 
     Args:
-        call: Struct with the layers.
+        call: C struct that holds the layers; sizes and addresses of input and output are added here. Its field
+            ``share`` is the number of rows of each user.
         x: Contiguous input ``(..., d_in)``; each row is a token.
         y: Output, overwritten.
         users: Number of users, with equally many rows each; 0 without adapters.
     """
     call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
-    call.share = call.rows // (users or call.rows)  # rows of each user
+    call.share = call.rows // (users or call.rows)
     call.x, call.y = x.data_ptr(), y.data_ptr()
     native = library()
     assert native is not None
