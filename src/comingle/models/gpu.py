@@ -51,10 +51,10 @@ def with_triton(model: AdaptedModel) -> AdaptedModel:
 
 
 def triton_backend(device: torch.device) -> TritonBackend:
-    """Return the Triton backend for a device.
+    """Return the backend that runs expert mixtures in Triton kernels, for models on a device.
 
     Raises:
-        RecipeError: As in :func:`with_triton`.
+        RecipeError: The device is not a CUDA GPU, or Triton is not installed.
     """
     if find_spec("triton") is None:
         raise RecipeError("runtime.gpu: got 'triton', which is not installed here; pip install triton, or leave it out")
@@ -79,8 +79,9 @@ class TritonBackend:
             act: Its activation.
             rank: LoRA rank.
         """
-        real = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
-        return real and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MAX_RANK
+        # Triton's interpreter, for tests, also runs on CPUs.
+        has_data = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
+        return has_data and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MAX_RANK
 
     def forward(
         self,
@@ -322,7 +323,10 @@ class Recording:
         return last_replay is not None and not last_replay.done
 
     def _forward(self) -> None:
-        """Run the function on the static inputs and keep its outputs; a penalty that is a number is no output."""
+        """Run the function on the static inputs, and store its outputs as attributes, where a capture finds them.
+
+        A penalty that is a plain number is constant, so it is no output of the graph.
+        """
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
         self.outputs = [hidden, penalty] if isinstance(penalty, Tensor) else [hidden]

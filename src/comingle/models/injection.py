@@ -81,7 +81,12 @@ class RoutedMLP(nn.Module):
         self.factors = {}
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Return the mixture of each user's experts; the rows of ``x`` are ordered by user."""
+        """Return the mixture of each user's experts; the rows of ``x`` are ordered by user.
+
+        With ``mix="output"`` the experts' outputs are mixed, ``sum_j p_j MLP_j(x)``, by the fastest code that supports
+        the input: a kernel for generation, fused kernels (C++ or Triton), or PyTorch. With ``mix="linear"`` experts are
+        mixed in each linear layer instead, a different function.
+        """
         users = self.factors["down"][0].shape[0]
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "output" and self._fits_decoding(x, users):
@@ -563,7 +568,11 @@ class Adapters:
             mlp.router.penalty = None  # remove that of the last pass: this one may have no router
 
     def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
-        """Multiply A by the ratio of each user's scale to the modules' scale, which is one number for all users."""
+        """Multiply A by the ratio of each user's LoRA scale to the scale that the modules apply.
+
+        Users with a smaller rank have a larger scale ``alpha / sqrt(rank)``, but the modules multiply all users by one
+        number.
+        """
         ratios = (self.scales / self.scale)[list(users)]
         factors_a = {name: t for name, t in tensors.items() if name.endswith(".a")}
         rescaled = {name: t * ratios.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in factors_a.items()}

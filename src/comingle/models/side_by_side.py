@@ -249,13 +249,14 @@ class Sum(nn.Module):
         self.other = [other]  # in a list, so that it is registered once
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``relu(chain(x) + other(x))``.
+        """Return ``relu(chain(x) + other(x))``, of which the chain's last step computes the sum and the ReLU.
 
         If the chain begins with a native step, that step also returns x for the other branch, so that its backward pass
         adds up both branches' gradients of x.
         """
+        # `lanes` converts x to the memory layout of native steps.
         (other,), remaining, x = self.other, self.first, self.pass_shape.lanes(x)
-        y = x
+        y = x  # output of the chain so far
         if remaining and isinstance(remaining[0], Step):
             y, x = remaining[0].run_shared(x)
             remaining = remaining[1:]
@@ -273,7 +274,10 @@ Measured on CPUs.
 
 
 def native_form(net: nn.Module) -> Chained | None:
-    """Return the native form of a net with convolutions; None if it is unsupported or cannot be compiled."""
+    """Return a form of a convolutional net that runs all users' nets at once with C++ kernels, in place of ``vmap``.
+
+    None if the net has unsupported layers or no convolutions, is not on a CPU, or the kernels cannot be compiled.
+    """
     if not all(convolutions.fits(p) for p in net.parameters()):
         return None
     try:
@@ -300,13 +304,15 @@ class Chained:
             raise UnknownLayerError
 
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
-        """Return outputs ``(users, batch, outputs)``.
+        """Return outputs ``(users, batch, outputs)``; running statistics in ``tensors`` change in place.
 
         Args:
             tensors: Parameters and statistics ``(users, ...)``.
             inputs: Samples ``(users, batch, ...)``.
             train: Run in training mode.
         """
+        # Layers see all users' samples as one batch: native steps split it by the sizes in `pass_shape`, and inside
+        # Folded, F.linear multiplies each user's samples by its weights.
         self.pass_shape.users, self.pass_shape.images = inputs.shape[:2]
         self.net.train(train)
         with Folded():

@@ -180,7 +180,10 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
-    """Return the slots of whole models as components of a mixture, so that servers weigh each by its users."""
+    """Return the slots of a mixture of whole models, each a tensor ``(components, ...)`` of all components.
+
+    Parameters have the role "adaptor", because servers average each adaptor with its users' mixture weights.
+    """
     components = [_tensors(net) for net in nets]
     slots = []
     for name, (_, role) in components[0].items():
@@ -455,6 +458,7 @@ class StackedModel(Model):
         """
         self.net.train(train)
         tensors, *others = stacked
+        # Both for speed: FusedNorms runs each norm once for all users, channels_last speeds up small convolutions.
         with FusedNorms():
             return vmap(call, randomness="different")(channels_last(tensors), *others)
 
