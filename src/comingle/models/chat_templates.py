@@ -405,7 +405,8 @@ class ChatTemplate:
             elif place is not None:
                 masked.append(place)
             else:
-                # A response that opens the conversation has no place, and needs one only if it is excluded.
+                # A response that opens the conversation follows no prompt, so its place is never known. That matters
+                # only if it has ``learn: False``: then its tokens must be masked.
                 some_unknown = some_unknown or number > 0 or not messages[number].get("learn", True)
         return text, [*places, final], None if some_unknown else masked
 
@@ -426,6 +427,10 @@ class ChatTemplate:
 
         Some templates render a whole conversation otherwise than its prompt. Then the text is the prompt, as in
         generation, and the response after it.
+
+        Returns:
+            The text, and three character offsets: the response's start, its end, and the end of the text, which may
+            include more text that closes the conversation.
         """
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
         text = whole if whole.startswith(prompt) else prompt + self._response_after_prompt(messages, whole)
@@ -451,17 +456,18 @@ class ChatTemplate:
         """
         question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
-        # `header` follows the question in a conversation, `opened` in a prompt.
+        # The text between question and response, in a conversation and in a prompt.
         header = self.render([*probed, _response(answer)]).partition(question)[2].partition(answer)[0].rstrip(" ")
-        opened = self._prompt_text(probed).partition(question)[2]
-        before = self.render([*messages[:-1], _response(answer)]).partition(answer)[0].rstrip(" ")
-        if not opened.startswith(header) or not whole.startswith(before):
+        prompt_header = self._prompt_text(probed).partition(question)[2]
+        before_response = self.render([*messages[:-1], _response(answer)]).partition(answer)[0].rstrip(" ")
+        if not prompt_header.startswith(header) or not whole.startswith(before_response):
             raise RewrittenTurnsError(
                 "the base's chat template rewrites earlier turns when a conversation continues: its prompt ends with "
-                f"{opened[-40:]!r}, but responses follow {header[-40:]!r}; give a base whose template is consistent"
+                f"{prompt_header[-40:]!r}, but responses follow {header[-40:]!r}; give a base whose template is "
+                "consistent"
             )
-        response = whole[len(before) :]
-        if _THINK not in opened.rpartition(_END_THINK)[2]:  # the prompt opens no thought
+        response = whole[len(before_response) :]
+        if _THINK not in prompt_header.rpartition(_END_THINK)[2]:  # the prompt opens no thought
             return response
         if response.lstrip().startswith(_THINK):
             return response.lstrip().removeprefix(_THINK).lstrip("\n")
@@ -475,18 +481,24 @@ class ChatTemplate:
     # ------------------------------------------------------------ what a template leaves out
 
     def _check_written(self, messages: Sequence[Message], text: str) -> None:
-        """Check that a rendered text contains all messages (without thoughts of responses) and tools.
+        """Check that a rendered text contains all messages and tools, as some templates leave out roles or tools.
+
+        Thoughts of responses may be missing: many templates remove them from earlier turns.
+
+        Args:
+            messages: The conversation.
+            text: The conversation as the template writes it.
 
         Raises:
             DataError: A message or a tool is missing.
         """
-        if not self.own:
+        if not self.own:  # the plain template writes everything
             return
         flat, omitted = _without_spaces(text), self._omitted_by_role(messages)
         for number, message in enumerate(messages):
             content = message["content"]
-            kept = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
-            missing = content if number in omitted else _missing_part(kept, flat)
+            required = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
+            missing = content if number in omitted else _missing_part(required, flat)
             if missing.strip():
                 raise _omission_error(messages, number, missing)
         for tool in (messages[0].get("tools") if messages else None) or ():
@@ -604,7 +616,7 @@ class ChatTemplate:
             ``(token, start, end)`` of each token, with character offsets in ``text``. All tokens of a hidden text have
             the offsets of its placeholder.
         """
-        tokens, at = [], 0
+        tokens, offset = [], 0  # of the next piece in the text
         for first, last in pairwise([0, *cuts, len(text)]):
             # Text and the numbers in placeholders alternate.
             for index, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
@@ -612,10 +624,10 @@ class ChatTemplate:
                 width = len(piece) + 2 * is_hidden  # a placeholder has two delimiters
                 ids, offsets = self._tokenize_piece(hidden_texts[int(piece)] if is_hidden else piece, plain=is_hidden)
                 tokens += [
-                    (token, at, at + width) if is_hidden else (token, at + start, at + stop)
+                    (token, offset, offset + width) if is_hidden else (token, offset + start, offset + stop)
                     for token, (start, stop) in zip(ids, offsets, strict=True)
                 ]
-                at += width
+                offset += width
         return tokens
 
     def _tokenize_piece(self, text: str, *, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
