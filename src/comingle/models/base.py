@@ -70,8 +70,8 @@ class Base:
         """Raise an error if a token has no row in the embedding, or a predicted token none in the output head.
 
         Args:
-            tokens: A stream or windows, in which hidden tokens are input but not predicted
-                (:mod:`comingle.models.scoring`); the tokens of a sequence are input only.
+            tokens: A tensor of tokens, which the model reads and predicts; tokens that it only reads are encoded as
+                negative numbers by :func:`~comingle.models.scoring.hide`. Or a sequence of tokens that it only reads.
             source: Where the tokens come from, for the message.
 
         Raises:
@@ -80,13 +80,13 @@ class Base:
         tokens = tokens if isinstance(tokens, Tensor) else hide(torch.tensor(tokens, dtype=torch.int64))
         if not tokens.numel():
             return
-        low, high = (int(end) for end in torch.aminmax(tokens))
+        smallest, largest = (int(end) for end in torch.aminmax(tokens))
         head: Any = getattr(self.model.get_output_embeddings(), "weight", None)
-        largest_hidden = PAD - 1 - low  # hidden tokens are encoded as negative numbers (`hide`)
-        if max(high, largest_hidden) >= self.rows:
+        largest_hidden = PAD - 1 - smallest  # decodes the smallest number, as `hide` does
+        if max(largest, largest_hidden) >= self.rows:
             inputs = torch.where(tokens < PAD, hide(tokens), tokens)
             raise self._missing_row_error("embedding", self.rows, int(inputs[inputs >= self.rows][0]), source)
-        if head is not None and high >= len(head):
+        if head is not None and largest >= len(head):
             raise self._missing_row_error("head", len(head), int(tokens[tokens >= len(head)][0]), source)
 
     def _missing_row_error(self, part: str, rows: int, token: int, source: str) -> DataError:

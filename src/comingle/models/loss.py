@@ -85,7 +85,13 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of one chunk and, if wanted, their gradient with respect to ``hidden``.
+    """Return the losses of one chunk of positions and, if wanted, their gradient with respect to ``hidden``.
+
+    For one position with hidden state h, logits ``f(W h)`` with a head W and target t (f scales and caps)::
+
+        loss = log sum_v exp(logit_v) - logit_t      d loss / d h = sum_v (softmax_v - [v = t]) f'(W_v h) W_v
+
+    Without scale and cap the gradient is ``sum_v softmax_v W_v - W_t``.
 
     Args:
         hidden: Hidden states ``(n, width)``.
@@ -102,8 +108,8 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Te
         return loss, None
     if slope is None:
         # W_t is subtracted after the product, which saves a second pass over the softmax to mark the targets.
-        mean = (weights @ head.weight) / total.unsqueeze(1)
-        return loss, (mean - head.weight[ids]).to(hidden.dtype)
+        expected_row = (weights @ head.weight) / total.unsqueeze(1)  # sum_v softmax_v W_v
+        return loss, (expected_row - head.weight[ids]).to(hidden.dtype)
     d_logits = weights / total.unsqueeze(1).to(weights.dtype)
     d_logits[torch.arange(len(ids), device=ids.device), ids] -= 1
     return loss, (d_logits * slope) @ head.weight

@@ -575,7 +575,7 @@ class PersonalModel(Personal):
         """Return the messages of a conversation after checking their roles and contents.
 
         Raises:
-            DataError: One is not a mapping with a known role and a text.
+            DataError: A message is not a mapping with a known role and a text.
         """
         messages: list[Message] = []
         for message in prompt:

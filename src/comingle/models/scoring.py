@@ -375,7 +375,10 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
-    """Return a loss of real targets that averages a loss of torch over each sample's outputs."""
+    """Return a loss of real targets: the mean of an elementwise loss of torch over a sample's outputs.
+
+    It is ``paired``: output i is compared with number i of the target.
+    """
 
     def mean(outputs: Tensor, targets: Tensor) -> Tensor:
         return loss(outputs, targets, reduction="none").mean(-1)
