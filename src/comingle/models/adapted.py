@@ -160,12 +160,15 @@ class AdaptedModel(AdapterRouting, Model):
     def states(
         self, tensors: Tree, present: Bool[Tensor, "users experts"], inputs: Int[Tensor, "users batch context"]
     ) -> tuple[Float[Tensor, "users batch context width"], Float[Tensor, " users"] | float]:
-        """Return the last hidden states, and the load-balancing penalty of :meth:`losses`.
+        """Run the base with the users' adapters up to the last hidden states, which the output head reads.
 
         Args:
             tensors: The users' tensors, from :meth:`Adapters.of_users`.
             present: The experts that each user has, from :meth:`Adapters.of_users`.
             inputs: Token IDs.
+
+        Returns:
+            The last hidden states, and each user's load-balancing penalty (0.0 without load balancing).
         """
         self.adapters.place(tensors, present)
         with unpack_in_backward() if self.base.quantised else nullcontext():

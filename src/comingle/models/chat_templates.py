@@ -548,18 +548,18 @@ class ChatTemplate:
         Raises:
             DataError: The template rejects both formats.
         """
-        calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
-        if not calling:
+        calls_tools = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        if not calls_tools:
             return messages, frozenset()
         options, refusal = list[tuple[list[Message], frozenset[int]]](), None
         for as_json in (False, True):
             formatted = [_with_arguments(message, as_json) for message in messages]
             try:
-                flat = _without_spaces(self.render(formatted))
+                rendered = _without_spaces(self.render(formatted))
             except DataError as error:
                 refusal = error
                 continue
-            unwritten = frozenset(number for number in calling if not _contains_calls(messages[number], flat))
+            unwritten = frozenset(number for number in calls_tools if not _contains_calls(messages[number], rendered))
             options.append((formatted, unwritten))
         if refusal is not None and not options:
             raise refusal
@@ -697,7 +697,7 @@ def _omission_error(messages: Sequence[Message], number: int, missing: str) -> D
 
 
 def _with_arguments(message: Message, as_json: bool) -> Message:
-    """Return a message whose tool calls have their arguments as JSON texts; unchanged unless ``as_json``."""
+    """Return a message with the arguments of its tool calls as JSON texts if ``as_json``, else the message itself."""
     if not as_json or not message.get("tool_calls"):
         return message
     calls = []

@@ -175,9 +175,17 @@ class EnsembleModel(Model):
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch context"], float]:
-        """Return the mixture's losses in nats, and no penalty.
+        """Return the training losses of the mixture of predictions in nats, and no penalty.
 
-        Each component's gradient is that of its own loss, not of the mixture's. Powers are not applied.
+        Components train as if they were alone: the value is the mixture's loss, ``-log sum_c pi_c exp(-loss_c)``, but
+        each component's gradient is that of its own loss. Powers are applied in predictions only.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            batch: Windows of context + 1 tokens.
+            train: Ignored, as there is no dropout.
+            shares: Ignored.
         """
         losses = self.component_losses(tensors, users, batch, train=train)
         mixed, unweighted = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
@@ -290,10 +298,11 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
         inner: The model of one component.
         mixture: The mixture weights of each user.
         generalists: The number of shared components.
-        specialists: The number of components of each user's own.
+        specialists: The number of local components of each user.
 
     Raises:
-        RecipeError: The mixture has temperatures, but the output head has a bias or a soft cap.
+        RecipeError: The mixture has temperatures, which multiply hidden states in place of logits, but the output head
+            has a bias or a soft cap.
     """
     if mixture.tempered and (inner.head.bias is not None or inner.head.softcap is not None):
         reason = f"the head of base {inner.name!r} has a bias or a soft cap"

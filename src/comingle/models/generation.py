@@ -206,17 +206,18 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
         New tokens on the CPU, padded with ``PAD`` on the right. Tokens after an end of text are meaningless.
     """
     lengths, positions = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
-    budgets = (positions - lengths).clamp(min=1, max=limit) if positions else torch.full_like(lengths, limit)
-    if len(sizes := budgets.unique().tolist()) == 1:
-        return _generate_greedily(network, prompts, sizes[0])
-    new_tokens = torch.full((len(prompts), max(sizes)), PAD, dtype=torch.int64)
+    # Number of new tokens for which each prompt has positions.
+    limits = (positions - lengths).clamp(min=1, max=limit) if positions else torch.full_like(lengths, limit)
+    if len(distinct_limits := limits.unique().tolist()) == 1:
+        return _generate_greedily(network, prompts, distinct_limits[0])
+    new_tokens = torch.full((len(prompts), max(distinct_limits)), PAD, dtype=torch.int64)
     is_last = torch.arange(prompts.shape[1], device=prompts.device) == prompts.shape[1] - 1
-    for size in sizes:
+    for common_limit in distinct_limits:
         # Each batch has all rows, as the row index determines the adapters; other prompts are cut to their last token.
-        has_size = budgets == size
-        batch = prompts.masked_fill(~(has_size.unsqueeze(1) | is_last), PAD)
-        continued = _generate_greedily(network, batch[:, -int(lengths[has_size].max()) :], size)
-        new_tokens[has_size.cpu(), : continued.shape[1]] = continued[has_size.cpu()]
+        chosen = limits == common_limit
+        batch = prompts.masked_fill(~(chosen.unsqueeze(1) | is_last), PAD)
+        continued = _generate_greedily(network, batch[:, -int(lengths[chosen].max()) :], common_limit)
+        new_tokens[chosen.cpu(), : continued.shape[1]] = continued[chosen.cpu()]
     return new_tokens
 
 

@@ -318,7 +318,7 @@ class Recording:
 
     @property
     def busy(self) -> bool:
-        """Whether a replay of the forward pass may still need its gradients."""
+        """Whether the last replay of the forward pass still awaits its backward pass, which needs the static memory."""
         last_replay = None if self.last_replay is None else self.last_replay()
         return last_replay is not None and not last_replay.done
 

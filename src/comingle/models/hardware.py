@@ -72,7 +72,7 @@ def resolve_device(device: str = "auto") -> torch.device:
 
 
 def _require_cuda(device: torch.device) -> None:
-    """Raise a :class:`BaseModelError` if this machine has no GPU of this number."""
+    """Raise a :class:`BaseModelError` if this machine has no CUDA GPU with the device's index."""
     if not torch.cuda.is_available():
         raise BaseModelError(f"device: got {str(device)!r}, but torch finds no CUDA GPU here; use auto or cpu.")
     if (device.index or 0) >= torch.cuda.device_count():

@@ -522,7 +522,16 @@ def _check_model(model: object) -> None:
 
 
 def _check_place(base: Base, *, dtype: str, device: str) -> None:
-    """Check that the requested dtype and device, unless "auto", equal the base's."""
+    """Check that a given model already has the dtype and device of the recipe, as it is not moved or converted.
+
+    Args:
+        base: The base model.
+        dtype: The requested dtype; "auto" accepts any.
+        device: The requested device; "auto" accepts any.
+
+    Raises:
+        BaseModelError: They differ.
+    """
     if device != "auto" and (wanted := resolve_device(device)).type != base.device.type:
         raise BaseModelError(f"runtime.device: got {device!r}, but the base is on {base.device}; move it to {wanted}")
     if dtype != "auto" and resolve_dtype(dtype, base.device) != base.dtype:

@@ -84,7 +84,7 @@ class _HeadLoss(torch.autograd.Function):
         return grads * d_losses.unsqueeze(1).to(grads.dtype), None, None
 
 
-def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
+def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Return the losses of one chunk of positions and, if wanted, their gradient with respect to ``hidden``.
 
     For one position with hidden state h, logits ``f(W h)`` with a head W and target t (f scales and caps)::
@@ -97,14 +97,14 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Te
         hidden: Hidden states ``(n, width)``.
         ids: Target of each position.
         head: The frozen head.
-        keep: Compute the gradient; otherwise it is None.
+        needs_gradient: Compute the gradient; otherwise it is None.
     """
     raw = F.linear(hidden, head.weight, head.bias)
     is_linear = head.softcap is None and head.scale == 1.0
     logits, slope = (raw, None) if is_linear else _scale_and_cap(raw, head)
-    parts = None if native_softmax_parts is None else native_softmax_parts(logits, ids, keep)
+    parts = None if native_softmax_parts is None else native_softmax_parts(logits, ids, needs_gradient)
     loss, weights, total = softmax_parts(logits, ids) if parts is None else parts
-    if not keep:
+    if not needs_gradient:
         return loss, None
     if slope is None:
         # W_t is subtracted after the product, which saves a second pass over the softmax to mark the targets.

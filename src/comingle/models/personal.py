@@ -188,9 +188,14 @@ def _used_rank(change: Change) -> int:
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:
-    """Return why no weights can hold the model of a user, or an empty string if they can.
+    """Return why a user's model cannot be merged into plain weights of the base, or an empty string if it can.
 
-    They can for one expert, and for experts that are averaged in each linear layer.
+    A model can be merged if each MLP has one expert, or if experts are averaged in each linear layer, before the
+    nonlinearity.
+
+    Args:
+        model: The users' model.
+        row: Row of the user.
     """
     experts = int(model.adapters.present[row].sum())
     mlps = model.adapters.experts.values()
@@ -204,9 +209,10 @@ def why_not_merged(model: AdaptedModel, row: int) -> str:
 
 
 def merge_adapters(model: AdaptedModel, tensors: Tree, row: int) -> PreTrainedModel:
-    """Return a copy of the base with ``W + s sum_j p_j B_j A_j`` for every adapted weight W.
+    """Return a copy of the base with ``W + s sum_j p_j B_j A_j`` in place of every adapted weight W.
 
-    p is uniform over the user's experts. Requires that :func:`why_not_merged` returns an empty string.
+    s is the LoRA scale; the sum is over the user's experts j, with equal p_j. Requires that :func:`why_not_merged`
+    returns an empty string.
 
     Args:
         model: The users' model.
@@ -287,7 +293,12 @@ def chat_ends(base: Base) -> tuple[int, ...]:
 
 
 def turn_end(base: Base, about: ModelInfo | None) -> int | None:
-    """Return the token that ends a response in the template, or None without a template or such a token."""
+    """Return the token that ends a response in the model's chat template; None without a template or such a token.
+
+    Args:
+        base: The base model.
+        about: What the run knows about the model; None without a run.
+    """
     template = chat_template_of(base, about)
     try:
         return next(reversed(template.ends()), None) if template is not None else None
@@ -299,9 +310,9 @@ def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
     """Return the generation settings of an exported model, with the same end tokens as the user's model."""
     config = copy.deepcopy(base.model.generation_config)
     assert config is not None
-    known = () if config.eos_token_id is None else as_tuple(config.eos_token_id)
+    config_ends = () if config.eos_token_id is None else as_tuple(config.eos_token_id)
     response_end = turn_end(base, about)
-    ends = list(dict.fromkeys([*known, *base.ends, *(() if response_end is None else (response_end,))]))
+    ends = list(dict.fromkeys([*config_ends, *base.ends, *(() if response_end is None else (response_end,))]))
     config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     return config
 
@@ -425,7 +436,10 @@ class PersonalModel(Personal):
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """Yield a causal language model that computes the user's model until the context ends."""
+        """Yield a causal language model of transformers whose forward pass is that of the user's model.
+
+        It shares the base's weights, so it is valid only in the context: another user's adapters may be set afterwards.
+        """
         if isinstance(self.model, AdaptedModel):
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network

@@ -178,9 +178,13 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
 
 
 def estimate_parameters(family: Family, shape: Shape) -> int:
-    """Return the number of parameters of a random base without biases, norms and an untied output matrix."""
+    """Estimate the number of parameters of a random base.
+
+    Counted are the weights of attention and MLPs, token embeddings and learned positions; not counted are biases, norms
+    and an output matrix of its own.
+    """
     settings = _config_settings(family, shape)
-    mlp = settings[family.mlp_setting] * (3 if family.gated else 2)
+    mlp = settings[family.mlp_setting] * (3 if family.gated else 2)  # gate, up and down, or up and down
     kv_heads = _kv_heads(shape) if family.grouped else shape.heads
     attention = 2 * shape.dim + 2 * kv_heads * shape.dim // shape.heads  # query and output, key and value
     layer = shape.dim * (attention + mlp)

@@ -88,10 +88,12 @@ class Routing:
 def route(
     forward: Forward, tokens: Int[Tensor, " n"], *, context: int, begin: int | None = None
 ) -> Float[Tensor, "layers n experts"]:
-    """Return the gates on every token, rounded to three digits, in float16.
+    """Return the gates of every token, each layer's weights of the experts, rounded to three digits, in float16.
+
+    The text is cut into pieces of ``context`` tokens that are processed one after another.
 
     Args:
-        forward: Forward pass of a user's model.
+        forward: Function that returns the gates ``(layers, n, experts)`` of a forward pass over n tokens.
         tokens: Token ids.
         context: Tokens per forward pass.
         begin: Begin-of-text token that opens each pass; it counts towards ``context``.

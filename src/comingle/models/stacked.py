@@ -137,7 +137,7 @@ def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
 
 
 def row_of(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
-    """Return a net's values as one row of the matrix with this layout."""
+    """Return a net's parameters and running statistics as one flat vector, in the order of the layout's slots."""
     tensors = _tensors(net)
     return torch.cat([tensors[slot.name][0].flatten().cpu() for slot in layout.slots])
 
@@ -346,7 +346,14 @@ class StackedModel(Model):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch"]:
-        """Return the loss of every sample under each component alone."""
+        """Return the loss of every sample for each component of the users' mixtures by itself; 0 for padding.
+
+        Args:
+            tensors: The users' tensors; in training their running statistics change.
+            users: Ignored, as users are alike.
+            batch: The users' inputs, targets and presence, as in :data:`Batch`.
+            train: Run in training mode.
+        """
         inputs, targets, present = batch
         outputs = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
@@ -541,13 +548,15 @@ def stack(
         device: Device of the tensors; the CPU by default.
         dtype: Dtype of the computations.
         loss: Loss of outputs and targets.
-        compiled: Allow a native form of the net.
-        batchwise: A sample's output in training depends on its batch; needed only where no norm of torch shows it.
+        compiled: Allow convolutions in C++ for all users at once, if the net supports it.
+        batchwise: A sample's output in training depends on the other samples of its batch. Norms of torch are found
+            automatically; this is for nets that mix samples in other ways.
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
     whole_models = mixture is not None and mixture.of == "models"
     layout = layout_of(nets, side_by_side=whole_models)
+    # Further initial models for the server, each a row of values.
     others = None if whole_models or len(nets) == 1 else torch.stack([row_of(net, layout) for net in nets[1:]])
     return StackedModel(
         name=name,
@@ -588,7 +597,14 @@ class MixedLanguageModel(StackedModel):
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
     ) -> Float[Tensor, "users clusters batch context"]:
-        """Return the loss in nats at every position under each component alone."""
+        """Return the loss in nats at every position for each component of the users' mixtures by itself.
+
+        Args:
+            tensors: The users' tensors.
+            users: Ignored, as users are alike.
+            batch: Windows of context + 1 tokens; a negative target has loss 0.
+            train: Without effect, as language models always run in evaluation mode.
+        """
         inputs, targets = inputs_of(batch), batch[..., 1:]
         hidden = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(hidden.shape[:-1])

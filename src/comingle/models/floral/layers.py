@@ -186,10 +186,13 @@ class Geometry:
         return weight.mT if self.transposed else weight
 
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
-        """Return this form with another rank, limited to the largest rank that the base weight can have."""
-        unit = self.d_out // self.groups if form == "filter" else 1  # inner width per rank (eq. 39)
-        full_rank = math.ceil(min(self.rows, self.columns) / unit)
-        return replace(self, width=unit * min(rank, full_rank))
+        """Return the shapes for another rank, limited to the largest rank that the base weight can have.
+
+        The inner width is the rank, or in the form "filter" the rank times a group's output channels (eq. 39).
+        """
+        width_per_rank = self.d_out // self.groups if form == "filter" else 1
+        full_rank = math.ceil(min(self.rows, self.columns) / width_per_rank)
+        return replace(self, width=width_per_rank * min(rank, full_rank))
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
@@ -215,9 +218,11 @@ def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], 
 
 
 def _possible_splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
-    """Yield each way in which a form may divide ``dims`` kernel dimensions among its factors.
+    """Yield each way in which a form of convolution may divide ``dims`` kernel dimensions among its two factors.
 
-    A split says for each dimension whether the inner factor holds it.
+    A split says for each dimension whether the inner factor (which reads the input) holds it. "balanced-2d" and
+    "filter" give one dimension to each factor, "in" gives all to the inner and "out" all to the outer factor. The other
+    forms put all into one factor, either of them.
     """
     if form in ("balanced-2d", "filter") and dims == 2:
         yield from ((False, True), (True, False))
@@ -310,7 +315,12 @@ class AdaptedLayer(nn.Module, ABC):
         """Add the mixed adaptor to the base's tensors in place, and return the base; ``shares`` is ``alpha * pi``."""
 
     def offset(self, prefix: str, name: str) -> Offset:
-        """Return the offset of the adaptor ``name``, which changes the base's tensor of the same name."""
+        """Return the names of an adaptor without factors (of a bias, gamma or beta) and of the base's tensor.
+
+        Args:
+            prefix: Prefix of the names, such as "model.layers.0.".
+            name: Name of the adaptor in this layer, which is that of the tensor in the base.
+        """
         dims = tensor(self.base, name).ndim
         return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)
 
@@ -522,11 +532,13 @@ class AdaptedConv(LowRankLayer):
 def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) -> Tensor:
     """Convolve with the base's stride, padding and dilation in some dimensions only.
 
+    A low-rank adaptor is two convolutions, each with the base's settings in its own kernel dimensions.
+
     Args:
         base: The layer that has stride, padding, dilation and groups.
         x: The input.
         weight: The kernel.
-        inside: The dimensions with the base's settings; the others have stride 1 and no padding.
+        inside: For each dimension whether the base's settings apply; otherwise stride 1, no padding and no dilation.
     """
     padding: Any = base.padding
     if base.padding_mode != "zeros":

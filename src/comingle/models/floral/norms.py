@@ -45,13 +45,13 @@ class AdaptedNorm(AdaptedLayer):
         return mix(shares, self.weight), None if self.bias is None else mix(shares, self.bias)
 
     def affine(self) -> tuple[Tensor, Tensor | None]:
-        """Return the base's gamma and beta plus the mixed adaptors."""
+        """Return gamma and beta of the whole norm: the base's plus ``alpha * sum_c pi_c`` of the clusters'."""
         gain, shift = self.mixed()
         beta = None if shift is None else tensor(self.base, "bias") + shift
         return tensor(self.base, "weight") + gain, beta
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Apply the base norm with the mixed gamma and beta."""
+        """Apply the base norm with the sum of its gamma and beta and the clusters' mixed ones."""
         weight, bias = self.affine()
         base = self.base
         if isinstance(base, nn.LayerNorm):
@@ -65,7 +65,7 @@ class AdaptedNorm(AdaptedLayer):
         return {"weight": init_zero} if self.bias is None else {"weight": init_zero, "bias": init_zero}
 
     def pairs(self, prefix: str) -> Pairs:
-        """Return the offsets of gamma and beta."""
+        """Return the names of the adaptors of gamma and beta and of the base's tensors that they are added to."""
         names = ["weight"] if self.bias is None else ["weight", "bias"]
         return Pairs(offsets=tuple(self.offset(prefix, name) for name in names))
 

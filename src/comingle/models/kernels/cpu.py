@@ -150,7 +150,10 @@ def use_attention(network: PreTrainedModel) -> None:
 
 
 def mask(*args: Any, **options: Any) -> Tensor | None:
-    """Return the mask of ``eager``, or None for a purely causal one."""
+    """Return the additive mask of transformers' ``eager`` attention, or None if the mask is purely causal.
+
+    transformers' ``sdpa_mask`` tells which: it returns None then.
+    """
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     return None if sdpa_mask(*args, **options) is None else eager_mask(*args, **options)
@@ -196,9 +199,10 @@ def attend(
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether native code supports such heads: as many keys as queries, and all of the same width.
+    """Return whether native causal attention supports such queries, keys and values.
 
-    It does not use matrix units (AMX). Processors with AMX leave bfloat16 to PyTorch; the two were not compared.
+    There must be as many keys as queries, more than one (no cached tokens), and all heads of the same width. Native
+    code does not use matrix units (AMX). Processors with AMX leave bfloat16 to PyTorch; the two were not compared.
 
     Args:
         query: Queries.

@@ -271,7 +271,7 @@ def activate(
         bases: The base's part of each pre-activation.
         loras: The adapters' part of each pre-activation; overwritten with results.
         gates: The experts' probabilities ``p_j``.
-        keep: Return slopes for the backward pass; otherwise their list is empty.
+        keep: Return the slopes, which the backward pass needs; otherwise their list is empty.
 
     Returns:
         ``(h, slopes, m)``.

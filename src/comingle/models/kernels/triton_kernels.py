@@ -61,10 +61,14 @@ def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _load_columns(start, row, valid, at, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Load columns ``[at, at + RANK)`` of some rows, padded with zeros."""
+def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.constexpr):
+    """Load ``RANK`` columns of some rows, padded with zeros to ``WIDE`` columns.
+
+    ``start`` is the address of the tensor, ``row`` the offsets of the rows and ``valid`` masks rows within the tensor.
+    """
     r = tl.arange(0, WIDE)
-    return tl.load(start + row[:, None] + (at + r)[None, :], mask=valid[:, None] & (r < RANK)[None, :], other=0.0)
+    columns = first_column + r
+    return tl.load(start + row[:, None] + columns[None, :], mask=valid[:, None] & (r < RANK)[None, :], other=0.0)
 
 
 @triton.jit
