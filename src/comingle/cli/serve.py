@@ -205,6 +205,7 @@ class _Session:
         return input("… " if more else f"{self.talk.user}> ") if self.console.is_terminal else input()
 
     def _print(self, text: str, style: str = "") -> None:
+        """Print a line in a style of rich, without control characters and without wrapping it."""
         from rich.text import Text
 
         from comingle.utils.terminal import printable

@@ -133,6 +133,7 @@ class StatusFile:
             return {}  # The file is for display only.
 
     def _write(self) -> None:
+        """Write the round, the measure of test scores, and all clients' status; with privacy also epsilon and delta."""
         clients = {name: asdict(client) for name, client in self._clients.items()}
         content = {"round": self._round, "rounds": self._rounds, "measure": self._measure, "users": clients}
         content |= {"privacy": self._privacy} if self._privacy else {}

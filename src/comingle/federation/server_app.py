@@ -57,6 +57,7 @@ class _WarningHandler(logging.Handler):
 
 @contextmanager
 def _warnings_shown(say: Callable[[str], None]) -> Iterator[None]:
+    """Show warnings of comingle to the operator while the block runs."""
     handler, logger = _WarningHandler(say), logging.getLogger("comingle")
     logger.addHandler(handler)
     try:

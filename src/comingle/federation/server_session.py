@@ -248,6 +248,16 @@ class ServerSession:
         about: Mapping[str, Any],
         messages: tuple[bytes, ...] = (),
     ) -> Task:
+        """Return a task of this run; it tells the client the run's number of local steps, once that is known.
+
+        Args:
+            name: The user.
+            todo: Names of the steps.
+            serial: Number of the task among the client's tasks; 0 for a join task.
+            number: The round, from 0.
+            about: Other values that the steps need.
+            messages: Downloads that the steps need, in their order.
+        """
         about = {**about, "local_steps": self.local_steps} if self.local_steps else about
         return Task(run=self.run, serial=serial, user=name, todo=todo, round=number, about=about, messages=messages)
 

@@ -100,6 +100,13 @@ _EXPIRED, _NOT_YET_VALID = 10, 9
 
 
 def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> str:
+    """Return why a certificate is not trusted, and what to do: it has expired, is not valid yet, or has another signer.
+
+    Args:
+        server: Address of the server.
+        authority: File with the authority's certificate.
+        error: The error of the TLS handshake.
+    """
     now = f"this machine's clock says {datetime.datetime.now(datetime.UTC):%F %H:%M} UTC"
     if error.verify_code == _EXPIRED:
         return f"the certificate of {server} has expired ({now}); ask the operator of the server for a new one"
