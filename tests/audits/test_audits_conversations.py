@@ -162,7 +162,7 @@ def test_a_half_has_the_conversations_that_are_in_with_their_responses() -> None
     users: list[UserAnswers] = list(prepared(trained()).users)
     parts = halves(users, 128, seed=0, run=1)
     for number, user in enumerate(users):
-        kept, inside = parts.of(number, user).train, parts.inside[number].nonzero().flatten().tolist()
+        kept, inside = parts.with_included(number, user).train, parts.inside[number].nonzero().flatten().tolist()
         assert isinstance(kept, Answers)
         assert 0 < len(inside) < len(user.train)
         assert torch.equal(kept.windows, user.train.windows[inside])

@@ -178,7 +178,7 @@ def test_a_half_has_the_windows_that_are_in_and_no_other() -> None:
     users = [user_of(205), user_of(100, "bob")]
     parts = halves(users, 9, seed=0, run=1)
     for number, user in enumerate(users):
-        kept = parts.of(number, user).train
+        kept = parts.with_included(number, user).train
         expected = [
             w for w, inside in zip(windows_of(user.train, 9, most=999), parts.inside[number], strict=True) if inside
         ]
@@ -191,7 +191,7 @@ def test_a_half_has_the_windows_that_are_in_and_no_other() -> None:
 def test_hardly_any_windows_are_left_together_and_not_scored() -> None:
     short = user_of(10 * LEAST - 1)
     parts = halves([short], 9, seed=0, run=0)
-    assert torch.equal(parts.of(0, short).train, short.train)
+    assert torch.equal(parts.with_included(0, short).train, short.train)
     assert len(indices_to_score(LEAST - 1)) == 0
     assert indices_to_score(LEAST).tolist() == list(range(LEAST))
     assert len(indices_to_score(1000)) == len(set(indices_to_score(1000).tolist())) == 64

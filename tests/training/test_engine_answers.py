@@ -260,7 +260,8 @@ def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, mo
         monkeypatch.setattr(feeding, "SPEAKING", speaking)
         for sequences in (16, 1):
             assert (
-                sim.batch_source.answers(generate, sets, sim.row_of, PassSize(users=2, sequences=sequences)) == expected
+                sim.batch_source.generate_responses(generate, sets, sim.row_of, PassSize(users=2, sequences=sequences))
+                == expected
             )
     assert len({tuple(texts) for texts in expected}) == 3
     scores = sim.evaluate()
@@ -279,9 +280,9 @@ def test_an_answer_ends_at_the_end_of_text_or_at_the_users_limit() -> None:
 
     first = answers("ann", "test", 4, 3)
     longer = Answers(**{**vars(answers("bob", "test", 1, 9)), "limit": 9})
-    found = batch_source.answers(count, [first, longer], [97, 110], PassSize(users=2, sequences=3))
+    found = batch_source.generate_responses(count, [first, longer], [97, 110], PassSize(users=2, sequences=3))
     assert found == [["abc"] * 4, ["nopqrstuv"]]
-    assert batch_source.answers(count, [first], [101], PassSize(users=1, sequences=1)) == [["efghi"] * 4]
+    assert batch_source.generate_responses(count, [first], [101], PassSize(users=1, sequences=1)) == [["efghi"] * 4]
 
 
 # ---------------------------------------------------------------- whole runs

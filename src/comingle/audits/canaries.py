@@ -125,11 +125,11 @@ class LastPublished:
 
     last: dict[str, Tree] = field(default_factory=dict)
 
-    def before(self, view: str, users: Sequence[int]) -> Tree:
+    def models_before(self, view: str, users: Sequence[int]) -> Tree:
         """Return the models that an attacker with this view compares its next observation with.
 
-        The server compares an upload with the model that the user itself had downloaded and trained from (view OWN).
-        Others compare a download with the previous one.
+        The server compares an upload with the model that the user itself had downloaded and trained from, which was
+        recorded under the view OWN. Other users compare a download with the previous one.
 
         Args:
             view: SERVER, USERS or OWN.
@@ -386,7 +386,7 @@ class CanaryScores:
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
         if view in self.scores:
-            windows, before = self.canaries.windows(users, COMPARED), self.last_published.before(view, users)
+            windows, before = self.canaries.windows(users, COMPARED), self.last_published.models_before(view, users)
             decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
             own, references = decrease[:, 0], decrease[:, 1:]
             z_scores = (own - references.mean(1)) / references.std(1)  # not finite if no loss has changed
@@ -406,7 +406,7 @@ class CanaryScores:
         """
         users = range(len(self.canaries.own))
         attackers = [(user + 1) % len(users) for user in users]
-        seen = self.last_published.before(USERS, users)  # row u is the download of user u + 1
+        seen = self.last_published.models_before(USERS, users)  # row u is the download of user u + 1
         losses = self.attacker.losses(attackers, seen, self.canaries.windows(users, REFERENCES))
         own, references = losses[:, :1], losses[:, 1:]
         return (1 + (references < own).sum(1)).tolist()
@@ -596,7 +596,7 @@ class Halves:
     windows: Sequence[Int[Tensor, "_ _"]]
     inside: Sequence[Bool[Tensor, " _"]]
 
-    def of(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
+    def with_included(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
         """Return user ``number`` with only the included windows as training data.
 
         The rest of a text after its last whole window is always included.
@@ -657,7 +657,7 @@ class WindowScores:
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
         if (sums := self.sums.get(view)) is not None:
-            windows, before = self.windows[list(users)], self.last_published.before(view, users)
+            windows, before = self.windows[list(users)], self.last_published.models_before(view, users)
             decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
             for user, users_decrease in zip(users, decrease, strict=True):
                 sums[user] = sums[user] + users_decrease if user in sums else users_decrease
@@ -689,7 +689,7 @@ def run_shadow(
     users: Sequence[UserData | UserAnswers] = run_data.users
     shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
     drawn = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    shadow_users = as_users(drawn.of(user_number, user) for user_number, user in enumerate(users))
+    shadow_users = as_users(drawn.with_included(user_number, user) for user_number, user in enumerate(users))
     plain = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
     scored_indices = [indices_to_score(len(windows)) for windows in drawn.windows]  # of each user's windows
     most = max(map(len, scored_indices))

@@ -395,7 +395,7 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
         """Keep the change of each upload that the server sees after the first round."""
         if view == SERVER and last_published.last:  # something was published, so the first round is over
-            before = last_published.before(view, users)
+            before = last_published.models_before(view, users)
             for row, user in enumerate(users):
                 changes_of_users[user] = {
                     # Dimension 1 is the models of a user, of which an upload has one.

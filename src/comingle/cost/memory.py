@@ -666,7 +666,11 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
     """
     private, model, users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
-    layout, leaves, copied = model.layout, private.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
+    layout, leaves, copied = (
+        model.layout,
+        private.shared_leaves(phase, model.layout),
+        max(cohort.rows) >= steps.trainers,
+    )
     names = private.local_leaves(phase, layout, everything=copied)
     local = steps.gradient(cohort, batch, phase, names=names)[1] if names else Tree()
     tensors = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout))

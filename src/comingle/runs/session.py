@@ -30,7 +30,7 @@ from comingle.training.client import STORES, Clients
 from comingle.training.evaluation import (
     amounts,
     end_event,
-    sampled,
+    sample_entry,
     start_event,
     summarise,
     users_metrics,
@@ -468,7 +468,7 @@ def execute(
         metrics = summarise(clients, scores, clock, metrics_of_users).as_dict() | clients.left_out
         metrics |= federation.server.mechanisms.metrics
         # The confidence interval of the mean, if only a sample of the users was evaluated.
-        metrics |= sampled(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
+        metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         if folder is not None and resume and rounds_done == metrics["rounds"]:
             metrics |= _recorded_seconds(folder, rounds_done)

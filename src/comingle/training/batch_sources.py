@@ -280,7 +280,7 @@ class PassBatchSource(BatchSource):
             repeat: Repeat of the phase within the step.
         """
         self.enter(round_number)
-        # Steps before the first local step have a random order of their own.
+        # Each phase shuffles each split in an order of its own, and so do steps before the first local step.
         purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
         number = repeat if step < 0 else step * phase.steps + repeat  # of the batch within the round
         drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, number) for trainer in trainers])

@@ -141,7 +141,7 @@ def progress_of(
         population: Digest of the names, if a store has the tensors.
         stopped: Whether there are no more rounds.
     """
-    counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}
+    counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}  # bytes, tokens and seconds
     return Progress(
         round=done,
         fingerprint=fingerprint,

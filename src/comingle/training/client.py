@@ -354,7 +354,7 @@ class Users(Roster):
             rows: Numbers of the rows.
             part: State of these rows, with their ranks.
         """
-        if not self.state.in_memory:
+        if not self.state.in_memory:  # there is no mask of all users
             return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
         return self.mask[list(rows)]
 

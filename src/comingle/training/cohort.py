@@ -281,7 +281,8 @@ class Cohort(CohortTensors):
             for number in range(num_models):
                 rows = self.part.rows[places]  # a copy, in which the shared tensors are replaced by those of the model
                 assign(layout.views(rows), layout, shared, {n: t[places, number] for n, t in models.items()})
-                losses[places, number] = sweep.means(self._loss_function(rows, owners))[:, 0].to(losses)
+                mean_losses = sweep.means(self._loss_function(rows, owners))  # (users, 1): of this model alone
+                losses[places, number] = mean_losses[:, 0].to(losses)
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:

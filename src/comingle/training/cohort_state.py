@@ -166,7 +166,7 @@ class FrozenColumns:
 
 @contextmanager
 def freeze_columns(
-    newcomer: FrozenColumns | None, cohort: CohortTensors, trainers: int, beside: Bool[Tensor, " columns"] | None
+    newcomer: FrozenColumns | None, cohort: CohortTensors, trainers: int, other_roles: Bool[Tensor, " columns"] | None
 ) -> Iterator[Bool[Tensor, "users columns"] | None]:
     """Freeze columns for one optimizer step; restore their values on exit.
 
@@ -177,19 +177,19 @@ def freeze_columns(
             first copy during the first rounds. None for users of a federation.
         cohort: The cohort.
         trainers: Number of trainers; rows below it are first copies.
-        beside: Columns that are frozen in all rows: other roles in the tensors that are trained; None for none.
+        other_roles: Columns that are frozen in all rows: other roles in the tensors that are trained; None for none.
 
     Yields:
         True on frozen entries; None if nothing is frozen.
     """
     if newcomer is not None and cohort.round_number >= newcomer.rounds:
         newcomer = None
-    if newcomer is None and beside is None:
+    if newcomer is None and other_roles is None:
         yield None
         return
     is_frozen = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
-    if beside is not None:
-        is_frozen |= beside.to(is_frozen.device)
+    if other_roles is not None:
+        is_frozen |= other_roles.to(is_frozen.device)
     if newcomer is not None:
         is_first_copy = torch.tensor([row < trainers for row in cohort.rows], device=is_frozen.device)
         is_frozen |= is_first_copy.unsqueeze(1) & newcomer.columns.to(is_frozen.device)
@@ -332,8 +332,8 @@ def take_step(
         frozen_columns: True on entries that do not move.
     """
     layout, part = cohort.layout, cohort.part
-    # SGD without clipping and momentum treats each tensor on its own. Gradients of whole nets are large, so it does not
-    # join them in a copy.
+    # Joining gradients into one tensor needs a copy of them, which is large for whole nets. It is not needed for SGD
+    # without clipping and momentum ("memoryless"), which treats each tensor on its own.
     if settings.memoryless and cohort.mask is None and frozen_columns is None:
         views = layout.views(part.rows)
         for slot in trained.slots:

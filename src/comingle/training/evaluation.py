@@ -259,7 +259,7 @@ def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: in
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
-def sampled(clients: Clients, users: Mapping[str, JsonMapping], measure: str) -> JsonObject:
+def sample_entry(clients: Clients, users: Mapping[str, JsonMapping], measure: str) -> JsonObject:
     """Return the sample size and a 95% confidence interval for the mean over all users, if only a sample was evaluated.
 
     The interval is ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t with a sample of n out of N drawn without

@@ -204,19 +204,19 @@ def run_rounds(
             rounds = round_number
             checkpoint(round_number, clock)
             break
-        # Numbers are those of the messages in the docstring of the module.
-        log_round(backend.train(plan, participants), plan.done, observe, clock)  # 1, 2 and 3
+        result = backend.train(plan, participants)  # downloads, local steps and uploads of participants
+        log_round(result, plan.done, observe, clock)
         if plan.evaluates == "local":
             scores = evaluate(plan.done)
         if plan.exchanges:
-            if reason := backend.aggregate():  # 4
+            if reason := backend.aggregate():
                 observe({"event": "no_sum", "round": plan.done, "reason": reason})
             if (rule_result := backend.server.mechanisms.rule_result) is not None:  # of a robust aggregation rule
                 observe(rule_result.as_event(plan.done))
         if account is not None and (plan.exchanges or not backend.remote):
             observe({"event": "privacy", "round": plan.done, **account.spent})
         if plan.evaluates == "exchanged":
-            scores = evaluate(plan.done, finishes=plan.ends)  # 5
+            scores = evaluate(plan.done, finishes=plan.ends)  # stale users download first
         if plan.saves:
             checkpoint(plan.done, clock)
     scores = backend.choose(rounds, scores)

@@ -373,8 +373,8 @@ class ServerHalf(ServerState):
             ranks=upload.ranks,
             scales=self.scales[numbers],
             reports=upload.reports,
-            clustered=self.clustered,
-            centred=self.centred,
+            clustered=self.clustered,  # names of the tensors with one entry per mixture component
+            centred=self.centred,  # moves the mean of the components into the base
             roles=self._roles,
         )
 

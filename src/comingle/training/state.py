@@ -299,15 +299,15 @@ def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Co
     return kept if was is now else _reorder_users(kept, by_user, UserNumbers(was)(now))
 
 
-def _reorder_users(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
+def _reorder_users(tensors: Tree, names: Collection[str], old_rows: Sequence[int]) -> dict[str, Tensor]:
     """Return tensors with their rows in another order; those that hold no value per user are unchanged.
 
     Args:
         tensors: Tensors by name.
         names: Names of the tensors with users on the leading dimension; a single row stands for all users.
-        at: For each row of the result, its number in ``tensors``.
+        old_rows: For each row of the result, its number in ``tensors``.
     """
-    return {name: t[list(at)] if name in names and len(t) > 1 else t for name, t in tensors.items()}
+    return {name: t[list(old_rows)] if name in names and len(t) > 1 else t for name, t in tensors.items()}
 
 
 def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:

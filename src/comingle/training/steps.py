@@ -202,9 +202,9 @@ class PrivateSteps:
 
     def applies(self, phase: Phase, layout: Layout) -> bool:
         """Return whether gradients of a phase need noise: it trains shared tensors, and its results are uploaded."""
-        return phase.label != TUNING and bool(self.leaves(phase, layout))
+        return phase.label != TUNING and bool(self.shared_leaves(phase, layout))
 
-    def leaves(self, phase: Phase, layout: Layout) -> list[str]:
+    def shared_leaves(self, phase: Phase, layout: Layout) -> list[str]:
         """Return the names of the tensors with entries that a phase trains and users share.
 
         A tensor may have entries of several roles, of which only some are shared.
@@ -329,7 +329,7 @@ class PrivateSteps:
         for i, name in enumerate(cohort.names):
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
             streams.append((name, number, phase.purpose, *place, tensors_digest))
-        tensors, leaves = restrict(model.tensors(rows), layout, used_roles), self.leaves(phase, layout)
+        tensors, leaves = restrict(model.tensors(rows), layout, used_roles), self.shared_leaves(phase, layout)
 
         def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
             """Return sums of gradients clipped to the norm ``bound``, and of losses, over examples of each user."""

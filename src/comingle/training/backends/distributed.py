@@ -310,7 +310,7 @@ class Sharded(InProcess):
             RunError: The disk of a process cannot be written to; older checkpoints stay.
         """
         clients, server, ranks = self.clients, self.server, self.ranks
-        progress = replace(progress, shards=self.shards)
+        progress = replace(progress, shards=self.shards)  # number of trainers in the file of each process
 
         def make_draft() -> tuple[str, str]:
             """Make the folder in which the checkpoint is written; return its final path and that of the draft."""

@@ -49,7 +49,7 @@ from comingle.training.evaluation import (
     measure_among,
     merged_mixtures_event,
     period,
-    sampled,
+    sample_entry,
     users_report,
 )
 from comingle.training.events import Event, JsonMapping, JsonObject, Observer
@@ -95,7 +95,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     Attributes:
         clients: The users.
         server: Their server.
-        serialise: Whether every message is packed and unpacked.
+        serialise: Whether every message is packed and unpacked, as over a network.
         masked: Sums masked uploads if the server sees only sums (:func:`comingle.privacy.secure_server.simulate_sum`);
             without it the numbers are added directly.
         clock: Counts time and bytes.
@@ -119,7 +119,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
     # ---------------------------------------------------------------- rounds
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Set observer and clock, resolve the evaluation interval, and warn of phases that no user reaches."""
+        """Set observer and clock, resolve the evaluation interval, and warn of phases that no user reaches.
+
+        Returns:
+            The plan with the interval, and the number of rounds after which the run ends.
+        """
         self.observe, self.clock, clients = observe, clock, self.clients
         if clients.plan.evaluation.every == AUTO and clients.method.trains:
             clients.plan = clients.plan.updated("evaluation", every=self._resolve_eval_interval())
@@ -213,7 +217,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             return scores, {}
         measure = measure_among(report["users"])
         event = evaluation_event(report["users"], measure, done=done, iterations=done * clients.steps.local_steps)
-        event |= sampled(clients, report["users"], measure) | mean_loss | report["routing"]
+        event |= sample_entry(clients, report["users"], measure) | mean_loss | report["routing"]
         return scores, event | merged_mixtures_event(clients, server, report["mixtures"])
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
@@ -383,6 +387,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self._count_sum_bytes(message.users, done)
             return
         self.clock.upload_bytes += sum(packed_bytes(message))
+        # With ``serialise`` the message is packed and unpacked, as over a network.
         self._upload_of_round = _repack_uploads(message.split()) if self.serialise else message
 
     def aggregate(self) -> str:
@@ -459,6 +464,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         message = validation_report(losses, done)
         self.clock.upload_bytes += sum(packed_bytes(message))
+        # With ``serialise`` messages are packed and unpacked, as over a network.
         verdict = self.server.judge(_repack_uploads(message.split()) if self.serialise else message)
         self.clock.download_bytes += sum(packed_bytes(verdict))
         self.clients.receive_verdict(_repack_downloads(verdict.split()) if self.serialise else verdict)

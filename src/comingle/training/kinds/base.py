@@ -597,10 +597,12 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
 
 
 def _check_lora_settings_unused(recipe: Recipe, method: Method) -> None:
-    """Check that a recipe has no settings that only LoRA adapters support, for a method that trains adaptors.
+    """Check that a recipe has no setting that only LoRA adapters support.
+
+    Called for methods that put a mixture of low-rank adaptors on every linear layer instead.
 
     Raises:
-        RecipeError: It has one.
+        RecipeError: It has such a setting.
     """
     is_set = {
         "quantise": recipe.quantise != "none",

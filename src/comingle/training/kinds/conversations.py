@@ -126,6 +126,7 @@ class AnswerBatchSource(PassBatchSource):
             chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
             windows_of_trainers.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
         windows = torch.stack(widen(windows_of_trainers))
+        # A window has at least one input and one target.
         width = self.plan.training.context if self.even or even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
@@ -171,12 +172,12 @@ class AnswerBatchSource(PassBatchSource):
         scores = self.score(predict, sets, rows, pass_size, gates)
         if not any(name in JUDGES for part in sets for name in part.measures):
             return scores
-        responses = self.answers(generate, sets, rows, pass_size)
+        responses = self.generate_responses(generate, sets, rows, pass_size)
         return [
             judge(score, texts, part.references) for score, texts, part in zip(scores, responses, sets, strict=True)
         ]
 
-    def answers(
+    def generate_responses(
         self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], pass_size: PassSize
     ) -> list[list[str]]:
         """Return the greedy response of the model of row ``rows[i]`` to each prompt of set i.

@@ -154,6 +154,7 @@ class SampleBatchSource(PassBatchSource):
         slots = max(1, min(pass_size.users, len(rows)))
 
         def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
+            """Return the outputs for a batch of each of these sets, under the models of their rows."""
             return predict([rows[number] for number in set_numbers], inputs)
 
         return score_samples(forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=slots)
@@ -462,9 +463,7 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     elif mixture is not None and mixture.of == "models":
         num_nets = mixture.clusters
     else:
-        num_nets = (
-            method.server.server_models
-        )  # a user chooses among several models, each with initial weights of its own
+        num_nets = method.server.server_models  # some servers keep several models with different initial weights
     first = make(recipe.seed)
     batchwise = check_net(first, name, population)
     require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first.parameters()))
@@ -472,11 +471,12 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     if mixture is not None and mixture.of == "adaptors":
         settings = recipe.floral.model_dump()
         is_default = settings["rank"] is None and settings["budget"] is None
-        if is_default:
+        if is_default:  # 1% of each layer's parameters; no warning where rank 1 has more
             settings["budget"] = DEFAULT_BUDGET
         size_settings = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
         require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **size_settings), ADAPTOR_SETS)
         settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer, "warn": not is_default}
+        # Values are drawn again for each user; the generator keeps torch's global one untouched.
         nets = [floral(nets[0], copy=False, generator=torch.Generator(), **settings)]
     if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]

@@ -180,13 +180,14 @@ class OnDisk(State):
         reads = {name: prefetched.get(name) or self._start_read(name, rows) for name in groups}
         has_record = self._table.places["params"][rows] >= 0
         tensors = self._forms["params"].unpack(self._result(reads["params"]))  # of rows with a record
-        new_rows = [row for row, known in zip(rows, has_record.tolist(), strict=True) if not known]
+        new_rows = [row for row, is_stored in zip(rows, has_record.tolist(), strict=True) if not is_stored]
         if new_rows:
             stored, initial = tensors, self._initial_state(new_rows).tensors()
             tensors = {name: t.new_empty(len(rows), *t.shape[1:]) for name, t in stored.items()}
-            stored_at, new_at = (torch.from_numpy(np.flatnonzero(at)) for at in (has_record, ~has_record))
+            stored_places = torch.from_numpy(np.flatnonzero(has_record))
+            new_places = torch.from_numpy(np.flatnonzero(~has_record))
             for name, t in tensors.items():
-                t[stored_at], t[new_at] = stored[name], initial[name].to(t.device)
+                t[stored_places], t[new_places] = stored[name], initial[name].to(t.device)
         tensors |= self._unpack_moments(rows, reads.get("moments"))
         return self._empty.filled({name: t.to(self._device) for name, t in tensors.items()}, {})
 
@@ -202,9 +203,9 @@ class OnDisk(State):
             return {name: t.new_zeros(len(rows), 0) for name, t in empty.items()}
         moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in empty.items()}
         stored = self._forms["moments"].unpack(self._result(read))
-        at = torch.from_numpy(np.flatnonzero(self._table.places["moments"][rows] >= 0))
+        places = torch.from_numpy(np.flatnonzero(self._table.places["moments"][rows] >= 0))  # in ``rows``
         for name, t in stored.items():
-            moments[name][at] = t.to(moments[name])
+            moments[name][places] = t.to(moments[name])
         return moments
 
     def _result(self, read: Future[np.ndarray]) -> np.ndarray:
@@ -282,7 +283,7 @@ class OnDisk(State):
         if group not in self._write_numbers:
             with disk_errors(self._run):
                 handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
-            with open(handle, "rb"):
+            with open(handle, "rb"):  # closes the handle in the end; the file has another of its own
                 files.append(RecordFile(Path(name), self._forms[group].bytes, writes=True, lives=False))
             self._write_numbers[group] = len(files) - 1
         number = self._write_numbers[group]
@@ -351,9 +352,10 @@ class OnDisk(State):
                 write_json(folder / ABOUT, self._about | {"id": secrets.token_hex(8)})
             for name in self._groups:
                 path = self._shard.part.records(run, name)
-                self._files[name][0] = RecordFile(path, self._forms[name].bytes, writes=True)
+                own_file = RecordFile(path, self._forms[name].bytes, writes=True)
+                self._files[name][0] = own_file
             to_disk(folder)
-        self._write_numbers = dict.fromkeys(self._groups, 0)
+        self._write_numbers = dict.fromkeys(self._groups, 0)  # write to the own files from now on
 
     @property
     def _about(self) -> dict[str, Any]:
