@@ -423,7 +423,7 @@ def _run_group(
 ) -> Iterator[Ended]:
     """Run some runs of a comparison one after another, in a process of their own, and yield their metrics or errors.
 
-    Results are sent to the parent process. They are metrics and not runs, since models would be large.
+    The results are sent to the parent process, so they are metrics instead of runs with all models.
 
     Args:
         keys: The runs of the group.

@@ -173,7 +173,7 @@ def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
     # Replace only files of a run, including drafts: a recipe alone or among other files belongs to a user.
     draft_prefixes = tuple(f".{run_file}." for run_file in RUN_FILES)
     foreign = sorted(name for name in names if name not in RUN_FILES and not name.startswith(draft_prefixes))
-    # Runs leave a lock file, which a user may have deleted.
+    # A run leaves its lock file. Without this file, its recipe and events show that it is a run.
     is_run = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
     if names and (foreign or not is_run):
         example = f" (it contains {foreign[0]!r})" if foreign else ""

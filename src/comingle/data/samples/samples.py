@@ -406,7 +406,7 @@ def _read_items(data: Any, where: str) -> Samples:
 
 
 def _as_item_tensor(value: object, where: str) -> Tensor:
-    """Return a number, array, tensor or image as a tensor on the CPU.
+    """Return a number, array, tensor or image as a tensor on the CPU; NumPy's float16 becomes float32.
 
     Raises:
         DataError: The value is not numeric; the message begins with ``where``.
@@ -416,7 +416,7 @@ def _as_item_tensor(value: object, where: str) -> Tensor:
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or an image")
-    if array.dtype == np.float16:  # a half is read as the float32 in which nets compute
+    if array.dtype == np.float16:
         return torch.from_numpy(array.astype(np.float32))
     return torch.from_numpy(np.array(array))  # copied, since a tensor on an image's read-only memory would warn
 
