@@ -390,6 +390,6 @@ def test_two_sums_of_one_round_would_need_somebody_twice() -> None:
 def test_a_sum_fills_at_most_half_of_its_numbers() -> None:
     for bits, users in itertools.product((16, 24, 32), (1, 2, 3, 100, 127, 128, 129, 70_000)):
         word = SecureSection(bits=bits).word(users)
-        assert users * Grid(bound=1.0, bits=bits).levels < 2 ** (word - 2)
+        assert users * Grid(bound=1.0, bits=bits).largest < 2 ** (word - 2)
     assert SecureSection(bits=24).word(100) == 32
     assert SecureSection(bits=24).word(129) == 64

@@ -121,7 +121,7 @@ def test_what_is_beyond_the_range_is_cut_and_said(federate: Any, caplog: pytest.
         sent = federation.clients.upload([0, 1, 2, 3], 1, {}).tensors[VECTOR]
     assert caplog.records[0].getMessage().startswith("user 'ann', round 1: ")
     assert "0.0001 (privacy.secure_aggregation.range)" in caplog.records[0].getMessage()
-    assert int(sent.abs().max()) == Grid(bound=1e-4, bits=24).levels
+    assert int(sent.abs().max()) == Grid(bound=1e-4, bits=24).largest
 
 
 def test_rounding_is_to_the_nearest_and_never_beyond_the_bound() -> None:
@@ -130,9 +130,9 @@ def test_rounding_is_to_the_nearest_and_never_beyond_the_bound() -> None:
     placed = grid.place(values)
     inside = values.abs() <= 2
     assert float((placed.double() * grid.step - values)[inside].abs().max()) <= grid.step / 2 * (1 + 1e-12)
-    assert int(placed.max()) == -int(placed.min()) == grid.levels == 2**15 - 1
-    assert grid.beyond(values) == [int((~inside).sum())]
-    assert grid.beyond(torch.tensor([[math.nan, math.inf, 0.0]])) == [2]
+    assert int(placed.max()) == -int(placed.min()) == grid.largest == 2**15 - 1
+    assert grid.num_beyond(values) == [int((~inside).sum())]
+    assert grid.num_beyond(torch.tensor([[math.nan, math.inf, 0.0]])) == [2]
 
 
 # -------------------------------------------------------------------- with noise

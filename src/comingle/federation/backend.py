@@ -191,7 +191,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     collector = SumCollector(terms=terms)
     secure_sum = _SecureSum(session=session, collector=collector)
     try:
-        total = secure_sum.total(answers, server.sums.grid(done).levels)
+        total = secure_sum.total(answers, server.sums.grid(done).largest)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": done, "reason": str(error)})

@@ -113,13 +113,13 @@ def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
     """
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
-    if called := next((each for each in classes if each in user_classes), None):
+    if called := next((frame_class for frame_class in classes if frame_class in user_classes), None):
         return _deepest_place(error, called) or defined_at(called)
     # No method of these classes is on the stack. If comingle itself failed, it got an invalid value from one of them.
-    core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
-    if not core or any(_is_user_code(frame) for frame, _ in frames[core[0] :]):
+    in_core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
+    if not in_core or any(_is_user_code(frame) for frame, _ in frames[in_core[0] :]):
         return None  # other code of the user's, such as an observer
-    frame, line = frames[core[-1]]
+    frame, line = frames[in_core[-1]]
     hooks = " or ".join(dict.fromkeys(map(defined_at, user_classes)))
     return f"{hooks} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
 

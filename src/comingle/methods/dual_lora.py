@@ -256,7 +256,7 @@ class FromGlobal(ClientHook):
         for _, a, b in lora_pairs(cohort.tensors):
             for factor in (a, b):
                 if factor.dim() == 4:  # of an MLP, (users, experts, rank, width); attention has a global LoRA only
-                    factor[:, 1] = factor[:, 0]
+                    factor[:, 1] = factor[:, 0]  # the global LoRA is the first expert, the local one the second
 
     settle = begin  # a user without a local round has the global LoRA twice
 

@@ -106,7 +106,7 @@ class AssignmentServer(Server):
         The first ``rank`` rows of a router are the projection T. The rows below only carry users' reports to the
         server, so they are sent as zeros.
         """
-        sent, places = {}, kept[PLACES][list(users)]
+        sent, places = {}, kept[PLACES][list(users)]  # indices of experts, (users, mlps, most)
         rank = kept[TOKENS].shape[-1]
         for name, t in model_of(kept).items():
             by_user = t.expand(len(users), *t.shape)
@@ -183,16 +183,18 @@ class AssignmentServer(Server):
         return replace(self, fixed=True, exchange_every=NEVER)
 
 
-def fit_scores(kept: Tree, layer: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
-    """Return the scores ``(mean of A_e x)^T (mean of T x) / sqrt(rank)`` of experts and users.
+def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
+    """Return how well experts fit users: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)`` for expert e and each user.
+
+    The first mean is over the texts of the expert's users, the second over the user's own.
 
     Args:
         kept: State of the server.
-        layer: Index of the MLP.
+        mlp: Index of the MLP.
         users: Indices of the users.
     """
-    tokens = kept[TOKENS][list(users), layer]
-    return kept[EMBEDDINGS][layer] @ tokens.T / math.sqrt(tokens.shape[1])
+    tokens = kept[TOKENS][list(users), mlp]  # means of T x, (users, rank)
+    return kept[EMBEDDINGS][mlp] @ tokens.T / math.sqrt(tokens.shape[1])
 
 
 def layer_of(name: str) -> str:

@@ -207,7 +207,7 @@ def names_for_inner_products(tree: Tree, which: Keys) -> list[str]:
     return trained if which == "trained" else list(tree)
 
 
-def largest(updates: Tree, names: Collection[str], share: float) -> Tree:
+def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
     """Return updates with only the largest numbers of each user, by magnitude, and zeros elsewhere.
 
     Args:
@@ -333,7 +333,7 @@ class Merge(Server):
             weights: Aggregation weights p.
         """
         names = names_for_inner_products(soup, self.keys)
-        inner = inner_products(soup, largest(updates, names, self.share), names).to(logits)
+        inner = inner_products(soup, keep_largest(updates, names, self.share), names).to(logits)
         gradient = (
             logit_gradient(logits.softmax(1), inner, weights) if self.softmax else weight_gradient(inner, weights)
         )

@@ -76,7 +76,7 @@ def change_norm(
     return squares.clamp(min=0).sqrt()
 
 
-def tail(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
+def last_ranks_mask(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
     """Return a 0-1 mask of each user's last ranks, from ``floor(gamma * rank)`` on, which pruning may drop.
 
     The first rank is never among them.
@@ -109,7 +109,7 @@ def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Flo
     """
     total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
     for _, a, b in lora_pairs(tensors):
-        mask = tail(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
+        mask = last_ranks_mask(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
         norm_a, norm_b = (torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b))
         total = total + norm_a * norm_b
     return total

@@ -40,7 +40,8 @@ def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collectio
     """Return the users' mixture weights ``(users, clusters)`` for each tensor of the components.
 
     Args:
-        mixtures: Mixture weights of each user, for all layers or for each one.
+        mixtures: Mixture weights, one vector per user for the whole model ``(users, clusters)``, or one for each layer
+            ``(users, layers, clusters)``.
         names: Names of the components' tensors, in the order of the layers; a layer is a name without its last part.
     """
     if mixtures.ndim == 2:

@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.base import MODEL, Client, ClientHook, Cohort, Method, Placement, joint
-from comingle.methods.server import MODEL_PREFIX as KEPT
-from comingle.methods.server import Mean, Received, Reported, ServerSetup, model_of
+from comingle.methods.server import MODEL_PREFIX, Mean, Received, Reported, ServerSetup, model_of
 from comingle.methods.settings import NotNegative
 from comingle.utils.trees import Tree
 
@@ -41,8 +40,8 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     )
 
 
-OWN, ALL, RATES = "scaffold.own.", "scaffold.all.", "rates"
-CONTROL, USERS = "control.", "users"
+OWN_CONTROL, DOWNLOADED_CONTROL, SUM_OF_RATES = "scaffold.own.", "scaffold.all.", "rates"
+CONTROL, NUM_USERS = "control.", "users"
 
 
 class Controlled(ClientHook):
@@ -52,11 +51,15 @@ class Controlled(ClientHook):
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """Return a zero sum of learning rates."""
-        return {RATES: torch.zeros(len(names), dtype=torch.float64)}
+        return {SUM_OF_RATES: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
         """Return zeros for c_i and c."""
-        return {prefix + name: torch.zeros_like(t) for prefix in (OWN, ALL) for name, t in tensors.items()}
+        return {
+            prefix + name: torch.zeros_like(t)
+            for prefix in (OWN_CONTROL, DOWNLOADED_CONTROL)
+            for name, t in tensors.items()
+        }
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """Store c and return the model.
@@ -67,12 +70,12 @@ class Controlled(ClientHook):
             senders: Not used.
         """
         for name, t in models.items():
-            cohort.kept[ALL + name].copy_(t[:, 1])
+            cohort.kept[DOWNLOADED_CONTROL + name].copy_(t[:, 1])
         return {name: t[:, 0] for name, t in models.items()}
 
     def begin(self, cohort: Cohort) -> None:
         """Reset the sum of learning rates."""
-        cohort.kept[RATES].zero_()
+        cohort.kept[SUM_OF_RATES].zero_()
 
     def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
         """Apply SCAFFOLD's correction after an optimiser step, ``-rate (c - c_i)``, and add up the learning rates.
@@ -83,26 +86,26 @@ class Controlled(ClientHook):
             rate: Learning rate of the step.
         """
         for name, t in trained.items():
-            t.sub_(cohort.kept[ALL + name] - cohort.kept[OWN + name], alpha=rate)
-        cohort.kept[RATES] += rate
+            t.sub_(cohort.kept[DOWNLOADED_CONTROL + name] - cohort.kept[OWN_CONTROL + name], alpha=rate)
+        cohort.kept[SUM_OF_RATES] += rate
 
     def end(self, cohort: Cohort) -> None:
         """Set c_i to ``c_i - c + (x - y_i) / sum of rates``: the mean of the round's steps without their corrections.
 
         x is the model at the start of the round, y_i at its end.
         """
-        for name in (n.removeprefix(OWN) for n in cohort.kept if n.startswith(OWN)):
-            steps = mean_step(cohort.began[name], cohort.tensors[name], cohort.kept[RATES])
-            cohort.kept[OWN + name] += steps - cohort.kept[ALL + name]
+        for name in (n.removeprefix(OWN_CONTROL) for n in cohort.kept if n.startswith(OWN_CONTROL)):
+            steps = mean_step(cohort.began[name], cohort.tensors[name], cohort.kept[SUM_OF_RATES])
+            cohort.kept[OWN_CONTROL + name] += steps - cohort.kept[DOWNLOADED_CONTROL + name]
 
     def report(self, cohort: Cohort) -> Tree:
         """Return the sum of learning rates."""
-        return {RATES: cohort.kept[RATES]}
+        return {SUM_OF_RATES: cohort.kept[SUM_OF_RATES]}
 
     @property
     def reports(self) -> Mapping[str, Reported]:
         """A number of at least 0."""
-        return {RATES: Reported(most=1e9)}
+        return {SUM_OF_RATES: Reported(most=1e9)}
 
 
 def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> Float[Tensor, "users ..."]:
@@ -129,7 +132,7 @@ class ControlledMean(Mean):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the model, c = 0, and the number of users."""
-        model = super().start(setup) | {USERS: torch.tensor(len(setup.users))}
+        model = super().start(setup) | {NUM_USERS: torch.tensor(len(setup.users))}
         return model | {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
@@ -145,9 +148,9 @@ class ControlledMean(Mean):
             received: The uploads y_i, with each user's sum of learning rates.
         """
         for name, mean in sums.items():
-            model, control, sent = kept[KEPT + name], kept[CONTROL + name], received.tensors[name]
-            steps = mean_step(model.expand_as(sent), sent, received.reports[RATES])
-            control += (steps - control).sum(0) / kept[USERS]
+            model, control, sent = kept[MODEL_PREFIX + name], kept[CONTROL + name], received.tensors[name]
+            steps = mean_step(model.expand_as(sent), sent, received.reports[SUM_OF_RATES])
+            control += (steps - control).sum(0) / kept[NUM_USERS]
             model.lerp_(mean.to(model), self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:

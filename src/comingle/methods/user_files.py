@@ -89,7 +89,9 @@ def load_file(path: Path) -> list[str]:
 
 
 def load_files_of_command() -> None:
-    """Load the files that were given to the command that started this process.
+    """Load the Python files that the command that started this process has loaded with ``--plugin``.
+
+    Subprocesses inherit their paths in the environment variable :data:`FILES`.
 
     Raises:
         PluginError: As in :func:`load_file`.

@@ -68,7 +68,7 @@ def expected_participants(privacy: PrivacySection, participation: Participation,
 
     Args:
         privacy: Settings.
-        participation: Share of the users that take part in a round, or the users of each round.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
         number: Number of the round, from 0.
     """
@@ -98,7 +98,7 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
             used in any case without replacement, and for a very large epsilon.
 
     Raises:
-        RecipeError: The package is not installed.
+        RecipeError: The package dp-accounting is not installed.
     """
     if count == 0:
         return 0.0
@@ -152,7 +152,7 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
         release: Returns one release with a given noise multiplier.
 
     Raises:
-        RecipeError: No noise is enough, or the package is not installed.
+        RecipeError: No noise is enough, or the package dp-accounting is not installed.
     """
     target = privacy.epsilon
     assert target is not None
@@ -247,7 +247,7 @@ class Account(ABC):
 
     Args:
         privacy: Settings with the budget.
-        participation: Share of the users that take part in a round, or the users of each round.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: All users of a run; not used on a client.
         counts: Releases of each user.
         warned: Users whose spent budget the log has warned about.
@@ -290,6 +290,8 @@ class Account(ABC):
     @abstractmethod
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
         """Return the epsilon that a client computes for its own user, from the noise that the user itself added.
+
+        Unlike :meth:`epsilon_of` it does not rely on the draw of participants, which is the server's.
 
         Args:
             count: Number of uploads, or rounds of noisy steps.
@@ -477,6 +479,7 @@ class StepAccount(UploadAccount):
 
         The key ``releases`` has the number of noisy steps of the user with the most of them.
         """
+        # counts: rounds that each user was charged for, by name.
         works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
         of_users = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
@@ -498,6 +501,7 @@ class StepAccount(UploadAccount):
         """
 
         def at_end(work: Work) -> tuple[float, Work, int]:
+            """Return a user's epsilon after its last round within the budget, its work, and its steps until then."""
             rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
             return self.own_epsilon(rounds, work), work, rounds * work.steps
 

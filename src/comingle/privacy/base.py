@@ -213,7 +213,8 @@ class PrivacyMechanism:
         Only for mechanisms that add noise to gradients (DP-SGD); others are never asked.
 
         Args:
-            step: The users' models and data, and the loss of an example.
+            step: The users' amounts of work, keys of their random streams, and a function that returns clipped sums of
+                gradients of given examples.
 
         Returns:
             Losses ``(users,)`` and gradients ``(users, *shape)``, float64.

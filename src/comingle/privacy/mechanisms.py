@@ -73,7 +73,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     Args:
         privacy: Settings, with the noise multiplier once it is known.
-        participation: Share of the users that take part in a round, or the users of each round.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: All users of the run; not used on a client.
         bound: Clip norm of the next round.
     """
@@ -206,7 +206,9 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- participants
 
     def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the participants of a round: the selected users whose budget is not spent; None ends the run.
+        """Return the participants of a round: the selected users whose budget is not spent; None if there are none.
+
+        None ends the run.
 
         If the account relies on secret sampling, participants are drawn here instead, with the key of the noise.
 
@@ -431,7 +433,7 @@ class Example(DifferentialPrivacy):
     account_type = StepAccount
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that all that is sent is a function of noisy gradients, and that all of these are clipped."""
+        """Check that uploads depend on users' training data only by gradients that are clipped and have noise."""
         super().supports(method, recipe)
         if (clip_norm := recipe.training.experts.clip_norm) is not None:
             raise RecipeError(
@@ -471,8 +473,8 @@ class Example(DifferentialPrivacy):
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
         """Draw a batch for each user; return the user's mean loss and noisy mean gradients on it.
 
-        Both are sums divided by the expected size of the batch: its actual size would reveal who was drawn. A batch is
-        split into parts of ``step.batch`` examples, whose sums are added up.
+        Both are sums divided by the expected size of the batch, which is public; the actual size depends on the draw of
+        private examples. A batch is split into parts of ``step.batch`` examples, whose sums are added up.
 
         Args:
             step: The users' work, keys of their random streams, and the clipped sums of given examples.
@@ -514,7 +516,9 @@ class Example(DifferentialPrivacy):
     # ---------------------------------------------------------------- on the server
 
     def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
-        """Return the users whose budget allows the steps of a round, and charge them; None ends the run.
+        """Return the users whose budget allows the steps of a round, and charge them; None if there are none.
+
+        None ends the run.
 
         Args:
             selected: Indices of the selected users.
@@ -545,7 +549,7 @@ def make_mechanisms(
         privacy: Section of the recipe.
         aggregation: Section of the recipe; without effect if its rule is the mean.
         sums: Secure sums of the run, once users and rounds are known.
-        participation: Share of the users that take part in a round, or the users of each round.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: All users, on the server.
         key: Key of the noise.
     """
@@ -590,7 +594,7 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
 
     Args:
         privacy: Settings with epsilon, delta and the accountant.
-        participation: Share of the users that take part in a round, or the users of each round.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
         count: Releases of the whole run.
 

@@ -138,11 +138,11 @@ def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree
 
 
 def digest(tree: Tree) -> str:
-    """Return the SHA-256 digest of a tree's names and values."""
-    seen = hashlib.sha256()
+    """Return the SHA-256 digest of the names and values of tensors."""
+    hasher = hashlib.sha256()
     for name in sorted(tree):
-        seen.update(name.encode() + tree[name].detach().cpu().contiguous().numpy().tobytes())
-    return seen.hexdigest()
+        hasher.update(name.encode() + tree[name].detach().cpu().contiguous().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def new_key() -> str:

@@ -26,7 +26,7 @@ from comingle.utils.trees import Tree
 
 _log = logging.getLogger("comingle")
 
-SMOOTHING, STEPS, ENOUGH = 1e-6, 1000, 1e-9
+LEAST_DISTANCE, MAX_STEPS, RELATIVE_TOLERANCE = 1e-6, 1000, 1e-9
 """Settings of the geometric median: smallest distance (nu), step limit, and relative step length at which it stops."""
 
 
@@ -126,16 +126,17 @@ def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combine
     """
     point = {name: _coordinate_medians(t).double() for name, t in uploads.items()}  # v
     factors = weights  # b_u
-    for _ in range(STEPS):
-        distances = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=SMOOTHING)
+    for _ in range(MAX_STEPS):
+        distances = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=LEAST_DISTANCE)
         factors = weights.to(distances) / distances
         shares = factors / factors.sum()
         new_point = {name: torch.tensordot(shares.to(t.device), t.double(), 1) for name, t in uploads.items()}
         step_length = norms({name: (t - point[name]).unsqueeze(0) for name, t in new_point.items()})
         point = new_point
-        if float(step_length) <= ENOUGH * float(distances.median()):
+        if float(step_length) <= RELATIVE_TOLERANCE * float(distances.median()):
             break
-    return Combined(tensors=point, counted=(factors / factors.quantile(0.5)).clamp(max=1.0).cpu())
+    counted = (factors / factors.quantile(0.5)).clamp(max=1.0)  # 1 for uploads with at least the median weight
+    return Combined(tensors=point, counted=counted.cpu())
 
 
 def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
@@ -171,22 +172,22 @@ def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[in
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-Chosen = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
+ChooseUsers = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
 """Function that returns, for each coordinate, the indices of the users whose values are used."""
 
 
-def _mean_by_coordinate(uploads: Tree, chosen: Chosen) -> Combined:
+def _mean_by_coordinate(uploads: Tree, choose_users: ChooseUsers) -> Combined:
     """Return the mean of the chosen values in each coordinate, and the share of coordinates in which a user is chosen.
 
     Args:
         uploads: Tensors ``(users, *shape)``.
-        chosen: Returns the users whose values are used, for each coordinate of a tensor.
+        choose_users: Returns the users whose values are used, for each coordinate of a tensor.
     """
     num_users = len(next(iter(uploads.values())))
     tensors: Tree = {}
     times_chosen = torch.zeros(num_users, dtype=torch.float64)
     for name, t in uploads.items():
-        users = chosen(t)
+        users = choose_users(t)
         tensors[name] = _mean(t.gather(0, users))
         times_chosen += users.flatten().bincount(minlength=num_users).cpu()
     return Combined(tensors=tensors, counted=times_chosen / sum(t[0].numel() for t in uploads.values()))
@@ -306,7 +307,10 @@ class RobustRule(PrivacyMechanism):
 
 
 def _why_not_boundable(method: Method) -> str:
-    """Return the reason why changes cannot be bounded; empty if they can."""
+    """Return the reason why bounding changes would not bound the influence of a user; empty if it does.
+
+    It does if the server knows what a user started from, and uses only the change from there.
+    """
     if method.server.knows_starts:
         return ""
     if method.server.peer_to_peer:

@@ -222,7 +222,8 @@ def read_survivors(message: Upload | Download | None, name: str, round_number: i
     Raises:
         MessageError: The message is not for this user and round.
     """
-    return list(_senders_and_tensors(message, name, round_number)[0])
+    survivors, _ = _senders_and_tensors(message, name, round_number)  # this message names them as its senders
+    return list(survivors)
 
 
 # ---------------------------------------------------------------- messages as tensors
@@ -368,8 +369,8 @@ class Session:
         request = {name: key.hex() for name, key in roster.items()}
         self._record_step("share", request, after="advertise", roster=dict(roster))
         return {
-            name: seal(self._sealing_key(name, sends=True), text, self.terms.digest)
-            for name, text in self._all_shares().items()
+            name: seal(self._sealing_key(name, sends=True), both_shares, self.terms.digest)
+            for name, both_shares in self._all_shares().items()
             if name != self.name
         }
 
@@ -385,10 +386,10 @@ class Session:
         """
         if not set(sealed) <= set(self.roster) - {self.name}:
             raise MessageError("secure aggregation: shares from a user who has not advertised")
-        self._require_threshold(len(sealed) + 1, "share")
-        for name, text in sealed.items():
-            self._unseal_shares(name, text)  # raises before anything is sent
-        request = {name: text.hex() for name, text in sealed.items()}
+        self._require_threshold(len(sealed) + 1, "share")  # the others and this user
+        for name, shares in sealed.items():
+            self._unseal_shares(name, shares)  # raises before anything is sent
+        request = {name: shares.hex() for name, shares in sealed.items()}
         self._record_step("mask", request, after="share", sealed=dict(sealed))
         masked = upload + mask(self._derive_secret("own mask"), self.terms.entries, self.terms.word)
         for name in sealed:

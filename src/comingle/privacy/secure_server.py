@@ -85,7 +85,7 @@ class SumCollector:
             step: Name of the step, for the message.
 
         Raises:
-            NoSumError: Too few users have, so nothing is revealed of any user.
+            NoSumError: Too few users have completed it. Then nothing is revealed of any user.
         """
         if len(completed) < self.terms.threshold:
             fact = f"{len(completed)} of {self.terms.expected} users completed step {step!r}"

@@ -46,14 +46,14 @@ class Grid:
     bits: int
 
     @property
-    def levels(self) -> int:
-        """Largest integer."""
+    def largest(self) -> int:
+        """Largest integer of a grid point, that of ``bound``."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def step(self) -> float:
         """Distance of neighbouring grid points."""
-        return self.bound / self.levels
+        return self.bound / self.largest
 
     def slack(self, entries: int) -> float:
         """Return the largest increase of the L2 norm of ``entries`` numbers by rounding."""
@@ -61,13 +61,13 @@ class Grid:
 
     def place(self, values: Float[Tensor, ...]) -> Int[Tensor, ...]:
         """Return the nearest grid points as integers; values beyond the bound are clamped."""
-        return self.cut((values.double() / self.step).round()).long()
+        return self.clamp((values.double() / self.step).round()).long()
 
-    def cut(self, levels: Tensor) -> Tensor:
-        """Clamp integers to the bound."""
-        return levels.clamp(-self.levels, self.levels)
+    def clamp(self, integers: Tensor) -> Tensor:
+        """Clamp integers to those of grid points within the bound."""
+        return integers.clamp(-self.largest, self.largest)
 
-    def beyond(self, values: Float[Tensor, "users ..."]) -> list[int]:
+    def num_beyond(self, values: Float[Tensor, "users ..."]) -> list[int]:
         """Return the number of entries of each user that exceed the bound in magnitude or are not finite."""
         return (~(values.abs() <= self.bound)).flatten(1).sum(1).tolist()
 
@@ -209,7 +209,7 @@ class Sums:
 
     Args:
         privacy: Settings with ``secure_aggregation``.
-        participation: Share of the users that take part in a round, or the users of each round.
+        participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: All users of the run.
         weighted: Whether users have weights; their sum is then the last entry, masked like the others.
     """
@@ -341,12 +341,12 @@ class Sums:
         """
         grid = self.grid(round_number)
         if self.privacy.noisy:
-            levels = self._clip_and_add_noise(changes, weights, names, key, round_number)
+            integers = self._clip_and_add_noise(changes, weights, names, key, round_number)
         else:
-            levels = self._clamp_and_weigh(changes, weights, names, round_number)
+            integers = self._clamp_and_weigh(changes, weights, names, round_number)
         if self.weighted:
-            levels = torch.cat([levels, self._integer_weights(weights, grid).unsqueeze(1)], 1)
-        return levels.to(DTYPES[self.word])
+            integers = torch.cat([integers, self._integer_weights(weights, grid).unsqueeze(1)], 1)
+        return integers.to(DTYPES[self.word])
 
     def _clamp_and_weigh(
         self, changes: Tree, weights: Tensor, names: Sequence[str], round_number: int
@@ -362,14 +362,14 @@ class Sums:
             round_number: Number of the round, from 1.
         """
         grid, values = self.grid(round_number), flat(changes).cpu()
-        for name, beyond in zip(names, grid.beyond(values), strict=True):
-            if beyond:
+        for name, num_beyond in zip(names, grid.num_beyond(values), strict=True):
+            if num_beyond:
                 logger.warning(
                     "user %r, round %d: %d of %d entries of its change are clipped to the range %g "
-                    "(privacy.secure_aggregation.range)", name, round_number, beyond, values.shape[1], grid.bound,
+                    "(privacy.secure_aggregation.range)", name, round_number, num_beyond, values.shape[1], grid.bound,
                 )  # fmt: skip
         # The sum is divided by the sum of integer weights, so changes get the same rounded weights.
-        weight = self._integer_weights(weights, grid).double() / grid.levels
+        weight = self._integer_weights(weights, grid).double() / grid.largest
         return grid.place(values.nan_to_num(0.0).clamp(-grid.bound, grid.bound) * weight.unsqueeze(1))
 
     def _clip_and_add_noise(
@@ -389,18 +389,18 @@ class Sums:
         grid, entries = self.grid(round_number), sum(t[0].numel() for t in changes.values())
         # Slack is the largest increase of the norm by rounding.
         bound = self.privacy.first_bound - grid.slack(entries)
-        levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
+        integers = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
         deviation_steps = self.deviation(round_number) / grid.step
         # Seeded with the user's grid points too: a repeated upload gets the same noise, and different ones never do.
         noises = [
             gaussian((entries,), key, name, round_number, "noise share", digest({"": row}))
-            for name, row in zip(names, levels, strict=True)
+            for name, row in zip(names, integers, strict=True)
         ]
-        return grid.cut(levels + (torch.stack(noises) * deviation_steps).round().long())
+        return grid.clamp(integers + (torch.stack(noises) * deviation_steps).round().long())
 
     def _integer_weights(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
         """Return weights from 0 to 1 as integers from 1 to the grid's largest, to be summed like changes."""
-        return (weights.double() * grid.levels).round().clamp(1, grid.levels).long()
+        return (weights.double() * grid.largest).round().clamp(1, grid.largest).long()
 
     # ---------------------------------------------------------------- on the server
 
@@ -429,7 +429,7 @@ class Sums:
         numbers, grid = torch.as_tensor(total), self.grid(round_number)
         divisor = float(senders)
         if self.weighted:  # the last entry is the sum of the integer weights
-            divisor = float(numbers[-1]) / grid.levels
+            divisor = float(numbers[-1]) / grid.largest
         if self.privacy.noisy:
             divisor = float(self.expected(round_number))
         entries = sum(t.numel() for t in like.values())

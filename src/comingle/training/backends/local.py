@@ -422,7 +422,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
                 run_id = ""  # no message leaves this process, so it need not be told apart from other runs
                 terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
-                largest_entry = sums.grid(upload.round).levels
+                largest_entry = sums.grid(upload.round).largest
                 total = self.masked(terms, words_by_name, largest_entry)
             else:  # the same sum, without masks
                 sums.require(len(upload.users), upload.round)  # raises NoSumError if there are too few users
