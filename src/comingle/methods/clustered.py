@@ -42,7 +42,7 @@ def ifca(*, models: Models = 5) -> Method:
 
 @dataclass(frozen=True)
 class ChooseModel(ClientHook):
-    """Pick the model with the lowest loss on the training data; report which one with the upload."""
+    """Client hook of IFCA: picks the model with the lowest loss on the training data, and reports its number."""
 
     models: int
     sweeps = True
@@ -80,7 +80,7 @@ class ChooseModel(ClientHook):
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateModels(Mean):
-    """Server that averages each model over the users who picked it; other models are unchanged."""
+    """Server of IFCA: averages each model over the users who picked it; other models are unchanged."""
 
     models: int
     clipped_mean = False

@@ -79,7 +79,8 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: the routers' period and the load-balancing penalty, as for ``comigs``.
+    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    computed from the router's own input.
 
     Args:
         router_every: Local steps between two runs of the routers' steps.
@@ -97,7 +98,8 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
     Shared: attention, 2 generalists per MLP.  Local: routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: the routers' period and the load-balancing penalty, as for ``comigs``.
+    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    computed from the router's own input.
 
     Args:
         router_every: Local steps between two runs of the routers' steps.
@@ -115,7 +117,8 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
     Shared: nothing.  Local: attention, 2 specialists per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: none.
-    Differs from the paper: the routers' period and the load-balancing penalty, as for ``comigs``.
+    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    computed from the router's own input.
 
     Args:
         router_every: Local steps between two runs of the routers' steps.
@@ -139,7 +142,8 @@ def comigs_1gxs(
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
     Shared: attention, 1 generalist per MLP.  Local: each user's specialists, routers.  Frozen: the base.
     Client: alternating; router steps on validation text.  Server: mean over users.
-    Differs from the paper: the routers' period and the load-balancing penalty, as for ``comigs``.
+    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    computed from the router's own input.
 
     Args:
         specialists: Local experts per MLP, one number or one for each user. The generalist is not counted, so it is
@@ -159,7 +163,8 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
     Shared: attention, 1 generalist per MLP.  Local: 1 specialist per MLP, routers.  Frozen: the base.
     Client: alternating; router steps on fresh training batches.  Server: mean over users.
-    Differs from the paper: the routers' period and the load-balancing penalty, as for ``comigs``.
+    Differs from the paper: the routers' period counts a user's local steps, not rounds; the load-balancing penalty is
+    computed from the router's own input.
 
     Args:
         router_every: Local steps between two runs of the routers' steps.

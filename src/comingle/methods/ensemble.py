@@ -58,8 +58,8 @@ def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 
     statistics.  Frozen: a language model's base.
     Client: joint descent on base and adaptors.  Server: mean, or with ``server_adam_rate`` above 0 a step of Adam
     towards the mean.
-    Differs from the paper: the weights p(k) of the mean over users k, and the adaptors' initial values, as for
-    ``floral``.
+    Differs from the paper: means are weighted by ``training.weighting``.  The adaptors' factor on the input side starts
+    random and the output side zero, where section 3.2 says the reverse.
 
     Args:
         precondition: Whether to precondition the adaptors' gradients as in eq. 36.

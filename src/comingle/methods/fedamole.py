@@ -40,7 +40,7 @@ def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank wi
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentServer(Server):
-    """Server that averages experts and assigns them to users.
+    """Server of FedAMoLE: averages domain experts, and assigns them to users anew after each round.
 
     Its state has the shared tensors, all domain experts, and their assignment ``places (users, layers, most)``: indices
     of experts, and the number of experts for an empty place. ``tokens`` and ``embeddings`` are the means that users

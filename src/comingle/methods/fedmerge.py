@@ -225,7 +225,7 @@ def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Server):
-    """Server that keeps the models, and the users' merging weights (or logits, with ``softmax``).
+    """Server of FedMerge: keeps d models and the users' merging weights (or logits, with ``softmax``).
 
     Its settings are those of ``fedmerge``. With ``chosen``, a user merges that many models, drawn at random, with equal
     weights or, with ``random``, random ones.
@@ -274,7 +274,7 @@ class Merge(Server):
         """Update the models and the participants' merging weights, in the order that ``models_first`` sets.
 
         A user's update is the merged model that it downloaded minus the one that it uploaded, so it has the sign of a
-        gradient.
+        gradient. Both steps are repeated ``global_iterations`` times with the same updates.
         """
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
         downloaded = mix(soup, self._merging_shares(logits))

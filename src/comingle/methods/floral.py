@@ -109,7 +109,8 @@ def floral_optimal(
     Client: descent on the base and the adaptors of the user's cluster.
     Server: means over users, of the base over all, of an adaptor set over the users of its cluster; with
     ``server_adam_rate`` above 0 a step of Adam towards these means.
-    Differs from the paper: as ``floral``, but for the router.
+    Differs from the paper: means are weighted by ``training.weighting``.  The adaptors' factor on the input side starts
+    random and the output side zero, where section 3.2 says the reverse.
 
     Args:
         clusters: Number of adaptor sets C.

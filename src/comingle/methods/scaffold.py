@@ -45,7 +45,7 @@ CONTROL, NUM_USERS = "control.", "users"
 
 
 class Controlled(ClientHook):
-    """Client hook that keeps a user's c_i and the last downloaded c."""
+    """Client hook of SCAFFOLD: keeps a user's control variate c_i and the last downloaded average c, corrects steps."""
 
     looks_back = True
 
@@ -62,7 +62,7 @@ class Controlled(ClientHook):
         }
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """Store c and return the model.
+        """Store the downloaded c and return the model x, with which the user continues.
 
         Args:
             cohort: The users.
@@ -122,7 +122,7 @@ def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledMean(Mean):
-    """Server that keeps c with the model, and sends both."""
+    """Server of SCAFFOLD: keeps the average control variate c with the model x, and sends both."""
 
     rate: float
     kind = "stack"
