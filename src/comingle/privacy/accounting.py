@@ -61,7 +61,7 @@ def sample_size(participation: float, users: int) -> int:
     return max(1, math.ceil(participation * users - 1e-9))
 
 
-def expected_participants(privacy: PrivacySection, participation: Participation, users: int, number: int) -> float:
+def expected_participants(privacy: PrivacySection, participation: Participation, users: int, round_index: int) -> float:
     """Return the number of users that a round is expected to have, by which the sum of their changes is divided.
 
     Unlike the actual number it is public, so it reveals nothing about who takes part.
@@ -70,10 +70,10 @@ def expected_participants(privacy: PrivacySection, participation: Participation,
         privacy: Settings.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
-        number: Number of the round, from 0.
+        round_index: Number of the round, from 0.
     """
     if isinstance(participation, tuple):
-        return float(len(set(participation[number % len(participation)])))
+        return float(len(set(participation[round_index % len(participation)])))
     if privacy.sampling == "poisson" and privacy.secure_aggregation is None:  # each user is drawn independently
         return participation * users
     return float(sample_size(participation, users))

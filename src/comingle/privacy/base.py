@@ -82,13 +82,13 @@ class ServerRound:
     """A round on the server.
 
     Args:
-        number: Number of the round, from 0.
+        round_index: Number of the round, from 0.
         names: Users whose uploads arrived.
         server: Server of the method.
         kept: Its state.
     """
 
-    number: int
+    round_index: int
     names: Sequence[str]
     server: Server
     kept: Tree
@@ -227,12 +227,12 @@ class PrivacyMechanism:
 
     # ---------------------------------------------------------------- on the server
 
-    def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+    def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
         """Return the participants of a round among the selected users; None if no budget is left, which ends the run.
 
         Args:
             selected: Indices of the selected users.
-            number: Number of the round, from 0.
+            round_index: Number of the round, from 0.
             releases: Whether anything is uploaded in the round.
         """
         return list(selected)

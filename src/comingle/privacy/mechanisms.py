@@ -205,7 +205,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
     # ---------------------------------------------------------------- participants
 
-    def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+    def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
         """Return the participants of a round: the selected users whose budget is not spent; None if there are none.
 
         None ends the run.
@@ -214,7 +214,7 @@ class DifferentialPrivacy(PrivacyMechanism):
 
         Args:
             selected: Indices of the selected users.
-            number: Number of the round, from 0.
+            round_index: Number of the round, from 0.
             releases: Whether anything is uploaded in the round; only then budgets are checked.
         """
         if self.account is None:
@@ -222,28 +222,28 @@ class DifferentialPrivacy(PrivacyMechanism):
         if self.account.sampled:
             # A round is a release of all users, so they have all spent the same.
             is_affordable = not releases or bool(self.account.affordable([0]))
-            return self.draw(number) if is_affordable else None
+            return self.draw(round_index) if is_affordable else None
         if not releases:
             return list(selected)
         return self.account.affordable(selected) or None
 
-    def draw(self, number: int) -> list[int]:
-        """Draw the participants of round ``number`` (from 0) with the secret key.
+    def draw(self, round_index: int) -> list[int]:
+        """Draw the participants of round ``round_index`` (from 0) with the secret key.
 
         With Poisson sampling each user takes part independently of the others, so there may be none; otherwise the
         number of participants is fixed.
         """
         assert isinstance(self.participation, float | int)
-        draws = [float(uniform(1, self.key, name, number, "participation")[0]) for name in self.users]
+        draws = [float(uniform(1, self.key, name, round_index, "participation")[0]) for name in self.users]
         all_users = range(len(draws))
         if self.privacy.sampling == "poisson":
             return [user for user in all_users if draws[user] < self.participation]
         by_draw = sorted(all_users, key=draws.__getitem__)
         return sorted(by_draw[: sample_size(self.participation, len(draws))])
 
-    def expected(self, number: int) -> float:
-        """Return the expected number of participants of round ``number`` (from 0), the divisor of its sum."""
-        return expected_participants(self.privacy, self.participation, len(self.users), number)
+    def expected(self, round_index: int) -> float:
+        """Return the expected number of participants of round ``round_index`` (from 0), the divisor of its sum."""
+        return expected_participants(self.privacy, self.participation, len(self.users), round_index)
 
     # ---------------------------------------------------------------- state and results
 
@@ -302,25 +302,25 @@ class Central(DifferentialPrivacy):
             downloads = {name: t.unsqueeze(0).expand(users, *t.shape) for name, t in model.items()}
         downloads = without_padding(downloads, received.ranks)
         changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
-        mean = self.mean(changes, model, server_round.number, received.reports.get(WITHIN))
+        mean = self.mean(changes, model, server_round.round_index, received.reports.get(WITHIN))
         return mean_as_upload(model, mean, received.roles)
 
-    def mean(self, changes: Tree, like: Tree, number: int, within: Tensor | None) -> Tree:
+    def mean(self, changes: Tree, like: Tree, round_index: int, within: Tensor | None) -> Tree:
         """Return the mean change with noise, float64: ``(sum_u clip(change_u) + noise) / expected``.
 
         Args:
             changes: Changes ``(users, *shape)``; empty if no user was drawn.
             like: The model, for its shapes.
-            number: Number of the round, from 0.
+            round_index: Number of the round, from 0.
             within: 1 for each user whose change is within an adaptive clip norm, 0 for others, from which the clip norm
                 of the next round follows; None if there are no reports.
         """
-        users = self.expected(number)
+        users = self.expected(round_index)
         sums = self.sums(changes, like)
         multiplier = self._multiplier_beside_count(users) if self.privacy.adaptive else self.privacy.multiplier
-        noised = add_noise(sums, multiplier * self.bound, self.key, number, "central noise")
+        noised = add_noise(sums, multiplier * self.bound, self.key, round_index, "central noise")
         if self.privacy.adaptive:
-            self._adapt_clip_norm(within, users, number)
+            self._adapt_clip_norm(within, users, round_index)
         return {name: t / users for name, t in noised.items()}
 
     def sums(self, changes: Tree, like: Tree) -> Tree:
@@ -354,7 +354,7 @@ class Central(DifferentialPrivacy):
         """
         return (self.privacy.multiplier**-2 - (2 * self._count_deviation(users)) ** -2) ** -0.5
 
-    def _adapt_clip_norm(self, within: Tensor | None, users: float, number: int) -> None:
+    def _adapt_clip_norm(self, within: Tensor | None, users: float, round_index: int) -> None:
         """Move the clip norm towards the quantile of users' norms: ``bound *= exp(-rate (share - quantile))``.
 
         ``share`` is the share of users whose change is within the bound, with noise. Each user counts as +1/2 or -1/2,
@@ -364,11 +364,11 @@ class Central(DifferentialPrivacy):
         Args:
             within: 1 for each user within the bound, 0 for others; None if there are no reports.
             users: Expected number of users in the round.
-            number: Number of the round, from 0.
+            round_index: Number of the round, from 0.
         """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
         # Seeded with the count too: a repeated release gets the same noise, and different counts never do.
-        draw = float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
+        draw = float(gaussian((1,), self.key, round_index, "count noise", repr(centred))[0])
         noise = self._count_deviation(users) * draw
         share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
@@ -515,14 +515,14 @@ class Example(DifferentialPrivacy):
 
     # ---------------------------------------------------------------- on the server
 
-    def admit(self, selected: Sequence[int], number: int, *, releases: bool) -> list[int] | None:
+    def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
         """Return the users whose budget allows the steps of a round, and charge them; None if there are none.
 
         None ends the run.
 
         Args:
             selected: Indices of the selected users.
-            number: Number of the round, from 0.
+            round_index: Number of the round, from 0.
             releases: Not used.
         """
         assert self.account is not None

@@ -288,7 +288,9 @@ class ServerHalf(ServerState):
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
         self._charge_privacy(numbers)
-        context = ServerRound(number=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept)
+        context = ServerRound(
+            round_index=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept
+        )
         received = self.mechanisms.server_sum(self._make_received(numbers, tensors, upload), context)
         if received is not None:
             self.method.server.aggregate(self.kept, received)
