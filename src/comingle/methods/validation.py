@@ -35,29 +35,29 @@ def defined_at(defined: Callable[..., object]) -> str:
         return name
 
 
-def check_method(name: str, made: Method) -> None:
+def check_method(name: str, method: Method) -> None:
     """Check that placement, phases and hooks of a method fit each other.
 
     Args:
         name: Name of the method, for messages.
-        made: The method.
+        method: The method.
 
     Raises:
         RecipeError: A user has no expert, a role does not exist, a phase trains a router that the placement does not
             have, or nothing trains the router that it has.
     """
-    specialists = made.placement.specialists
+    specialists = method.placement.specialists
     fewest_specialists = specialists if isinstance(specialists, int) else min(specialists)
-    if made.placement.generalists + fewest_specialists < 1:
+    if method.placement.generalists + fewest_specialists < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
-    run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(made)))
-    _require_router(name, made)
-    _require_trained_router(name, made)
+    run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(method)))
+    _require_router(name, method)
+    _require_trained_router(name, method)
 
 
-def _all_roles(made: Method) -> Iterator[tuple[str, object]]:
+def _all_roles(method: Method) -> Iterator[tuple[str, object]]:
     """Yield all sets of roles that a method names, each with its place for messages, such as "Placement.shared"."""
-    placement, client = made.placement, made.client
+    placement, client = method.placement, method.client
     for key in ("shared", "received", "needs"):
         yield f"Placement.{key}", getattr(placement, key)
     for kind, phases in (("phases", client.phases), ("tuning", client.tuning)):
@@ -102,15 +102,15 @@ def _require_role(place: str, role: object) -> None:
     raise RecipeError(f"{place}: got {role!r}; allowed: {', '.join(known)}.{did_you_mean(str(role), known)}")
 
 
-def _require_router(name: str, made: Method) -> None:
+def _require_router(name: str, method: Method) -> None:
     """Check that the placement has a router if a phase trains one.
 
     Raises:
         RecipeError: A phase has the role "router" and the placement has no router.
     """
-    if made.placement.routed or made.placement.mixture is not None:
+    if method.placement.routed or method.placement.mixture is not None:
         return
-    for kind, phases in (("phases", made.client.phases), ("tuning", made.client.tuning)):
+    for kind, phases in (("phases", method.client.phases), ("tuning", method.client.tuning)):
         for number, phase in enumerate(phases):
             if phase.roles & ROUTERS:
                 raise RecipeError(
@@ -120,14 +120,14 @@ def _require_router(name: str, made: Method) -> None:
                 )
 
 
-def _require_trained_router(name: str, made: Method) -> None:
+def _require_trained_router(name: str, method: Method) -> None:
     """Check that a phase, a hook or the server changes the router that the placement has.
 
     Raises:
         RecipeError: The router would keep its random initial values.
     """
-    changed = {role.partition(".")[0] for role in made.client.trained | made.received}
-    if made.placement.routed and made.trains and ROUTER not in changed:
+    changed = {role.partition(".")[0] for role in method.client.trained | method.received}
+    if method.placement.routed and method.trains and ROUTER not in changed:
         raise RecipeError(
             f"method {name}: Placement.routed: got True, but nothing trains role {ROUTER!r}; allowed: a phase with the "
             f"role (joint(routed=True)), a ClientHook with roles = ROUTERS, or {ROUTER!r} in Placement.received; or "
