@@ -307,7 +307,7 @@ def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
 
 @pytest.mark.slow
 def test_the_worst_accuracy_is_the_lowest(write_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comingle.reports.page.WIDE", 1)
+    monkeypatch.setattr("comingle.reports.page.MAX_USER_COLUMNS", 1)
     page = render_page(net_entries(write_run, "accuracy", {"floral": [0.8, 0.25], "ensemble": [0.75, 0.5]}))
     assert "floral 25.0% · user-1 80.0% · user-0 52.5%" in prose(page)
 
