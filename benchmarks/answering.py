@@ -95,7 +95,7 @@ def main() -> None:
         for way, choose_slots in ways.items():
             feeding._generation_shape = choose_slots
             started = clock.now()
-            texts[way] = batch_source.answers(generate, sets, list(range(args.users)), pass_size)
+            texts[way] = batch_source.generate_responses(generate, sets, list(range(args.users)), pass_size)
             times[way] += [clock.now() - started] if repeat else []
     assert texts["alone"] == texts["together"]
     tokens = args.users * args.questions * args.new
