@@ -72,6 +72,7 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     alone = ("demo", "server", "client", "join", "audit")
     if (
         verb in alone
+        or any("run-*" in word for word in words)  # the model that a client's federation has left
         or (verb == "serve" and "--make-keys" not in words)
         or (verb == "federate" and "--set" not in words)
     ):

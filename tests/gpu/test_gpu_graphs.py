@@ -22,7 +22,7 @@ from comingle.models.loading import load_base
 
 GRAPHS = {"runtime.gpu": ["graphs"]}
 MIXED = {name: mixture for name in ON_TEXT if (mixture := METHODS[name].placement.mixture) is not None}
-REFUSED = [name for name, mixture in MIXED.items() if mixture.clusters > 1 and not mixture.trains_independently]
+REFUSED = [name for name, mixture in MIXED.items() if not mixture.trains_independently]
 """They wrap every linear by themselves on text."""
 SHORT = {"training.rounds": 1, "evaluation.first": False}
 
