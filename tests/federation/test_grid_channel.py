@@ -6,7 +6,8 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,24 @@ def test_a_node_that_never_says_its_name_is_not_waited_for_again_and_again(grid:
     began = time.monotonic()
     assert list(channel.present()) == ["ada"]
     assert time.monotonic() - began < 0.8
+
+
+def test_reading_the_requests_does_not_wait_for_new_nodes(grid: LocalGrid, tmp_path: Path) -> None:
+    """Requests are computed from who is present, at each step of an exchange: such a step waits for nobody."""
+    join(grid, tmp_path, "ada")
+    channel = GridChannel(grid, lambda line: None)
+    assert channel.present() == ["ada"]
+    waits, request = list[bool](), b"one"
+
+    class Computed(UserDict[str, bytes]):
+        def __iter__(self) -> Iterator[str]:
+            waits.append(channel._waits)
+            return super().__iter__()
+
+    assert dict(channel.exchange(Computed(ada=request), timeout=10)) == {"ada": b"ada: ONE"}
+    assert waits
+    assert not any(waits)
+    assert channel._waits
 
 
 @pytest.mark.slow

@@ -368,7 +368,8 @@ class GridChannel:
         A request that is due no more, or that another one has replaced, is not awaited any longer. New requests are
         added, to be sent by :meth:`_forward`.
         """
-        self._waits, due = False, dict(requests)  # Reading the requests calls `present`, which must not wait here.
+        self._waits = False  # Reading the requests calls `present`, which must not wait here.
+        due = dict(requests)
         self._waits = True
         for name in [name for name, sent in in_flight.items() if due.get(name) is not sent.request]:
             in_flight.pop(name).done = True
