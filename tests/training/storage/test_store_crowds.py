@@ -27,7 +27,7 @@ from comingle.data.text.streams import UserData
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.training.backends.local import InProcess
-from comingle.training.evaluation import sampled
+from comingle.training.evaluation import sample_entry
 from comingle.training.kinds.base import RunData
 from comingle.training.kinds.text import KIND as TEXT
 from comingle.training.rounds import run_rounds
@@ -92,7 +92,7 @@ def test_a_sample_is_what_everybody_would_have_been(federate: Callable[..., InPr
     # Student's t with 2 degrees of freedom reaches 4.3027 with 95%
     assert told["interval"] == pytest.approx([mean - 4.302653 * error, mean + 4.302653 * error])
     assert describe_sample(evaluations[-1]).startswith("mean of 3 of 6 users, 95% interval ")
-    assert sampled(whole.clients, {name: {} for name in NAMES}, "perplexity") == {}
+    assert sample_entry(whole.clients, {name: {} for name in NAMES}, "perplexity") == {}
 
 
 def test_an_interval_holds_the_mean_of_all_as_often_as_it_says(federate: Callable[..., InProcess]) -> None:
@@ -101,7 +101,7 @@ def test_an_interval_holds_the_mean_of_all_as_often_as_it_says(federate: Callabl
     population = [draw.gauss(3, 1) for _ in range(60)]
     for _ in range(1000):
         users = {str(i): {"test_loss": value} for i, value in enumerate(draw.sample(population, 20))}
-        low, high = sampled(clients, users, "loss")["sample"]["interval"]
+        low, high = sample_entry(clients, users, "loss")["sample"]["interval"]
         held += low <= statistics.fmean(population) <= high
     assert 925 <= held <= 975  # 950 and 3.6 deviations
 
