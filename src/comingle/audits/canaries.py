@@ -442,7 +442,7 @@ def run_trial(
     Args:
         recipe: Shortened recipe, of text or conversations.
         run_data: Data of the run.
-        trial: Number of the run.
+        trial: Number of the trial, from 0.
         observers: Returns the observers of a run.
     """
     users, base = run_data.users, run_data.base
@@ -450,11 +450,11 @@ def run_trial(
     # Each trial has a seed of its own, and none has that of the audited run.
     trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})
     vocabulary = int(base.model.config.vocab_size)
-    kwargs = {"seed": recipe.seed, "trial": trial}
-    canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
+    draw_key = {"seed": recipe.seed, "trial": trial}
+    canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **draw_key)
     context = recipe.training.context - (base.begin is not None)  # the begin token takes one place of a window
     if all(isinstance(user.train, Answers) for user in users):
-        # Canaries are scored in place of the responses of the user's conversation with the longest ones.
+        # Each canary replaces the responses in one conversation of its user: that with the longest responses.
         places = [user.train.windows[longest_responses(user.train)] for user in users]
         canaries = replace(canaries, places=places)
 
@@ -464,8 +464,8 @@ def run_trial(
         """Return a user whose training data contains its canary."""
         if canaries.places is not None:
             count = 1 if one_example else max(1, int(SHARE * len(user.train)))
-            return with_response(user, canary, count, **kwargs)
-        return with_example(user, canary, context, **kwargs) if one_example else with_canary(user, canary, **kwargs)
+            return with_response(user, canary, count, **draw_key)
+        return with_example(user, canary, context, **draw_key) if one_example else with_canary(user, canary, **draw_key)
 
     trial_users = as_users(
         insert(user, canary) if inside else user

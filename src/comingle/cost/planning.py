@@ -300,7 +300,11 @@ def rehearse_nets(
 
 
 def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
-    """Return every user's local work by name; a pooled method has one entry with the work of all."""
+    """Return every user's local work in a round by name; a pooled method has one entry with the work of all.
+
+    It consists of batches of training samples, for some epochs, and of sweeps: passes over all of a user's samples that
+    a method takes without training, for example to choose a component.
+    """
     users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
         users = [(f"all {len(population.users)} users as one", clients.trainers[0])]

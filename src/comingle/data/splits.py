@@ -203,7 +203,10 @@ class Mixture:
         self._shares: dict[str, DocumentLists] = {}
 
     def add(self, text: UserText) -> None:
-        """Add a user: store its documents, and count the characters that it has for the mixtures of valid and test."""
+        """Store a user's documents, and count the characters of its valid and test splits.
+
+        From these counts follows how much each user contributes to the others' mixtures.
+        """
         self.names.append(text.name)
         for documents in (text.train, text.valid, text.test):
             self._own.add(documents)

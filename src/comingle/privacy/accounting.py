@@ -475,19 +475,20 @@ class StepAccount(UploadAccount):
         return spent_by(self.privacy, work, count * work.steps)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
-        """Return the epsilon so far, with the noise multiplier of each user if they differ.
+        """Return the epsilon so far and the noise behind it, by key.
 
-        The key ``releases`` has the number of noisy steps of the user with the most of them.
+        ``noise_multiplier`` is the largest of all users; ``noise_multipliers`` has each user's, if they differ.
+        ``releases`` is the number of noisy steps of the user with the most of them.
         """
         # counts: rounds that each user was charged for, by name.
         works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
-        of_users = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
+        differing_multipliers = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
         return {
             **self.spent,
             "mechanism": self.privacy.mechanism,
             "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
-            **of_users,
+            **differing_multipliers,
             "clip_norm": clip_norm,
             "accountant": self.privacy.accountant,
             "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),

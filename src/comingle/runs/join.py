@@ -191,7 +191,7 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     Args:
         run: The run to join.
         name: The newcomer's name.
-        data: A path, or data that a program passes, which the section then marks as given.
+        data: A path, or data that a program passes; the section then has ``given: true`` and no path.
 
     Raises:
         DataError: The run's data is generated, so that no user can be added.
@@ -208,7 +208,8 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
             del content[key]
     content |= {"kind": section.kind}
     # With a loss on classes, the run collected the classes from all its users; the newcomer may lack some of them.
-    if run.settings.get("whole"):
+    has_class_targets = bool(run.settings.get("whole"))
+    if has_class_targets:
         class_names, num_classes = list(run.settings["labels"]), run.settings["classes"]
         content["classes"] = class_names or num_classes
     if "on_small_user" in content:  # there is no other user

@@ -634,7 +634,7 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
     All copies of a participant are trained. The result has the mean loss of the last one.
     """
     started, method = time.perf_counter(), clients.method
-    clients.steps.known_suspects.clear()
+    clients.steps.known_suspects.clear()  # optimizers blamed for non-finite tensors, of the previous round
     losses: dict[int, float] = {}
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)

@@ -301,16 +301,16 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
 
 
 def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
-    """Compare every row of a column with the baseline, under the rows' labels.
+    """Compare every other row of one column of a table with the baseline row; name rows by their labels.
 
     Args:
-        plan: The table.
+        plan: The runs of the column.
         results: Each user's metric, by row and seed.
         baseline: The baseline row, or several with commas between them.
 
     Returns:
-        None if the metric is not one by which models are compared, as ROUGE-1, if the baseline was not run, or if there
-        is nothing to compare.
+        None if models are not compared by the metric (for example ROUGE-1), if the baseline was not run, or if there is
+        nothing to compare.
     """
     measure = plan.experiment.metric.removeprefix("mean_test_")
     if measure not in MEASURES or not results.keys() >= {*baseline_methods(baseline)}:

@@ -453,9 +453,10 @@ def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps
 
 
 def uniformity(weights: Weights, start: Weights) -> float:
-    """Return the largest U in (0, 1] with ``p_hat >= U p`` in every entry, U_c of eq. 24.
+    """Return U_c of eq. 24: how far estimated weights of a cluster's clients may fall below the true weights p.
 
-    The inequality holds for all estimated weights ``p_hat`` on the line from their start to the true weights p.
+    It is the largest U in (0, 1] with ``p_hat >= U p`` in every entry, for all estimates ``p_hat`` on the line from
+    ``start`` to p.
 
     Args:
         weights: The true weights p of the clients.
@@ -486,9 +487,10 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
 
 
 def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
-    """Return the corrected bound of Theorem A.9, after each step, on the loss of the average model above the minimum.
+    """Return the corrected bound of Theorem A.9 on the excess loss of the average model, after each step.
 
-    After T steps ``eta_t = 3 / (mu (t + s))`` it is, as in :func:`rate_bound`,
+    The excess loss is the loss minus its minimum. After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is,
+    with the symbols and corrections of :func:`rate_bound`,
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 

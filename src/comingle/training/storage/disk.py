@@ -196,16 +196,18 @@ class OnDisk(State):
 
         Args:
             rows: Numbers of the rows.
-            read: Pending read of their records of moments; None to return moments without columns.
+            read: Pending read of their records of moments; None if the work needs no moments, which then have no
+                columns.
         """
-        empty = {"first": self.first, "second": self.second}
+        templates = {"first": self.first, "second": self.second}  # of no rows, with the columns and the dtype
         if read is None:
-            return {name: t.new_zeros(len(rows), 0) for name, t in empty.items()}
-        moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in empty.items()}
+            return {name: t.new_zeros(len(rows), 0) for name, t in templates.items()}
+        moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in templates.items()}
         stored = self._forms["moments"].unpack(self._result(read))
-        places = torch.from_numpy(np.flatnonzero(self._table.places["moments"][rows] >= 0))  # in ``rows``
+        offsets = self._table.places["moments"][rows]  # negative for rows without a record
+        recorded = torch.from_numpy(np.flatnonzero(offsets >= 0))
         for name, t in stored.items():
-            moments[name][places] = t.to(moments[name])
+            moments[name][recorded] = t.to(moments[name])
         return moments
 
     def _result(self, read: Future[np.ndarray]) -> np.ndarray:
