@@ -296,7 +296,7 @@ def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     assert "All 16 users as a table user local floral user-0 0.5 1 user-1 0.5 0.5" in text
     assert "Of 16 users, the 1 best and the 1 worst are shown" in text
     assert "2 best and the 1 worst of 16 users" in text
-    assert "All 16 users: the share of them" in text
+    assert "All 16 users: the cumulative distribution of their changes" in text
     titles = re.findall(r">((?:best|worst) \d: user-\d+)</text>", page[: page.index('id="users"')])
     assert set(titles) == {"best 1: user-15", "worst 1: user-0"}
     named = ", ".join(f"user-{number} (×0.5)" for number in range(2, 13))
