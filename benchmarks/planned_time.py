@@ -1,4 +1,4 @@
-"""Compare round times that ``comingle cost --machines`` plans with those that ``comingle run --processes`` takes.
+"""Compare round times planned by ``comingle cost --machines`` with those measured by ``comingle run --processes``.
 
 ``python benchmarks/planned_time.py [CASE ...] [--processes 1,2,3,4] [--turns 3] [--clock wall|processor]`` prints one
 JSON line for each case and number of processes on this machine:
@@ -38,7 +38,11 @@ from comingle.cost.timing import Cluster
 from comingle.runs.distributed import cores
 
 ROUNDS, USERS = 3, 12
-"""Rounds between two checkpoints, of which there are three: the first warms up, the last round has no exchange."""
+"""Rounds between two checkpoints, and users of the population.
+
+A run has three checkpoints. The time is taken between the first two: the rounds before them warm up, and the last round
+of a run has no exchange.
+"""
 
 TEXT = {
     "base": "random:llama",

@@ -29,7 +29,7 @@ from comingle.utils.errors import ComingleError, PluginError, RunError, list_nam
 from comingle.utils.records import expand_home, write_json
 
 FILES = "COMINGLE_PLUGINS"
-"""Environment variable by which subprocesses of a command load the same files."""
+"""Environment variable that tells subprocesses of a command to load the same files."""
 
 CHANGED = "COMINGLE_CHANGED_PLUGINS"
 """Environment variable with the changes (OLD-NEW digests) that processes of the command have already warned about."""

@@ -99,7 +99,7 @@ Mixing = tuple[Float[Tensor, "users clusters"], Powers]
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleModel(Model):
-    """A mixture of components, each of which is an :class:`AdaptedModel`.
+    """A mixture of components; each is an :class:`AdaptedModel`.
 
     Tensors are those of ``inner`` with a component axis after the user axis, and the logits of the mixture weights.
     """

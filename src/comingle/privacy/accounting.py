@@ -62,7 +62,7 @@ def sample_size(participation: float, users: int) -> int:
 
 
 def expected_participants(privacy: PrivacySection, participation: Participation, users: int, round_index: int) -> float:
-    """Return the number of users that a round is expected to have, by which the sum of their changes is divided.
+    """Return the expected number of participants in a round, the divisor of the sum of their changes.
 
     Unlike the actual number it is public, so it reveals nothing about who takes part.
 

@@ -100,7 +100,7 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
-    """Return the mean over users and seeds, both of which are random: ``value = mean + user + seed + rest``.
+    """Return the mean over users and seeds, both random effects: ``value = mean + user + seed + rest``.
 
     The variance of the mean over U users and S seeds is estimated from the mean squares of a two-way analysis of
     variance, ``(MS_users + MS_seeds - MS_rest) / (U S)``, with Satterthwaite's degrees of freedom (Biometrics Bulletin

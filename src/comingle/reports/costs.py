@@ -238,7 +238,7 @@ def _captioned_table(title: str, caption: str = "") -> Table:
 
 
 def _add_columns(table: Table, *names: str, left: int = 2) -> Table:
-    """Add columns, the first ``left`` of which are left-aligned and do not wrap; return the table."""
+    """Add columns and return the table; the first ``left`` columns are left-aligned and do not wrap."""
     for i, name in enumerate(names):
         table.add_column(name, justify="left" if i < left else "right", no_wrap=i < left)
     return table
@@ -531,7 +531,7 @@ def _times_notes(times: TimesRecord) -> Iterator[str]:
 
 
 def seconds(value: float) -> str:
-    """Return a duration as text, in the largest unit of which it has at least one: days to microseconds."""
+    """Return a duration as text, in the largest unit (days to microseconds) that makes it 1 or more."""
     for unit_seconds, unit in _UNITS:
         if value >= unit_seconds:
             return f"{value / unit_seconds:,.3g} {unit}"

@@ -106,7 +106,7 @@ def steps_before(clients: Clients) -> Callable[[int], int]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in its largest unit of which it has at least two, such as "90 s" or "3 h"."""
+    """Return a duration in the largest unit that makes it 2 or more, such as "90 s" or "3 h"."""
     for unit_seconds, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit_seconds:
             return f"{seconds / unit_seconds:.0f} {unit}"

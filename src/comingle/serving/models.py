@@ -48,7 +48,7 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
 
 
 def _label(recipe: Recipe, path: Path) -> str:
-    """Return the name by which ``--method`` chooses a run of a comparison.
+    """Return the name of a comparison's run for the option ``--method``.
 
     It is the method, followed by its settings if the comparison has several variants of it: a folder
     ``METHOD-KEY=VALUE-seed0`` has the label ``METHOD:KEY=VALUE``.

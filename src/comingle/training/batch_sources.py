@@ -134,7 +134,7 @@ class BatchSource(Batches, BatchShapes):
         """Yield batches that represent the whole training data of each trainer."""
 
     def examples(self, trainer: int) -> int:
-        """Return the number of training examples of a trainer, each of which example-level privacy protects."""
+        """Return the number of a trainer's training examples, the units that example-level privacy protects."""
         raise NotImplementedError(f"{type(self).__name__}: cannot return examples by number")
 
     def numbered(

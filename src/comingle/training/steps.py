@@ -217,7 +217,7 @@ class PrivateSteps:
         return names
 
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
-        """Return the names of the tensors of which a phase needs gradients without noise.
+        """Return the names of the tensors whose gradients a phase needs without noise.
 
         They are the tensors with entries for which the phase computes gradients and which users do not share.
 

@@ -137,7 +137,7 @@ def check_name(folder: Path) -> None:
 
 
 def measure_of(record: Container[str]) -> str:
-    """Return the measure by which models are compared, such as perplexity, from the keys of a record of results.
+    """Return the measure that ranks models, such as perplexity, from the keys of a record of results.
 
     Args:
         record: A run's metrics, an evaluation, or a comparison's row, with a key such as ``mean_test_perplexity``.

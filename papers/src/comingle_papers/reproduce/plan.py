@@ -489,8 +489,8 @@ def _build_recipe(
 ) -> Recipe:
     """Return the validated recipe of one run.
 
-    It is merged from partial recipes (overlays), of which later ones win: those of the study, the study's column, the
-    experiment's column, the scale, the scale's column, the row, and the command line.
+    It is merged from partial recipes (overlays); later ones override earlier ones: those of the study, the study's
+    column, the experiment's column, the scale, the scale's column, the row, and the command line.
 
     Args:
         study: The paper's study.

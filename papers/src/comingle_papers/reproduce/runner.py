@@ -191,9 +191,9 @@ class Estimate:
             self.work[base] = self.work.get(base, 0.0) + outcome.cell.work
 
     def left(self, cells: Sequence[Cell]) -> float | None:
-        """Return the estimated seconds for the cells that are left; None before any run is finished.
+        """Estimate the remaining seconds; return None before any run is finished.
 
-        A base model of which no run is finished is assumed to need the mean time per unit of work.
+        A base model without a finished run is assumed to need the mean time per unit of work.
         """
         if not self.work:
             return None
@@ -325,7 +325,7 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
 
 
 def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
-    """Return a run's mean over users of a metric.
+    """Return a metric of a run, averaged over users.
 
     ``metrics.json`` has the mean of the metric by which models are compared, such as accuracy. For another one, such as
     ROUGE-1, it has only the users' values, and the mean is computed here.

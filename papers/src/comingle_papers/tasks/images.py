@@ -263,9 +263,9 @@ def draw_dirichlet(
 
 
 def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of each user's samples, drawn by the partitioner; a single empty tensor if it gave up.
+    """Return the indices of each user's samples; a single empty tensor if the partitioner gives up.
 
-    The partitioner gives up after eleven draws in each of which a user got too few samples.
+    The partitioner gives up after eleven draws in which a user got too few samples.
 
     Args:
         partitioner: A partitioner of ``flwr-datasets`` with its data.

@@ -80,7 +80,7 @@ def draw_truth(kind: Kind, *, clusters: int, seed: int) -> Truth:
 
 
 def _draw_change(source: torch.Generator) -> Float[Tensor, "d d"]:
-    """Draw the matrix ``u v`` of rank ``RANK`` by which a cluster's map differs from the shared one."""
+    """Draw ``u v``, the difference of rank ``RANK`` between a cluster's map and the shared one."""
     return _draw_normal((DIMENSION, RANK), DIMENSION, source) @ _draw_normal((RANK, DIMENSION), RANK, source)
 
 

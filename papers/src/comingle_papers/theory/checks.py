@@ -137,7 +137,7 @@ def quadratic_curve(
 ) -> Curve:
     """Minimise two quadratics by router and experts in turn (eq. 12), and check Theorem F.1 and Example 1 of CoMiGS.
 
-    The theorem bounds the factor by which distances from the fixed point shrink in a step, in the norms of the two
+    The theorem bounds the contraction factor of distances from the fixed point per step, in the norms of the two
     objectives' curvatures. The curve's residual is the experts' distance in the norm of the training objective. If both
     objectives are one function, Example 1 bounds the same factor, as does Wielandt's inequality, more tightly; as
     printed, Example 1 also bounds the spectral norm of a step's matrix.
@@ -223,7 +223,7 @@ def linear_curve(
     """Alternate between shares, router and experts on one problem (eq. 28), and check Theorem F.2 and Proposition 1.
 
     The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares. The
-    claims are: bounds on the factor by which a step shrinks it, from each block's constants and from joint ones (F.2);
+    claims are: bounds on its contraction factor per step, from each block's constants and from joint ones (F.2);
     a lower bound on the smallest eigenvalue of the Hessian (Proposition 1); and that all shares are ``1 / (N + 1)`` at
     the solution. The last one follows where F is strongly convex in experts and router: renumbering the experts does
     not change F, so its only minimiser has equal experts.

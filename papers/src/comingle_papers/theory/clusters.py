@@ -419,7 +419,7 @@ def routed_descent_bound(
 
 
 def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
-    """Return ``16 G^2 log(K C)``, by which Lemma A.7 replaces the term ``4 G^2 |delta|_1^2`` of Lemma A.4.
+    """Return ``16 G^2 log(K C)``, the term of Lemma A.7 in place of ``4 G^2 |delta|_1^2`` of Lemma A.4.
 
     G^2 is the second moment of the gradients. Lemma A.6 bounds the squared mismatch ``|delta|_1^2`` of the weights of K
     clients in one of C clusters by ``4 log(K C)`` and smaller terms.

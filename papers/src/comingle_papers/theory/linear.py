@@ -607,7 +607,7 @@ class LinearConstants:
 
     @property
     def theorem_rate(self) -> float | None:
-        """Bound ``(1 - mu / L)^2`` on the factor by which a step shrinks ``F - F*`` (Theorem F.2); None if unproved.
+        """Bound ``(1 - mu / L)^2`` on the contraction factor of ``F - F*`` per step (Theorem F.2); None if unproved.
 
         mu is here the modulus of strong convexity of F in all variables and L the largest curvature.
         """
@@ -615,7 +615,7 @@ class LinearConstants:
 
     @property
     def block_rate(self) -> float | None:
-        """Bound on the factor by which a step shrinks ``F - F*``, from each block's own constants; None if unproved.
+        """Bound on the contraction factor of ``F - F*`` per step, from each block's own constants; None if unproved.
 
         It is ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` with the moduli m of strong convexity and the largest curvatures L in
         experts and router (Y) and in the shares (X). The second factor counts only if m_X is positive.
@@ -715,7 +715,7 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """Return the factor by which one step of the alternation (eq. 28) shrinks ``F - F*`` close to a solution.
+    """Return the contraction factor of ``F - F*`` per step of the alternation (eq. 28), close to a solution.
 
     By Example 2 distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the solution's Hessian
     (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by ``r^2``.

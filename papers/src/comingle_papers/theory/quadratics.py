@@ -389,7 +389,7 @@ class QuadraticConstants:
 
     @property
     def rate(self) -> float:
-        """Bound ``lambda_1 lambda_2`` of Theorem F.1 on the factor by which a step shrinks distances; of use below 1.
+        """Bound ``lambda_1 lambda_2`` (Theorem F.1) on the contraction factor of distances per step; useful below 1.
 
         lambda_1 and lambda_2 are the Lipschitz constants of the best router, as a function of the experts, and of the
         best experts, as a function of the router. With one function for both steps the bound is the spectral radius of

@@ -138,7 +138,7 @@ def _hold_out_share(name: str, samples: Samples, split: str, share: float) -> tu
 
 
 def _class_numbers(samples: Samples) -> Int64[Tensor, " n"]:
-    """Return the class of each sample, by which samples are held out evenly (:func:`hold_out`).
+    """Return the class of each sample, for stratified held-out splits (:func:`hold_out`).
 
     Targets that are no class numbers, such as real numbers, give zeros: all samples are then alike.
     """

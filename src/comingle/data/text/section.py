@@ -79,7 +79,7 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
     deduplicate: bool = False
 
     sources: ClassVar[str]
-    """Names of the keys of which exactly one must be given, for messages."""
+    """Names of the mutually exclusive keys, for messages; exactly one must be given."""
     example: ClassVar[str]
     """File of a user, as an example in messages."""
 

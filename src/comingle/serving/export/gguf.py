@@ -446,7 +446,7 @@ def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Te
 
 
 def _rope_factors(network: PreTrainedModel) -> Tensor | None:
-    """Return the numbers by which a network divides the default rotary frequencies ``theta^(-2i/d)``.
+    """Return the divisors that a network applies to the default rotary frequencies ``theta^(-2i/d)``.
 
     None if it has the default frequencies. llama.cpp reads these numbers for networks with scaled frequencies.
     """
