@@ -1,16 +1,23 @@
-"""Write ``docs/recipes.md``: types and defaults from the section classes, meanings from ``docs/recipes.template``.
+"""Write ``docs/recipes.md``: the text of ``docs/recipes.template``, and tables of keys from the section classes.
 
 Run it after a change of a recipe's keys: ``python docs/write_recipe_keys.py``. In a table of the template a row has a
-key, a type and a meaning. An empty type is filled in from the annotation; the column of defaults is added.
+key, a type and a note. An empty type is filled in from the annotation. The default and the meaning, which is the
+docstring below the field, are added; the note follows the meaning.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
 import json
 import re
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +26,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from comingle.config import Recipe
-from comingle.config.settings import KINDS
+from comingle.config.settings import KINDS, DataSection
 from comingle.methods import settings_of
 
 DOCS = Path(__file__).parent
@@ -27,8 +34,17 @@ TEMPLATE, PAGE = DOCS / "recipes.template", DOCS / "recipes.md"
 LARGEST_COUNT = 10_000_000
 """Upper bounds above it only catch slips and are not printed."""
 
-KEY_HEADER = "| key | type | meaning |"
+KEY_HEADER = "| key | type | note |"
 SETTING_HEADER = "| setting | of | meaning |"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Type, default and meaning of a key, as text for the table."""
+
+    type: str
+    default: str
+    meaning: str
 
 
 def write() -> str:
@@ -38,7 +54,7 @@ def write() -> str:
     for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
         if line in (KEY_HEADER, SETTING_HEADER):
             table = line
-            lines.append(line.replace("| meaning |", "| default | meaning |"))
+            lines.append(line.replace("| note |" if line == KEY_HEADER else "| meaning |", "| default | meaning |"))
         elif not line.startswith("|"):
             table = ""
             lines.append(line)
@@ -49,12 +65,13 @@ def write() -> str:
     return "\n".join(lines) + "\n"
 
 
-def key_row(line: str, keys: Mapping[str, tuple[str, str]]) -> str:
-    """Return the row of a key with its type and default."""
-    names, kind, meaning = (cell.strip() for cell in line.strip("|").replace(" | | ", " |  | ").split(" | ", 2))
+def key_row(line: str, keys: Mapping[str, Key]) -> str:
+    """Return the row of a key with its type, default and meaning."""
+    names, kind, note = (cell.strip() for cell in line.strip("|").split("|"))
     found = [keys[name] for name in re.findall(r"`([^`]+)`", names)]
-    assert all(one == found[0] for one in found), f"{names}: keys of one row differ in type or default"
-    return f"| {names} | {kind or found[0][0]} | {found[0][1]} | {meaning} |"
+    assert all(key == found[0] for key in found), f"{names}: keys of one row differ in type, default or meaning"
+    key = found[0]
+    return f"| {names} | {kind or key.type} | {key.default} | {key.meaning}{' ' if note else ''}{note} |"
 
 
 def setting_row(line: str) -> str:
@@ -65,17 +82,15 @@ def setting_row(line: str) -> str:
     return f"| {name} | {of} | `{settings_of(method)[name.strip('`')]}` | {meaning} |"
 
 
-def recipe_keys() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield every dotted key of a recipe with its type and default."""
+def recipe_keys() -> Iterator[tuple[str, Key]]:
+    """Yield every dotted key of a recipe and what the page says of it."""
     yield from section_keys(Recipe, "")
     for kind in KINDS:
         yield from section_keys(KINDS[kind], "data.")
-    yield "data.kind", ("name", "by its keys")
+    yield "data.kind", Key("name", "by its keys", meanings_in(DataSection)["kind"])
 
 
-def section_keys(
-    section: type[BaseModel], prefix: str, defaults: BaseModel | None = None
-) -> Iterator[tuple[str, tuple[str, str]]]:
+def section_keys(section: type[BaseModel], prefix: str, defaults: BaseModel | None = None) -> Iterator[tuple[str, Key]]:
     """Yield the keys of a section and of the sections inside.
 
     Args:
@@ -83,14 +98,32 @@ def section_keys(
         prefix: what stands before each key.
         defaults: the section as it is by default, where it differs from that of its class.
     """
+    meanings = meanings_in(section)
     for name, field in section.model_fields.items():
         default = getattr(defaults, name) if defaults is not None else field.get_default()
         is_required = field.is_required() and defaults is None
-        yield prefix + name, (type_of(field), "required" if is_required else default_text(default))
+        yield prefix + name, Key(type_of(field), "required" if is_required else default_text(default), meanings[name])
         inner, between = section_in(field.annotation)
         if inner is not None:
             own = default if isinstance(default, inner) and prefix + name != "method" else None
             yield from section_keys(inner, prefix + name + between, own)
+
+
+@functools.cache
+def meanings_in(section: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings below the fields of a section and of its base classes, as Markdown; empty without one."""
+    meanings: dict[str, str] = defaultdict(str)
+    for base in reversed(section.__mro__):
+        if not issubclass(base, BaseModel) or base.__module__.startswith("pydantic") or "[" in base.__name__:
+            continue  # "Section[Files]" has the fields of its generic class
+        body = ast.parse(inspect.getsource(base)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                is_docstring = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                if is_docstring:
+                    meanings[field.target.id] = " ".join(str(text.value.value).split()).replace("``", "`")
+    return meanings
 
 
 def section_in(annotation: Any) -> tuple[type[BaseModel] | None, str]:

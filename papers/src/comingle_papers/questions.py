@@ -451,12 +451,21 @@ class QuestionsSection(Section):
     """Users who get the same questions, each in its own language: see ``comingle_papers.questions``."""
 
     name: str
+    """``xnli`` (answers are labels) or ``xquad`` (answers are words of a text)."""
     path: Source | None = None
+    """A file of JSON lines, the folder of ``NAME*.jsonl`` (also ``.xz`` or ``.gz``), or ``hub:NAME``; by default
+    ``$COMINGLE_DATA/NAME``, else the hub.
+    """
     languages: Annotated[list[str], Field(min_length=1)] | None = None
+    """The users, named by their languages, in this order; by default all."""
     train: Count | None = None
+    """Training questions of a user; by default as published: 300 of XNLI, 600 of XQuAD."""
     valid: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Validation questions."""
     test: Count | None = None
+    """Test questions; by default as published: 200 of XNLI, the rest of XQuAD."""
     train_on_prompts: bool = False
+    """Train on the prompts too, not only on the answers."""
 
 
 class QuestionsDataSection(DataSection):
@@ -464,6 +473,7 @@ class QuestionsDataSection(DataSection):
 
     kind: Literal["questions"] = "questions"
     questions: Annotated[QuestionsSection, BeforeValidator(plain_name)]
+    """Users with the same questions in different languages."""
 
     label: ClassVar[str] = "data.questions"
     marks: ClassVar[tuple[str, ...]] = ("questions",)

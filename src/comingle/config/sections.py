@@ -37,7 +37,9 @@ class MethodSection(Section):
     """The method and its settings; in YAML a plain name, or ``{name: NAME, setting: value}``."""
 
     name: str = "comigs-1g1s"
+    """A method's name; ``comingle methods`` lists them."""
     settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    """The method's settings; usually written beside the name."""
 
     @field_validator("settings")
     @classmethod
@@ -46,20 +48,24 @@ class MethodSection(Section):
 
 
 class FloralSection(Section):
-    """Adaptors of a client-level mixture in a net whose weights are all trained: see ``comingle.floral``.
-
-    ``rank`` or ``budget`` (parameters of one adaptor relative to the layer); without either the budget is 1%, with
-    at least rank 1.
-    """
+    """Adapters of a client-level mixture in a net whose weights are all trained."""
 
     rank: Count | None = None
+    """Rank of every low-rank adapter; this or ``floral.budget``."""
     budget: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Parameters of an adapter relative to its layer; without a rank either 0.01, at least rank 1."""
     alpha: Positive = 1.0
+    """Factor of every adapter's output."""
     conv: Literal["balanced-2d", "channel", "in", "out", "filter", "linear", "none"] = "balanced-2d"
+    """Form of the adapters of convolutions."""
     lora: bool = True
+    """Low-rank adapters on linear layers."""
     bias: bool = True
+    """Adapters of biases."""
     norm: bool = True
+    """Gain and shift adapters on norms."""
     batch_nora: bool = False
+    """BatchNorA's reparameterisation on batch norms."""
 
 
 _LATER_DATA_KEYS = {
@@ -85,18 +91,32 @@ class Recipe(Section):
     """
 
     base: str = "smollm2-135m"
+    """The model: frozen for text and conversations, trained for samples."""
     quantise: Literal["none", "8bit", "4bit"] = "none"
+    """``8bit`` or ``4bit``: keep the base's layers in packed form (extra ``quantised``)."""
     method: MethodSection = MethodSection()
+    """The method and its settings."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Determines the initial adapters, the batches and the participants, and the splits unless ``data.seed`` is given.
+    """
     data: SerializeAsAny[DataSection]
+    """The users and their data."""
     adapters: AdaptersSection = AdaptersSection()
+    """Shape of the adapters."""
     floral: FloralSection = FloralSection()
+    """Adapters of a client-level mixture in a net."""
     training: TrainingSection = TrainingSection()
+    """Rounds, steps, batches, optimisers."""
     evaluation: EvaluationSection = EvaluationSection()
+    """Time of evaluation, and the model that is scored."""
     privacy: PrivacySection | None = None
+    """Protection of uploads."""
     aggregation: AggregationSection = AggregationSection()
+    """Robust aggregation."""
     checkpoints: CheckpointSection = CheckpointSection()
+    """Frequency and number of checkpoints."""
     runtime: RuntimeSection = RuntimeSection()
+    """Device, memory and speed."""
 
     def __init__(self, **content: object):
         try:

@@ -78,10 +78,15 @@ class DataSection(Section):
     """Base class of the section ``data`` of each kind."""
 
     kind: Any  # a literal in each subclass
+    """``text``, ``conversations``, ``samples``, ``questions``, ``task``, or a plug-in's kind; by default the kind that
+    has the keys given.
+    """
     given: Literal[True] | None = None
-    """True if a program passes the users' data; the section then has no sources."""
+    """A Python program passes the users, and nothing is read from here."""
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """Seed of splits, samples and partitions; None for the recipe's ``seed``, which determines all other draws."""
+    """Determines splits, held-out mixtures, and the samples and partitions of tasks and questions, so that ``seed``
+    changes only the training; by default ``seed`` determines both.
+    """
 
     label: ClassVar[str]
     """Name of the data in messages."""
@@ -138,9 +143,13 @@ class UserFiles(Section):
     """Data of one user: one source to be split, or one source per split."""
 
     path: Source | None = None
+    """One source, to be split; this or ``train``."""
     train: Source | None = None
+    """Source of the training text."""
     valid: Source | None = None
+    """Source of the validation text; by default the fraction ``data.split.valid`` of train."""
     test: Source | None = None
+    """Source of the test text; needed with ``train``."""
 
     @model_validator(mode="after")
     def _one_or_splits(self) -> UserFiles:
@@ -165,8 +174,11 @@ class OwnUsersSection(DataSection, Generic[Files]):
     """
 
     clusters: dict[str, str] | None = None
-    """The true cluster of each user, for methods that know it."""
+    """The true cluster of each user, as ``{ada: a, ben: a, cem: b}``, for methods that know it (``floral-optimal``,
+    ``ensemble-optimal``) and to score learned mixtures; not for tasks and questions.
+    """
     users: dict[str, Files] | None = None
+    """Each user's data: a path, or a section."""
 
     @field_validator("users", mode="before")
     @classmethod
@@ -213,11 +225,19 @@ class SplitSection(Section):
     """Splits of a user's data: by fractions, or the source's own."""
 
     valid: Fraction = 0.1
+    """Validation data, as a fraction of the characters or samples; with given splits that lack valid, the fraction of
+    train that becomes valid.
+    """
     test: Fraction = 0.1
+    """Test data, as a fraction of the characters or samples."""
     given: bool = False
+    """Use the data set's own splits; for ``data.dataset`` only."""
     train_name: str = "train"
+    """The given split for training."""
     valid_name: str | None = None
+    """The given split for validation."""
     test_name: str = "test"
+    """The given split for testing."""
 
 
 KINDS: registry.Registry[type[DataSection]] = registry.Registry(
@@ -323,17 +343,22 @@ RANK = 8
 class TargetsSection(Section):
     """Names of the linear layers to adapt, relative to a decoder layer, for a model family that comingle does not know.
 
-    ``mlp`` is the module that a routed MLP replaces; empty where the layer itself holds the MLP's linears (OPT). Then
-    the mixture takes the place of ``up`` and the activation and ``down`` become identities. ``activation`` names a
-    transformers activation; None reads it from the model's configuration.
+    A routed MLP replaces the module ``mlp``. Where the decoder layer itself holds the MLP's linears (OPT), the mixture
+    takes the place of ``up``, and the activation and ``down`` become identities.
     """
 
     attention: tuple[str, ...]
+    """The attention's linear layers."""
     up: str
+    """The MLP's first linear layer."""
     down: str
+    """The MLP's last linear layer."""
     gate: str | None = None
+    """The gate of a gated MLP."""
     mlp: str = ""
+    """The module that holds exactly these MLP layers; empty if the decoder layer itself holds them."""
     activation: str | None = None
+    """The MLP's activation, by transformers' name; by default from the model's configuration."""
 
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield the key and the name of each linear layer."""
@@ -349,15 +374,26 @@ class TargetsSection(Section):
 class AdaptersSection(Section):
     """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing.
 
-    ``rank`` is one number for all users or one per user; a user with a smaller rank than another is padded and masked.
+    LoRAs of users with a smaller rank than others are padded and masked.
     """
 
     rank: Count | list[Count] = RANK
+    """Rank of every LoRA: one number, or a list with one for each user in the recipe's order. A rank above the smaller
+    side of a weight has no further effect and causes a warning; one above both sides of the largest weight together is
+    refused.
+    """
     alpha: Positive = 16.0
+    """The scale of the LoRA is alpha / sqrt(rank)."""
     top_k: Count = 2
+    """Experts of a token; at most those that its user has."""
     mix: Literal["output", "linear"] = "output"
+    """``output`` mixes the outputs of whole MLPs, as the paper; ``linear`` mixes the LoRA terms in each linear layer,
+    which is cheaper and another function.
+    """
     balance: Balance = "generalist"
+    """Load-balancing penalty; ``generalist`` (eq. 10) becomes ``uniform`` unless there is exactly one generalist."""
     targets: TargetsSection | None = None
+    """Names of the linear layers in a decoder layer, for a family that comingle does not know."""
 
 
 WORDS = (32, 64)
@@ -370,16 +406,19 @@ LEAST = 2
 class SecureSection(Section):
     """Settings of secure aggregation: the server sees only the sum of the uploads.
 
-    ``threshold`` is the fraction of a round's users that a sum requires; it is above one half, so that a round has at
-    most one sum. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
-    magnitude of an entry of a user's change, by default 8; with noise it follows from the clip norm. ``colluders`` is
-    the number of users that may collude with the server without reducing the noise below the accounted amount.
+    The threshold is above one half, so that a round has at most one sum.
     """
 
     threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.66
+    """Fraction of a round's users that must respond for the round to have a sum; at least 2 users."""
     bits: Annotated[int, Field(ge=16, le=32, strict=True)] = 24
+    """Bits of a number in an upload, including the sign."""
     range: Positive | None = None
+    """Largest magnitude of an entry of a user's change; larger ones are cut. ``null`` is 8, and with noise it follows
+    from the clip norm.
+    """
     colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
+    """Users that may reveal their noise to the server without weakening the bound."""
 
     def least(self, users: int) -> int:
         """Return the number of users that a sum requires in a round with ``users`` participants.
@@ -476,36 +515,46 @@ def protects_examples(mechanism: str) -> bool:
 class PrivacySection(Section):
     """Differential privacy: changing one user's data changes what others observe by at most (epsilon, delta).
 
-    ``mechanism`` says where noise is added: "central" at the server, to the mean; "local" at each user; "none" nowhere.
-    "example" protects single examples of a user instead of users (DP-SGD): each step on shared tensors uses a noised
-    sum of clipped gradients, and ``clip_norm`` bounds the gradient of an example. Without a noise multiplier each user
-    then has its own, which depends on its number of examples.
+    With the mechanism ``example`` (DP-SGD) each step on shared tensors uses a noised sum of clipped gradients. Without
+    a noise multiplier each user then has its own, which depends on its number of examples.
 
-    With ``secure_aggregation`` the server sees only sums of uploads, and each user adds a share of the central noise.
-
-    ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms,
-    starting at ``first_clip_norm`` with steps of ``clip_rate`` (Andrew et al. 2021, with their values; a norm grows
-    tenfold in 23 rounds at most). The standard deviation of the noise is ``noise_multiplier`` times the clip norm.
-    Without a multiplier the run spends ``epsilon``; with both, it stops before epsilon is exceeded.
-
-    ``sampling`` draws each participant independently ("poisson") or a fixed number ("fixed"). ``weight_cap`` is the
-    amount of data from which a user has the full weight, if ``training.weighting`` is not uniform. ``noise`` is
-    "secret", or for simulations "reproducible" from the seed.
+    The adaptive clip norm follows a quantile of the users' norms (Andrew et al. 2021). With their values, which are
+    the defaults, it grows at most tenfold in 23 rounds.
     """
 
     mechanism: str = "central"
+    """Who adds the noise: the server to the mean (with ``secure_aggregation`` each user a part of it), each user to its
+    upload, or each user to its steps, which protects single examples and not users; ``none`` is for
+    ``secure_aggregation`` alone.
+    """
     clip_norm: Positive | Literal["adaptive"] = 1.0
+    """Largest L2 norm of a user's change, over all shared tensors (with ``example``: of an example's gradient);
+    ``adaptive`` follows the users' norms (``central`` only).
+    """
     noise_multiplier: Positive | None = None
+    """Standard deviation of the noise in units of the clip norm; by default the noise with which the run spends
+    ``epsilon``.
+    """
     epsilon: Positive | None = None
+    """The budget: the run ends before the round that would exceed it."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Below 1 / number of users (with ``example``: of a user's examples)."""
     sampling: Literal["poisson", "fixed"] = "poisson"
+    """Secret draw of participants: each user independently, or a fixed number (``central`` only)."""
     accountant: Literal["pld", "rdp"] = "pld"
+    """Computes epsilon; always ``rdp`` for ``fixed`` and for epsilon above 200."""
     weight_cap: Count | None = None
+    """With weighted means: the amount of data from which a user has full weight."""
     noise: Literal["secret", "reproducible"] = "secret"
+    """Noise from a key that is drawn once and kept in ``privacy.key``, or, for simulations, from the seed."""
     first_clip_norm: Positive = 0.1
+    """Adaptive clip norm of the first round."""
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Target share of users within the adaptive clip norm."""
     clip_rate: Positive = 0.2
+    """Step size of the adaptive clip norm, on a logarithmic scale."""
     secure_aggregation: SecureSection | None = None
+    """The server sees only sums of uploads."""
 
     def __hash__(self) -> int:
         """Return a hash of all values, the cache key of accountants."""
@@ -556,16 +605,15 @@ Rule = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometri
 
 
 class AggregationSection(Section):
-    """Aggregation rule of the server, which tolerates some hostile uploads.
-
-    In YAML it is the plain name of a rule, or a mapping. ``hostile`` is the share of a round's uploads that is assumed
-    to be hostile, below a half. ``bound`` is the largest L2 norm of a user's change with "norm-bound": a number, or the
-    "median" of the round's norms.
-    """
+    """Aggregation rule of the server, which tolerates some hostile uploads."""
 
     rule: Rule = "mean"
+    """Rule that combines uploads; ``aggregation: median`` is short for it."""
     hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    """Assumed share of hostile uploads in a round, rounded up to whole users; determines how many users a round needs.
+    """
     bound: Positive | Literal["median"] = "median"
+    """For ``norm-bound``: largest L2 norm of a user's change; ``median`` is the median of the round's norms."""
 
     @property
     def is_mean(self) -> bool:
@@ -609,14 +657,23 @@ class OptimizerSection(Section):
     """Optimiser and schedule. ``momentum`` is for SGD; ``betas`` and ``eps`` are for AdamW."""
 
     name: Literal["adamw", "sgd"] = "adamw"
+    """The optimiser."""
     learning_rate: Positive = 2e-3
+    """The initial learning rate."""
     schedule: Literal["cosine", "constant"] = "cosine"
+    """Schedule over all local steps of the run, without warm-up."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """End of the cosine, as a fraction of the learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's betas."""
     eps: Positive = 1e-8
+    """AdamW's epsilon."""
     weight_decay: NotNegative = 0.01
+    """Decoupled weight decay, for SGD too."""
     momentum: Fraction = 0.0
+    """SGD's momentum."""
     clip_norm: Positive | None = None
+    """Largest norm of a user's gradient; ``null`` does not clip."""
 
     @property
     def moments(self) -> frozenset[str]:
@@ -636,24 +693,34 @@ ROUTER_OPTIMIZER = OptimizerSection(schedule="constant")
 
 
 class TrainingSection(Section):
-    """Amount of training, and the optimisers.
-
-    A round has ``local_steps`` steps on random windows of text, or ``local_epochs`` passes over samples. ``uploads`` is
-    the format of what users send, see :mod:`comingle.protocol.messages`. ``participation`` is a fraction of the users
-    drawn each round, or a list of users for each round, which is repeated when it ends.
-    """
+    """Amount of training, and the optimisers."""
 
     rounds: Steps = 20
+    """Rounds: local steps, then one exchange."""
     local_steps: Steps = 10
+    """Local steps of a user in a round; for text."""
     local_epochs: Steps = 1
+    """Passes of a user over its samples or conversations in a round; not for text."""
     batch_size: Count = 64
+    """Sequences or samples of a user in one step."""
     context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
+    """Tokens of a sequence, at most those that the base supports."""
     experts: OptimizerSection = EXPERTS_OPTIMIZER
+    """Optimiser of the LoRA, or of nets."""
     router: OptimizerSection = ROUTER_OPTIMIZER
+    """Optimiser of the routers."""
     balance_weight: NotNegative = 0.01
+    """Weight of the load-balancing penalty."""
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
+    """Weights of the server's mean: equal, by training tokens (text), or by samples."""
     participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = ALL_USERS
+    """The fraction of users drawn for each round, or the names of the users of each round; the list repeats when it
+    ends.
+    """
     uploads: Format = "float32"
+    """Number format of uploads. ``int8`` has a scale for each row, and adds the rounding error to the user's next
+    upload. Not for ``pcl``.
+    """
 
     @field_validator("router", mode="before")
     @classmethod
@@ -677,44 +744,74 @@ class TrainingSection(Section):
 class EvaluationSection(Section):
     """Evaluation interval, the models that are evaluated, and the selection of the best round.
 
-    With ``every: auto`` :func:`comingle.training.evaluation.period` chooses the interval. With ``first`` there is an
-    evaluation before any training. ``users`` is the number of users that are evaluated, drawn once for all evaluations;
-    None for all. ``model`` is "local", the user's model after its local steps, which Algorithm 1 of CoMiGS returns, or
-    "exchanged", the model after aggregation. ``select`` is the round whose models a run ends with: the "last", or the
-    "best" of the evaluated ones, with the lowest validation loss, mean over users.
+    :func:`comingle.training.evaluation.period` chooses the interval for ``every: auto``. The local model is the one
+    that Algorithm 1 of CoMiGS returns.
     """
 
     every: Literal["auto"] | Count = AUTO
+    """Rounds between two evaluations of the test text."""
     users: Count | None = None
+    """Number of users to evaluate, drawn once for the run; the mean then has a 95% interval. ``null``: all."""
     first: bool = True
+    """Evaluate once before training, so that curves start at the pretrained model."""
     model: Literal["local", "exchanged"] = "local"
+    """The scored model: after a user's local steps, or after the download that follows. ``fedavg+`` always tunes the
+    exchanged model, ``fdlora`` always fuses after the last exchange.
+    """
     select: Literal["last", "best"] = "last"
+    """End with the models of the last round, or of the evaluated round with the lowest mean validation loss."""
 
 
 class CheckpointSection(Section):
     """Checkpoint interval, and the number of checkpoints to keep."""
 
     every: Count = 5
+    """Rounds between two checkpoints; the last round is always saved."""
     keep: Count = 2
+    """Number of checkpoints to keep, the newest."""
 
 
 class RuntimeSection(Section):
     """Settings of the machine, which change results only by rounding.
 
     One exception: if the load-balancing penalty has a gradient (more than two experts, or top-1), it is the mean over
-    micro-batches, as in the paper's code. ``users_per_step`` and ``micro_batch`` (sequences of one user per pass) bound
-    memory; None chooses them. ``store`` is the place of users' tensors while they do not train.
+    micro-batches, as in the paper's code.
     """
 
     device: str = "auto"
+    """``auto`` (a CUDA GPU if there is one, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
     dtype: str = "auto"
+    """Format of the base's weights and of products: ``auto`` (bfloat16 where the device is fast at it, else float32),
+    ``bfloat16``, ``float16``, ``float32`` or ``float64``. Trained parameters are float32 at least. ``float16`` is for
+    language models on GPUs without bfloat16, with loss scaling.
+    """
     attention: str = "auto"
+    """``eager``, ``sdpa``, or ``auto``: native code on a CPU if the run is compiled, else eager; transformers' choice
+    on other devices.
+    """
     compile: Literal["auto"] | bool = "auto"
+    """Use torch.compile, and native code for the convolutions of nets; ``auto``: if the run is long enough (nets: 20
+    rounds).
+    """
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    """CPU threads; ``null``: torch's default."""
     shard_sums: Literal["reduced", "ordered"] = "reduced"
+    """With several processes: ``reduced`` (processes send sums where the server needs no more) or ``ordered`` (every
+    upload is gathered, bit for bit as in one process).
+    """
     store: Literal["memory", "disk", "disk-bf16"] = MEMORY
+    """Place of users' tensors and data: ``memory``; ``disk``, for more users than fit in memory; ``disk-bf16``, with
+    optimiser state rounded to bfloat16 between rounds.
+    """
     users_per_step: Literal["auto"] | Count | None = None
+    """Users in one pass; ``null`` chooses by tokens or parameters, ``auto`` also by the free memory."""
     gradient_checkpointing: bool = False
+    """Recompute layers in the backward pass: less memory, more time; not for client-level mixtures."""
     gpu: list[Literal["triton", "graphs"]] = Field(default_factory=list)
+    """Options for NVIDIA GPUs: Triton kernels for experts, CUDA graphs. Never run on one yet. Not for nets and
+    client-level mixtures.
+    """
     micro_batch: Count | None = None
+    """Sequences of one user in one pass; ``null`` chooses."""
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
+    """Send metrics to Weights & Biases or MLflow."""

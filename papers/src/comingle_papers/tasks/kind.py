@@ -446,15 +446,31 @@ class TaskSection(Section):
     """Users of a task that is not language: see ``comingle_papers.tasks.kind``."""
 
     name: str
+    """FLoRAL's ``linear``, ``mlp``, ``mlp-norm``, ``mnist``, ``cifar10`` and ``cifar100``; FedMerge's
+    ``cifar100-personal``, ``cifar100-cluster`` and ``pacs``, and the first two with ``cifar10-`` and ``mnist-``.
+    """
     users: Count | None = None
+    """Number of users; by default the paper's."""
     clusters: Count | None = None
+    """True clusters; by default the paper's. User k is in cluster k mod C; in tasks ``-cluster`` the users of a cluster
+    follow each other. Not for ``-personal`` and ``pacs``.
+    """
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the train samples that users keep, at least 10 samples; 0.05 is the paper's "Reduced"."""
     shift: str | None = None
+    """``rotate`` or ``labels``; by default MNIST and CIFAR-10 are rotated."""
     path: str | None = None
+    """Folder of the images, or ``hub:NAME``; by default ``$COMINGLE_DATA/images``, else the hub."""
     test_samples: Count | None = None
+    """Test samples of a user: the number of new samples in synthetic tasks, the largest number of images in others."""
     valid: Fraction | None = None
+    """Share of the train samples for validation; by default 0.1 in FedMerge's tasks and 0 in FLoRAL's."""
     alpha: Positive | None = None
+    """Distribute labels among users by Dirichlet shares (needs ``pip install "comingle-papers[flower]"``); by default
+    0.1 for ``-personal`` and even shares for ``-cluster``.
+    """
     labels_per_cluster: Count | None = None
+    """Labels of each cluster in tasks ``-cluster``; by default each label is in one cluster."""
 
 
 class TaskDataSection(DataSection):
@@ -462,6 +478,7 @@ class TaskDataSection(DataSection):
 
     kind: Literal["task"] = "task"
     task: Annotated[TaskSection, BeforeValidator(plain_name)]
+    """A task of the papers, with small nets."""
 
     label: ClassVar[str] = "data.task"
     marks: ClassVar[tuple[str, ...]] = ("task",)

@@ -29,12 +29,14 @@ class ConversationRows(UsersRows):
     """Rows that hold conversations; ``max_conversations`` keeps the first of each user and split."""
 
     max_conversations: Count | None = None
+    """Keep the first conversations of each user and split."""
 
 
 class UserChats(UserFiles):
     """Conversations of one user; ``max_conversations`` overrides ``data.max_conversations``."""
 
     max_conversations: Count | None = None
+    """Limit on this user's conversations in each split; has priority over ``data.max_conversations``."""
 
 
 class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
@@ -42,13 +44,23 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
 
     kind: Literal["conversations"] = "conversations"
     messages: str = "messages"
+    """The column with the messages; ShareGPT's ``conversations`` is also recognised."""
     prompt: str | Annotated[list[Source], Field(min_length=1)] = "prompt"
+    """The column with the prompt, or several columns, joined with blank lines; other names than ``prompt`` have
+    priority over ``messages``.
+    """
     response: str = "response"
+    """The column with the response."""
     loss_on: Literal["responses", "all"] = "responses"
+    """The part that training predicts; validation and test always use the responses."""
     too_long: Literal["cut", "leave_out"] = "cut"
+    """Conversations of more than ``training.context`` tokens: keep the first whole turns, or drop them."""
     max_conversations: TokenLimit = None
+    """Limit on the conversations of each user and split: one number for all users, or one for each user named."""
     scores: tuple[Measure, ...] = ()
+    """``rouge1``, ``exact_match``, ``accuracy``: scores of responses that the models write themselves."""
     labels: tuple[Source, ...] = ()
+    """The possible responses, for ``accuracy``."""
 
     sources: ClassVar[str] = "users and dataset"
     example: ClassVar[str] = "path/to/chats.jsonl"

@@ -52,9 +52,15 @@ class SamplesSection(OwnUsersSection[SampleSource]):
 
     kind: Literal["samples"] = "samples"
     image_size: Side | tuple[Side, Side] | None = None
+    """Scale images to this size."""
     grayscale: bool = False
+    """One channel instead of three."""
     classes: Count | tuple[str, ...] | None = None
+    """The number of classes, if users lack some; for folders of images also their names, in the order of the net's
+    outputs.
+    """
     loss: str | None = None
+    """Name of the loss; by default ``cross_entropy`` for classes, else ``mse``."""
     split: FractionsSection = FractionsSection()
 
     label: ClassVar[str] = "samples"

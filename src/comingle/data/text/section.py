@@ -29,17 +29,26 @@ class UserSource(UserFiles):
     """
 
     column: str = "text"
+    """The column with the documents, if a source is a file of rows."""
     max_train_tokens: Count | None = None
+    """Keep the first tokens of this user's training text; has priority over ``data.max_train_tokens``."""
 
 
 class UsersRows(Section):
     """Rows of a data set (files, a folder, or a hub name), grouped into users by a column."""
 
     path: Source | Annotated[list[Source], Field(min_length=1)]
+    """A hub name, plain or as ``hub:NAME?...``, a file, a list of files, a folder of them, or a folder written by
+    ``save_to_disk``.
+    """
     user: str
+    """The column with the user's name; ``meta.set`` is the field ``set`` of a column ``meta``."""
     split: str | None = None
+    """The column with a row's split; by default the data set's own splits."""
     users: list[str] | Count | None = None
+    """The users to take, in this order, or the number of users whose rows come first; by default all."""
     config: str | None = None
+    """Configuration of a hub data set."""
 
     @field_validator("users")
     @classmethod
@@ -57,7 +66,9 @@ class DatasetSource(UsersRows):
     """Rows that hold text."""
 
     text: str = "text"
+    """The column with the document."""
     max_documents: Count | None = None
+    """Keep the first documents of each user and split."""
 
 
 _LIMIT = "a positive whole number, or a mapping from users to such numbers"
@@ -73,10 +84,22 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
     """
 
     dataset: Rows | None = None
+    """Rows of a data set, grouped into users by a column."""
     split: SplitSection = SplitSection()
+    """The division of a user's data."""
     on_small_user: Literal["refuse", "skip"] = "refuse"
+    """Users with too little text for one training window, a needed validation window or a test: stop and name them all,
+    or leave them out. Skipped users are listed in a warning and under ``skipped_users`` in ``events.jsonl`` and
+    ``metrics.json``. Lists with one entry for each user then refer to those that stay.
+    """
     on_bad_row: OnBadRow = "refuse"
+    """Rows that cannot be used: stop and name them all, or leave them out. A warning lists skipped rows, and
+    ``skipped_rows`` counts them; in a federation the count covers clients that report their amounts of data.
+    """
     deduplicate: bool = False
+    """Keep one of a user's documents that are equal except for case and white space; across given splits that of test,
+    else of valid. A warning counts the others.
+    """
 
     sources: ClassVar[str]
     """Names of the mutually exclusive keys, for messages; exactly one must be given."""
@@ -100,11 +123,24 @@ class TextSection(DocumentsSection[UserSource, DatasetSource]):
 
     kind: Literal["text"] = "text"
     held_out: Literal["own", "mixture"] = "own"
+    """``mixture``: each user's valid and test are equal parts of all users' (CoMiGS's out-of-distribution task)."""
     train_on_valid: bool = False
+    """Train experts on the validation text too, in the same number of steps: a control for methods whose routers or
+    mixtures learn from it. Not with ``evaluation.select: best``.
+    """
     add_bos_token: bool = True
+    """Begin every window and every text with the base's begin-of-text token, if its tokenizer does so (Llama 2 and 3,
+    Mistral, Gemma). The token counts towards ``training.context`` and is never predicted. No effect on GPT-2, SmolLM2
+    and Qwen. Runs made before this key existed keep ``false``.
+    """
     max_train_tokens: TokenLimit = None
+    """Keep the first tokens of each user's training text: one number for all users, or one for each user named, as
+    ``{ada: 50000, ben: 200000}``.
+    """
     max_valid_tokens: TokenLimit = None
+    """Limit on the validation text, as ``max_train_tokens``."""
     max_test_tokens: TokenLimit = None
+    """Limit on the test text, as ``max_train_tokens``."""
 
     sources: ClassVar[str] = "users, dataset, questions and task"
     example: ClassVar[str] = "path/to/text"
