@@ -1,13 +1,15 @@
-"""Write ``docs/recipes.md``: the text of ``docs/recipes.template``, and tables of keys from the section classes.
+"""Write ``docs/recipes.md``: the text of ``docs/recipes.template``, with tables of recipe keys and method settings.
 
-Run it after a change of a recipe's keys: ``python docs/write_recipe_keys.py``. In a table of the template a row has a
-key, a type and a note. An empty type is filled in from the annotation. The default and the meaning, which is the
-docstring below the field, are added; the note follows the meaning.
+Run it after a change of keys or settings: ``python docs/write_recipe_keys.py``. In a table of keys of the template a
+row has a key, a type and a note. An empty type is filled in from the annotation. The default and the meaning, which is
+the docstring below the field, are added; the note follows the meaning. In the table of settings a row has a setting,
+its methods and a note. The meaning is the setting's entry in ``Args:`` of the methods' docstrings.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import inspect
 import itertools
@@ -17,9 +19,8 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
 from pydantic import BaseModel
@@ -27,7 +28,7 @@ from pydantic.fields import FieldInfo
 
 from comingle.config import Recipe
 from comingle.config.settings import KINDS, DataSection
-from comingle.methods import settings_of
+from comingle.methods import REGISTRY, settings_of
 
 DOCS = Path(__file__).parent
 TEMPLATE, PAGE = DOCS / "recipes.template", DOCS / "recipes.md"
@@ -35,11 +36,12 @@ LARGEST_COUNT = 10_000_000
 """Upper bounds above it only catch slips and are not printed."""
 
 KEY_HEADER = "| key | type | note |"
-SETTING_HEADER = "| setting | of | meaning |"
+SETTING_HEADER = "| setting | of | note |"
+ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", re.MULTILINE)
+"""An entry of a docstring's ``Args:``, with its continuation lines."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Type, default and meaning of a key, as text for the table."""
 
     type: str
@@ -54,7 +56,7 @@ def write() -> str:
     for line in TEMPLATE.read_text(encoding="utf-8").splitlines():
         if line in (KEY_HEADER, SETTING_HEADER):
             table = line
-            lines.append(line.replace("| note |" if line == KEY_HEADER else "| meaning |", "| default | meaning |"))
+            lines.append(line.replace("| note |", "| default | meaning |"))
         elif not line.startswith("|"):
             table = ""
             lines.append(line)
@@ -71,15 +73,31 @@ def key_row(line: str, keys: Mapping[str, Key]) -> str:
     found = [keys[name] for name in re.findall(r"`([^`]+)`", names)]
     assert all(key == found[0] for key in found), f"{names}: keys of one row differ in type, default or meaning"
     key = found[0]
+    assert key.meaning, f"{names}: no docstring below the field"
     return f"| {names} | {kind or key.type} | {key.default} | {key.meaning}{' ' if note else ''}{note} |"
 
 
 def setting_row(line: str) -> str:
-    """Return the row of a method's setting with its default."""
-    name, of, meaning = (cell.strip() for cell in line.strip("|").split(" | ", 2))
-    method = re.findall(r"`([^`]+)`", of)[0]
-    method = "comigs" if of.startswith("as ") else method
-    return f"| {name} | {of} | `{settings_of(method)[name.strip('`')]}` | {meaning} |"
+    """Return the row of a method's setting with its default and meaning."""
+    name, of, note = (cell.strip() for cell in line.strip("|").split("|"))
+    setting, patterns = name.strip("`"), re.findall(r"`([^`]+)`", of)
+    methods = [method for pattern in patterns for method in fnmatch.filter(REGISTRY, pattern)]
+    found = [(settings_of(method)[setting], arguments_of(method).get(setting)) for method in methods]
+    assert all(pair == found[0] for pair in found), f"{name} of {of}: settings of one row differ in default or meaning"
+    default, meaning = found[0]
+    assert meaning, f"{name} of {of}: no entry in Args of the method's docstring"
+    return f"| {name} | {of} | `{default}` | {meaning}{' ' if note else ''}{note} |"
+
+
+def arguments_of(method: str) -> dict[str, str]:
+    """Return the entries of ``Args:`` in a method's docstring, as Markdown."""
+    arguments = (inspect.getdoc(REGISTRY[method]) or "").partition("\n\nArgs:\n")[2].partition("\n\n")[0]
+    return {name: as_markdown(text) for name, text in ARGUMENT.findall(arguments)}
+
+
+def as_markdown(text: str) -> str:
+    """Return the text of a docstring on one line, with code as Markdown has it."""
+    return " ".join(text.split()).replace("``", "`")
 
 
 def recipe_keys() -> Iterator[tuple[str, Key]]:
@@ -122,7 +140,7 @@ def meanings_in(section: type[BaseModel]) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 is_docstring = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
                 if is_docstring:
-                    meanings[field.target.id] = " ".join(str(text.value.value).split()).replace("``", "`")
+                    meanings[field.target.id] = as_markdown(str(text.value.value))
     return meanings
 
 

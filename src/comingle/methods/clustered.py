@@ -30,6 +30,9 @@ def ifca(*, models: Models = 5) -> Method:
     Server: each model becomes the weighted mean of the uploads for it; a model that no participant picked is unchanged.
     Differs from the paper: means are weighted by training samples if ``training.weighting`` says so.  Among equally
     good models a user keeps the one it has, at first a random one: before training the models' LoRA do not differ.
+
+    Args:
+        models: Number of models on the server.
     """
 
     return Method(
@@ -140,6 +143,9 @@ def fedem(*, models: Models = 3) -> Method:
     Client: q_m(s) ~ pi_m exp(-loss_m(s)) for all training samples s under the downloaded models, then pi = mean_s q(s),
     then joint steps on sum_m q_m(s) loss_m(s) with q fixed.  Server: mean of each model over users.
     Differs from the paper: none known.  A user predicts sum_m pi_m p_m(y|x); for a regression, the mean of the outputs.
+
+    Args:
+        models: Number M of models that all users train and mix.
     """
     roles = frozenset({ADAPTOR})
     return Method(

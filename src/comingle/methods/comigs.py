@@ -37,12 +37,14 @@ def comigs(
     with a single expert has no router.
 
     Args:
-        generalists: Shared experts per MLP.
-        specialists: Local experts per MLP: one number, or one for each user.
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        router_stream: Data split that the routers are trained on.
-        accumulate_gradients: Whether gradients are kept between the two kinds of steps, as in the public code.
+        generalists: Shared experts in each MLP; with 0 nothing is shared, not even attention.
+        specialists: Local experts in each MLP: one number, or a list with one for each user in the recipe's order.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        router_stream: Text for router steps: ``valid`` or ``train``.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            validation text too.
         name: Name of the method.
     """
     phases = alternating(router_stream, router_every, router_steps, accumulate=accumulate_gradients)
@@ -83,10 +85,11 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulat
     computed from the router's own input.
 
     Args:
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-1g1s", phases)
@@ -102,10 +105,11 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     computed from the router's own input.
 
     Args:
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-2g", phases, generalists=2, specialists=0)
@@ -121,10 +125,11 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     computed from the router's own input.
 
     Args:
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-2s", phases, generalists=0, specialists=2)
@@ -146,12 +151,13 @@ def comigs_1gxs(
     computed from the router's own input.
 
     Args:
-        specialists: Local experts per MLP, one number or one for each user. The generalist is not counted, so it is
-            ``n_i - 1`` in the paper's notation.
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        specialists: Local experts in each MLP: one number, or a list with one for each user in the recipe's order. The
+            number is ``n_i - 1`` in the paper's notation, which counts the generalist.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            validation text too.
     """
     phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-1gxs", phases, specialists=specialists)
@@ -167,10 +173,11 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_
     computed from the router's own input.
 
     Args:
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            the batches of router steps too.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return _comigs_method("comigs-tr", phases)

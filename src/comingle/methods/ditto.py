@@ -21,6 +21,9 @@ def ditto(*, nearness: NotNegative = 0.1) -> Method:
     Server: mean of the global copies over users.
     Differs from the paper: both copies see the same batches and take equally many steps.  The paper chooses lambda for
     each data set; the default here is ours.  With two copies a user also trains attention twice.
+
+    Args:
+        nearness: Weight of half the squared distance of the personal model to the global one: Ditto's lambda.
     """
     return Method(
         name="ditto",

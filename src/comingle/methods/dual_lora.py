@@ -75,8 +75,8 @@ def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fus
 
     Args:
         outer_rate: Learning rate of the server's outer steps.
-        outer_momentum: Nesterov momentum of the outer steps.
-        fusion_steps: Evaluations in the search for the fusion weights.
+        outer_momentum: Nesterov momentum of the server's outer steps, from 0 to below 1.
+        fusion_steps: Evaluations of the validation text in the search for a user's two fusion weights.
     """
     return Method(
         name="fdlora",
@@ -189,9 +189,11 @@ def feddpa(
     only the use of FedDPA-F, and the paper's abstract and introduction.  ``adapters.top_k`` is ignored.
 
     Args:
-        scaling: Factor of the mean cosine, from 0 to 1.
-        instances: Number of training prompts.
-        afterwards: Whether to train the local LoRA after the rounds (FedDPA-F) instead of within them (FedDPA-T).
+        scaling: Weight of the local LoRA for texts that are most similar to the user's training text, from 0 to 1: the
+            factor of the mean cosine.
+        instances: Training texts (prompts, if there are any) with which a text is compared.
+        afterwards: Train the local LoRA after the last round, starting from the global one (FedDPA-F), instead of in
+            each round (FedDPA-T).
     """
     own = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
     global_phase = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))

@@ -28,6 +28,9 @@ def mfl(*, clusters: Models = 4) -> Method:
     Differs from the paper: a user predicts sum_c pi_c f_c(x), which the paper leaves open.  Models start at different
     values, or they would all stay equal.  p(k) is ``training.weighting``.  Eq. 5 has f_c, the mean over a cluster; each
     user takes its own loss, as in C.1.
+
+    Args:
+        clusters: Number C of models that users mix.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
     phases, parts = (Phase(roles=MODELS),), (Entropic(),)
@@ -44,6 +47,10 @@ def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
     weights and pi is that of user k.
     Differs from the paper: models start at different values; p(k) is ``training.weighting``; all models of a user have
     the running statistics of the mixed one.
+
+    Args:
+        clusters: Number C of models that users mix.
+        temperature: Divisor of the router's logits, above 0.
     """
     mixture = ClientMixture(clusters=clusters, of="models", temperature=temperature)
     phase = Phase(roles=MODELS | ROUTERS, optimizer="both")
@@ -62,8 +69,9 @@ def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 
     random and the output side zero, where section 3.2 says the reverse.
 
     Args:
-        precondition: Whether to precondition the adaptors' gradients as in eq. 36.
-        server_adam_rate: Learning rate of the server's Adam; 0 for the mean.
+        precondition: Precondition the adapters' gradients (FLoRAL eq. 36).
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean.
     """
     mixture = ClientMixture(clusters=1, precondition=precondition)
     return client_mixture(
@@ -86,9 +94,10 @@ def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0, server_adam_r
     Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) is ``training.weighting``.
 
     Args:
-        clusters: Number of models C.
-        temperature: Temperature of the router's softmax.
-        server_adam_rate: Learning rate of Adam on the server; 0 for the mean.
+        clusters: Number C of models that users mix.
+        temperature: Divisor of the router's logits, above 0.
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", temperature=temperature)
     phase = Phase(roles=MODELS | ROUTERS, optimizer="both")
@@ -107,7 +116,8 @@ def ensemble_optimal(*, clusters: Models = 4, server_adam_rate: NotNegative = 0.
 
     Args:
         clusters: Number of true clusters, hence of models.
-        server_adam_rate: Learning rate of the server's Adam; 0 for the means.
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
     phases, server = (Phase(roles=MODELS),), ClusterSteps(adam_rate=server_adam_rate)

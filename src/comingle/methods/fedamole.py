@@ -315,10 +315,10 @@ def fedamole(
     Empty places are sent as zeros.  Users who join later get the experts that fit best.
 
     Args:
-        experts: Domain experts per MLP; 0 is three for each user.
-        choices: Users that each expert chooses.
-        most: Largest number of domain experts of a user.
-        instances: Windows for the means.
+        experts: Domain experts for each MLP on the server; 0 is three for each user.
+        choices: Users that each domain expert chooses.
+        most: Largest number of domain experts that may choose one user.
+        instances: Training windows over which a user averages the projections that it reports.
     """
     return Method(
         name="fedamole",

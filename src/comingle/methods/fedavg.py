@@ -18,6 +18,10 @@ def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
     Client: joint steps on training text.  Server: mean over users; with ``server_adam_rate`` above 0 a step of Adam
     whose gradient is the model minus that mean (Reddi et al. 2021, arXiv:2003.00295).
     Differs from the paper: the optimiser's moments stay with their user, as in CoMiGS's public code.
+
+    Args:
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean.
     """
     return Method(
         name="fedavg",
@@ -51,6 +55,9 @@ def fedprox(*, proximal: NotNegative = 0.01) -> Method:
     Differs from the paper: all users take the same number of local steps, none solves its objective inexactly (gamma);
     means are weighted by ``training.weighting``, where the paper draws users by their share of the data and weighs them
     equally.
+
+    Args:
+        proximal: Weight of half the squared distance to the downloaded model in each user's objective: FedProx's mu.
     """
     client = Client(phases=joint(routed=False), parts=(Proximal(proximal / 2),))
     return replace(fedavg(), name="fedprox", client=client)

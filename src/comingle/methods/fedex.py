@@ -31,6 +31,9 @@ def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
     download has the sum of all rounds' residuals, because users may have been absent, while the paper's has that of one
     round.  With ``residual_rank`` above 0 the residual is the best approximation of that rank, recomputed each round; 0
     is exact.  All users have the same rank.
+
+    Args:
+        residual_rank: Rank of the residual that is added to each weight; 0 is exact.
     """
     return Method(
         name="fedex-lora",
@@ -111,6 +114,9 @@ def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
     Differs from the paper: the sum is kept beside the base, as two factors; a download has the sum of all rounds'
     stacks, because users may have been absent, while the paper's has the last stack.  With ``residual_rank`` above 0 it
     is the best approximation of that rank, recomputed each round; 0 is exact.
+
+    Args:
+        residual_rank: Rank of the residual that is added to each weight; 0 is exact.
     """
     return Method(
         name="flora-stacking",

@@ -369,19 +369,21 @@ def fedmerge(
     default, the paper's n_i / n with ``samples`` (or ``tokens``), as in the published recipes.
 
     Args:
-        models: Number of models d.
-        softmax: Whether merging weights are the softmax of logits.
-        column_normalize: Whether a model moves by a mean over its users instead of eq. 5.
-        models_first: Whether models move before the weights.
-        inner_product_keys: Tensors of the inner products in eq. 6: the last layer ("head", as in the public code; all
-            of LoRA, which has none), "all", "trained" (without running statistics), "body" (without the last layer) or
-            "first".
-        inner_product_share: Share of the largest numbers of each update in them; section 3 names pruning without
-            details.
-        weight_step: Largest change of a merging weight or logit in a round.
-        global_rate: Learning rate of the models.
-        global_iterations: Updates of models and weights in a round.
-        proximal: Factor of the proximal term.
+        models: Number of models on the server.
+        softmax: Use the softmax of logits as merging weights (FedMerge, appendix D).
+        column_normalize: Move a model by a mean over its users, as the public code does; ``false`` is FedMerge's eq. 5
+            as printed.
+        models_first: Update the models before the merging weights; the public code updates the weights first.
+        inner_product_keys: Tensors whose inner products move the weights (eq. 6): ``head`` (the last layer, as in the
+            public code; all of LoRA, which has none), ``all``, ``trained`` (all but running statistics), ``body``
+            (trained tensors without the head), ``first`` (the first layer).
+        inner_product_share: Share of the entries of ``inner_product_keys`` that are used: those that the user's update
+            changed most; above 0. FedMerge's section 3 names pruning without details.
+        weight_step: Largest change of a merging weight, or of its logit, in an update; 0 freezes the weights.
+        global_rate: Learning rate of the server's models.
+        global_iterations: Updates of the server's models and merging weights in a round.
+        proximal: Weight of the squared distance to the downloaded model in each user's objective; 0.01 in the public
+            code.
     """
 
     return Method(
@@ -423,9 +425,9 @@ def fedmerge_fixed(
 
     Args:
         models: Number of models on the server.
-        chosen: Number of models that each user merges.
-        weights: Whether merging weights are equal ("even") or random.
-        global_rate: Learning rate of the models.
+        chosen: Number of models that each user merges, drawn at random.
+        weights: Frozen weights of the chosen models: ``even``, or ``random`` (uniform on the simplex).
+        global_rate: Learning rate of the server's models.
 
     Raises:
         RecipeError: ``chosen`` is above ``models``.

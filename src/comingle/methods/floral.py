@@ -43,21 +43,23 @@ def floral(
     Its server also takes steps on routers, which are local here; running statistics are set to the mean in both.
 
     Args:
-        clusters: Number of adaptor sets C.
-        temperature: Temperature of the router's softmax.
-        noise: Standard deviation of Gaussian noise on the logits in training.
-        precondition: Whether to precondition the adaptors as in eq. 36.
-        centre: Whether to move the adaptors' mean under p(c) into the base, as in eq. 37.
-        stateless: Whether users reset their router in each round and learn it again.
-        warmup_steps: Router steps before the other steps of a round.
-        base_server_rate: Learning rate of the server's step towards the base's mean.
-        adaptor_server_rate: The same for adaptors.
-        server_adam_rate: If above 0, learning rate of a step of Adam instead, whose gradient is the model minus the
-            mean (betas 0.9 and 0.999, epsilon 1e-8), as in the public code on CIFAR-100.
-        report_mixture: Whether users report their mixture. If not, the server averages adaptors by p(k) too: not in the
-            paper, but a mean that privacy can bound.
-        per_layer: Whether each adapted layer has its own router, report and p(k|c), as section 7 suggests without
-            details.
+        clusters: Number C of adapter sets that users mix.
+        temperature: Divisor of the router's logits, above 0.
+        noise: Standard deviation of Gaussian noise on the router's logits in training.
+        precondition: Precondition the adapters' gradients (FLoRAL eq. 36).
+        centre: Move the adapters' mean, weighted by how much all users together use each set (p(c)), into the base
+            after each exchange (FLoRAL eq. 37).
+        stateless: Reset each user's router at the start of each round.
+        warmup_steps: Router steps at the start of each round, before the joint ones.
+        base_server_rate: Size of the server's step towards the mean of the base; 1 takes the mean.
+        adaptor_server_rate: Size of the server's step towards the means of the adapters; 1 takes the means.
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean. Betas are 0.9 and 0.999 and epsilon is 1e-8, as in the public code on CIFAR-100. Not with
+            ``centre`` or with other server rates than 1.
+        report_mixture: Upload how the user mixes the adapters. With ``false`` the server takes plain means of them: not
+            in the paper, but what privacy mechanisms and secure sums need.
+        per_layer: Use one router for each adapted layer, whose mixture is reported and weighs the means of that layer.
+            FLoRAL's section 7 suggests it without details.
 
     Raises:
         RecipeError: The settings exclude each other.
@@ -113,11 +115,12 @@ def floral_optimal(
     random and the output side zero, where section 3.2 says the reverse.
 
     Args:
-        clusters: Number of adaptor sets C.
-        precondition: Whether to precondition the adaptors as in eq. 36.
-        centre: Whether to move the adaptors' mean under p(c), the clusters' shares of the users, into the base, as in
-            eq. 37.
-        server_adam_rate: Learning rate of the server's Adam; 0 for the means.
+        clusters: Number of true clusters, hence of adapter sets.
+        precondition: Precondition the adapters' gradients (FLoRAL eq. 36).
+        centre: Move the adapters' mean, weighted by how much all users together use each set (p(c)), into the base
+            after each exchange (FLoRAL eq. 37).
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean. Not with ``centre``.
 
     Raises:
         RecipeError: ``server_adam_rate`` is given with ``centre``.
@@ -149,9 +152,10 @@ def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool 
     as in C.1.
 
     Args:
-        clusters: Number of adaptor sets C.
-        precondition: Whether to precondition the adaptors as in eq. 36.
-        centre: Whether to move the adaptors' mean under p(c), the mean of pi_c over users, into the base, as in eq. 37.
+        clusters: Number C of adapter sets that users mix.
+        precondition: Precondition the adapters' gradients (FLoRAL eq. 36).
+        centre: Move the adapters' mean, weighted by how much all users together use each set (p(c)), into the base
+            after each exchange (FLoRAL eq. 37).
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
     return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), parts=(Entropic(),))

@@ -30,9 +30,9 @@ def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune
     initial rank.  The regularisation is one of the three values that CoMiGS sweeps.
 
     Args:
-        regularisation: Factor of the penalty on the last ranks.
-        gamma: Fraction of the rank from which ranks count as last.
-        prune: Whether users drop ranks.
+        regularisation: Weight of the norms of a user's last ranks in its objective.
+        gamma: Fraction of a user's rank at which its last ranks start.
+        prune: Drop a user's last ranks if their norms have decreased over its local steps.
     """
     return Method(
         name="hetlora",

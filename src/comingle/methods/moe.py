@@ -46,10 +46,11 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumula
     Differs from the paper: none known.
 
     Args:
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            the batches of router steps too.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
@@ -64,10 +65,11 @@ def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumul
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
 
     Args:
-        router_every: Local steps between two runs of the routers' steps.
-        router_steps: Steps on the routers each time.
-        accumulate_gradients: Whether gradients are kept between the experts' and the routers' steps, as in the public
-            code.
+        router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
+            warns.
+        router_steps: Optimiser steps of a router phase, each on a fresh batch.
+        accumulate_gradients: Keep gradients across phases, as CoMiGS's public code does; the experts then learn from
+            the batches of router steps too.
     """
     phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="fedavg-moe-tr", placement=_SHARED, client=Client(phases=phases), server=Mean())

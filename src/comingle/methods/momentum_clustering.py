@@ -148,11 +148,11 @@ def momentum_clustering(
     are FLoRAL's; its recipe has a quantile of 0.1 and 10 iterations, the paper's code also 10.
 
     Args:
-        clusters: Number of centres C.
-        momentum: Decay of the momentum, below 1.
-        quantile: Quantile of the distances above which users do not move a centre.
-        iterations: Updates of the centres in a round.
-        server_rate: Learning rate of the users' steps.
+        clusters: Number C of clusters of users, each with a centre of momentum.
+        momentum: Fraction of a user's momentum that is kept in each round, below 1.
+        quantile: Quantile of the users' distances to a centre; users further away do not move it.
+        iterations: Steps of threshold clustering in a round.
+        server_rate: Size of a user's step in a round, as a multiple of its centre.
     """
     return Method(
         name="momentum-clustering",

@@ -87,6 +87,10 @@ def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
     Server: none; user i keeps sum_j w_ij model_j, row i of w the softmax of the negative perplexities.
     Differs from the paper: the whole validation text is scored instead of 20 random batches; users who are absent from
     a round are not averaged.
+
+    Args:
+        exchange_from: First round, counted from 1, after which users exchange models.
+        exchange_every: Rounds from one exchange to the next.
     """
     return Method(
         name="pcl",

@@ -31,6 +31,9 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     in the paper; with other optimisers the control variates are of steps, not gradients.  With compressed uploads, c
     follows the compressed y_i and c_i the exact one.  x is a mean by ``training.weighting``; ``evaluation.model:
     exchanged`` scores it, the default y_i.
+
+    Args:
+        server_rate: Size of the server's step towards the mean of the uploads; 1 takes the mean.
     """
     return Method(
         name="scaffold",

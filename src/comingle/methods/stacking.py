@@ -115,6 +115,10 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1, te
     bit for bit what ``fedavg`` and ``local`` train, unless a ``clip_norm`` clips the gradients of both by their
     common norm.  It has twice the trained parameters and passes of either.  With ``generalists`` 2 or 0 both models are
     shared, or both local, from different initial values: a control for the gain of any second model.
+
+    Args:
+        generalists: Number of its two models that are shared; 0 and 2 are for comparison.
+        temperatures: Fit a temperature for each of the two models on validation text, before their weights.
     """
     return Method(
         name="stacking",

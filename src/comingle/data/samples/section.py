@@ -44,7 +44,9 @@ class FractionsSection(Section):
     """Fractions of samples that are held out for splits that are not given."""
 
     valid: Fraction = 0.1
+    """Validation data, as a fraction of the samples."""
     test: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Test data, as a fraction of the samples."""
 
 
 class SamplesSection(OwnUsersSection[SampleSource]):
@@ -62,6 +64,7 @@ class SamplesSection(OwnUsersSection[SampleSource]):
     loss: str | None = None
     """Name of the loss; by default ``cross_entropy`` for classes, else ``mse``."""
     split: FractionsSection = FractionsSection()
+    """The division of a user's data."""
 
     label: ClassVar[str] = "samples"
     implementation: ClassVar[str] = "comingle.training.kinds.samples:KIND"
