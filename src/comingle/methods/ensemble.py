@@ -1,4 +1,4 @@
-"""Mixtures of whole models: local adaptors, ensembles, MFL and FML."""
+"""Mixtures of whole models: local adapters, ensembles, MFL and FML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comingle.models.routers import ClientMixture
 from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, STATISTICS
 
 MODELS = frozenset({ADAPTOR})
-"""Role of whole models as the components of a mixture, the same as for adaptors."""
+"""Role of whole models as the components of a mixture, the same as for adapters."""
 
 SHARED_MODELS = MODELS | {STATISTICS}
 """Roles that are shared: whole models with their running statistics, which are averaged like the rest."""
@@ -58,14 +58,14 @@ def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
 
 
 def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 0.0) -> Method:
-    """Federate the base; keep one local adaptor set for each user.
+    """Federate the base; keep one local adapter set for each user.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Local Adaptor.
-    Shared: the base where it is trained, with its running statistics.  Local: one adaptor a layer, with its own running
+    Shared: the base where it is trained, with its running statistics.  Local: one adapter a layer, with its own running
     statistics.  Frozen: a language model's base.
-    Client: joint descent on base and adaptors.  Server: mean, or with ``server_adam_rate`` above 0 a step of Adam
+    Client: joint descent on base and adapters.  Server: mean, or with ``server_adam_rate`` above 0 a step of Adam
     towards the mean.
-    Differs from the paper: means are weighted by ``training.weighting``.  The adaptors' factor on the input side starts
+    Differs from the paper: means are weighted by ``training.weighting``.  The adapters' factor on the input side starts
     random and the output side zero, where section 3.2 says the reverse.
 
     Args:

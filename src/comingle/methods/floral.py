@@ -1,4 +1,4 @@
-"""FLoRAL: a shared base, and a client-level mixture of federated adaptors."""
+"""FLoRAL: a shared base, and a client-level mixture of federated adapters."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def floral(
     report_mixture: bool = True,
     per_layer: bool = False,
 ) -> Method:
-    """FLoRAL with learned routers: the base and C adaptor sets are federated, and each user mixes the adaptors.
+    """FLoRAL with learned routers: the base and C adapter sets are federated, and each user mixes the adapters.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1.
-    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
-    each adaptor set, and the running statistics of batch norms' adaptors.  Frozen: a language model's base.
-    Client: simultaneous descent on base, adaptors and router (its own learning rate) on training data.
-    Server: means over users k, of the base with weights p(k), of adaptor set c with p(k|c) ~ pi_c p(k) (eq. 2), where
+    Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: one logit for
+    each adapter set, and the running statistics of batch norms' adapters.  Frozen: a language model's base.
+    Client: simultaneous descent on base, adapters and router (its own learning rate) on training data.
+    Server: means over users k, of the base with weights p(k), of adapter set c with p(k|c) ~ pi_c p(k) (eq. 2), where
     pi is the mixture of user k.
     Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c);
     secure aggregation could hide it.  p(k) is ``training.weighting``, one setting for all methods that a recipe
@@ -39,7 +39,7 @@ def floral(
     The factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021) and the public
     code; section 3.2 says the reverse.  ``noise`` is Gaussian and off; the paper names none, and the public code by
     default adds uniform noise in [0, 1) to the logits in training.  That code keeps pi_c above 0.01, which stops its
-    gradient; we do not.  It reuses the adaptors' client learning rate as ``adaptor_server_rate``: set that to compare.
+    gradient; we do not.  It reuses the adapters' client learning rate as ``adaptor_server_rate``: set that to compare.
     Its server also takes steps on routers, which are local here; running statistics are set to the mean in both.
 
     Args:
@@ -106,12 +106,12 @@ def floral_optimal(
     """FLoRAL whose routers know the true clusters: an upper bound for learned routers.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
-    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: only adaptors'
+    Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: only adapters'
     running statistics.  Frozen: routers, one-hot; a language model's base.
-    Client: descent on the base and the adaptors of the user's cluster.
-    Server: means over users, of the base over all, of an adaptor set over the users of its cluster; with
+    Client: descent on the base and the adapters of the user's cluster.
+    Server: means over users, of the base over all, of an adapter set over the users of its cluster; with
     ``server_adam_rate`` above 0 a step of Adam towards these means.
-    Differs from the paper: means are weighted by ``training.weighting``.  The adaptors' factor on the input side starts
+    Differs from the paper: means are weighted by ``training.weighting``.  The adapters' factor on the input side starts
     random and the output side zero, where section 3.2 says the reverse.
 
     Args:
@@ -139,15 +139,15 @@ def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool 
     """FLoRAL with the mixture outside of the loss, and routers computed from the components' losses.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.
-    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
-    each adaptor set, adaptors' running statistics.  Frozen: a language model's base.
-    Client: pi_c ~ exp(-eta f_c), f_c the loss of the downloaded base with adaptor set c on all training data of the
-    user and eta the router's learning rate (1/C in the first round).  Then each adaptor set descends on its own f_c,
+    Shared: the base where it is trained, with its running statistics, and C adapters a layer.  Local: one logit for
+    each adapter set, adapters' running statistics.  Frozen: a language model's base.
+    Client: pi_c ~ exp(-eta f_c), f_c the loss of the downloaded base with adapter set c on all training data of the
+    user and eta the router's learning rate (1/C in the first round).  Then each adapter set descends on its own f_c,
     the base on sum_c pi_c f_c, C passes a step.
-    Server: means over users k, of the base with weights p(k), of adaptor set c with p(k|c) ~ pi_c p(k), where pi is
+    Server: means over users k, of the base with weights p(k), of adapter set c with p(k|c) ~ pi_c p(k), where pi is
     that of user k at the start of the round.
-    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as in (FML).  p(k) is
-    ``training.weighting``.  The adaptors' factor on the input side starts random and the output side zero, where
+    Differs from the paper: a user's model for tests mixes the adapters in the weights, as in (FML).  p(k) is
+    ``training.weighting``.  The adapters' factor on the input side starts random and the output side zero, where
     section 3.2 says the reverse.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss,
     as in C.1.
 
