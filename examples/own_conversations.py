@@ -40,7 +40,7 @@ def main() -> None:
         "training": {"rounds": 4, "local_epochs": 1, "batch_size": 4, "context": 256},
     }
     users = {"ada": with_messages("Hello"), "ben": with_messages("Good morning"), "cem": with_prompts()}
-    run = comingle.run(recipe, users=users, method="comigs-1g1s")
+    run = comingle.run(recipe, users=users, method={"name": "comigs-1g1s", "router_every": 5})
     print(run)
     for record in run.records():
         print(f"{record['user']}: test perplexity of responses {record['test_perplexity']:.1f}")

@@ -46,7 +46,8 @@ def main() -> None:
         for n, name in enumerate(("ada", "ben", "cem", "dora"))
     }
     sgd = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0}
-    recipe = {"training": {"rounds": 5, "local_epochs": 2, "batch_size": 20, "experts": sgd}}
+    router = {"learning_rate": 0.1}
+    recipe = {"training": {"rounds": 10, "local_epochs": 2, "batch_size": 20, "experts": sgd, "router": router}}
     mixture = {"floral": {"budget": 0.25}}
     for method, more in (("local", {}), ("fedavg", {}), ({"name": "floral", "clusters": 2}, mixture)):
         run = comingle.run({**recipe, **more}, users=users, base=make_net, method=method)

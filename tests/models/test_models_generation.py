@@ -172,7 +172,7 @@ def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(stories: An
     prompts = ["Once upon a time, there was a little", "Lily and B", "Once upon a time\n", "a"]
     said = continue_texts(base.model, base, prompts, read_sampling(max_new_tokens=12))
     for prompt, text in zip(prompts, said, strict=True):
-        ids = torch.tensor([base.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        ids = torch.tensor([base.tokenizer(prompt)["input_ids"]])  # with the begin-of-text token, as in training
         out = base.model.generate(ids, max_new_tokens=12, do_sample=False)  # type: ignore[operator]
         whole, start = (str(base.tokenizer.decode(i, skip_special_tokens=True)) for i in (out[0], ids[0]))
         assert start + text == whole

@@ -72,7 +72,7 @@ def test_a_run_in_which_nobody_is_ever_drawn_ends_and_is_shown(comingle: Any, re
     folder = recipe_file.parent / "run"
     answer = comingle("run", recipe_file, "--out", folder, *[word for one in sets for word in ("--set", one)])
     assert answer.code == 0, answer.err
-    assert any("round 1/4 · nobody was drawn" in line for line in answer.progress)
+    assert any("round 1/4 · no participants" in line for line in answer.progress)
     assert json.loads((folder / "metrics.json").read_text())["privacy"]["releases"] == 3
     for verb in (["show", folder], ["report", folder, "--out", recipe_file.parent / "report"]):
         answer = comingle(*verb)
