@@ -105,6 +105,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for block in shown(page, "yaml"):
             if named := re.match(r"# (\w+\.yaml)\n", block):
                 (tmp_path / named[1]).write_text(block)
+    (net,) = [block for block in shown("samples.md", "python") if block.startswith("# net.py\n")]
+    (tmp_path / "net.py").write_text(net)
     (tmp_path / "theory.yaml").write_text(yaml.safe_dump(SMALL_THEORY))
     texts = tmp_path / "texts"
     (texts / "ada").mkdir(parents=True)
