@@ -5,7 +5,6 @@ A client is connected before torch is imported, which its first task needs.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -142,7 +141,9 @@ def _fleet_client(
     """
 
     def load() -> Handle:
-        _import_transformers_without_scipy()
+        from comingle.models.pretrained import import_lean
+
+        import_lean()
         from comingle.federation.client import Client
         from comingle.methods.user_files import load_files_of_command
 
@@ -155,17 +156,6 @@ def _fleet_client(
     authority, key = (Path(path) if path else None for path in (participant.certificates, participant.key))
     server = Server(address=address, authority=authority, key=key)
     return FleetClient(User(name=participant.name, state=Path(participant.state)), server, load, calls, say)
-
-
-def _import_transformers_without_scipy() -> None:
-    """Import the language models of transformers without scipy, which only its object detection needs (30 MB)."""
-    utils: Any = importlib.import_module("transformers.utils")
-    is_available = utils.is_scipy_available
-    utils.is_scipy_available = lambda: False
-    try:
-        importlib.import_module("transformers.modeling_utils")
-    finally:
-        utils.is_scipy_available = is_available
 
 
 class EndCondition:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 from comingle.models.hardware import free_bytes
 from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import BaseModelError
+from comingle.utils.files import cache_folder, make_once
 from comingle.utils.trees import digest_all
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
+_GENERATION = "generation_config.json"
 # Files of pickled weights, which are never read.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -199,6 +203,8 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (mapped := _map_model(folder, own_config(config), dtype=dtype, attention=attention)) is not None:
+            return mapped
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=own_config(config),
@@ -217,6 +223,87 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
         raise BaseModelError(f"base model {folder}: the weights lack {len(missing)} tensors, first {missing[0]!r}.")
     _require_all_tensors(folder, sorted(report["unexpected_keys"]))
     return model
+
+
+def _map_model(
+    folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel | None:
+    """Return a model whose weights are mapped from its files; those in another dtype are converted in memory.
+
+    Processes share mapped weights, and the system may drop their pages and read them again. transformers maps them too,
+    but builds the model on the meta device, for which torch loads its compiler (70 MB).
+
+    Args:
+        folder: A folder in the Hugging Face layout.
+        config: Its configuration.
+        dtype: Number format of the weights.
+        attention: Attention implementation of transformers; None: transformers' choice.
+
+    Returns:
+        The model; None if names or shapes in the files are not those of the model, which transformers can often convert.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    if dtype == torch.float16:  # transformers keeps some weights of some families in float32
+        return None
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    expected, found = model.state_dict(), _mapped_tensors(folder, dtype)
+    if any(name not in expected or t.shape != expected[name].shape for name, t in found.items()):
+        return None
+    model.load_state_dict(found, strict=False, assign=True)
+    model.tie_weights()
+    read = {id(tensor) for name, tensor in _all_tensors(model) if name in found}
+    if any(name in expected and name not in found and id(tensor) not in read for name, tensor in _all_tensors(model)):
+        return None  # a tensor is neither in the files nor tied to one that is
+    if (folder / _GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names of parameters and buffers; a tied tensor is yielded under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _mapped_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of the weight files, which safetensors maps into memory, floating-point ones in ``dtype``."""
+    if dtype == torch.bfloat16 and folder.parent == gguf_cache():
+        with suppress(OSError):  # a full disk: convert in memory
+            folder = make_once(folder.with_name(f"{folder.name}-bfloat16"), partial(_write_in, folder, dtype))
+    return _read_in(folder, dtype)
+
+
+def _read_in(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of the weight files, floating-point ones in ``dtype``: mapped if they are in it already."""
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _write_in(folder: Path, dtype: torch.dtype, target: Path) -> None:
+    """Write the weights of ``folder`` in ``dtype`` to the folder ``target``.
+
+    Raises:
+        OSError: The target cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(_read_in(folder, dtype), target / _WEIGHTS)
+    except SafetensorError as error:
+        raise OSError(one_line(error)) from error
+
+
+def gguf_cache() -> Path:
+    """Return the folder with converted GGUF files, each in a folder that never changes once it is complete."""
+    return cache_folder() / "gguf"
 
 
 def _require_all_tensors(folder: Path, unexpected: Sequence[str]) -> None:

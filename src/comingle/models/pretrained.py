@@ -1,8 +1,13 @@
-"""Classes of transformers for annotations, without the slow import."""
+"""Classes of transformers for annotations, without the slow import, and that import without what is not needed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,4 +18,75 @@ else:
     GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase = object, torch.nn.Module, object
     PreTrainedConfig = object
 
-__all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase"]
+__all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "import_lean"]
+
+
+def import_lean(model_type: str = "llama") -> None:
+    """Import transformers' language models without packages that they import but do not need to train adapters.
+
+    These are torch's compiler with sympy (70 MB), ``torch.distributed.tensor``, and scipy (30 MB). They can still be
+    imported later.
+
+    Args:
+        model_type: A family of models, whose module is imported too.
+    """
+    utils: Any = importlib.import_module("transformers.utils")
+    with (
+        _returning_false(utils, "is_scipy_available"),  # scipy is for object detection
+        _returning_false(torch.distributed, "is_available"),  # for models that are split over processes
+        _compiler_stubs(),
+    ):
+        importlib.import_module("transformers.modeling_utils")
+        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    utils.is_torch_distributed_available.cache_clear()
+
+
+@contextmanager
+def _returning_false(module: ModuleType, name: str) -> Iterator[None]:
+    """Replace a function of a module by one that returns False, in the context."""
+    function = getattr(module, name)
+    setattr(module, name, lambda: False)
+    try:
+        yield
+    finally:
+        setattr(module, name, function)
+
+
+_COMPILER = "torch._dynamo"
+_INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
+
+
+@contextmanager
+def _compiler_stubs() -> Iterator[None]:
+    """Replace torch's compiler, if it is not loaded, by stubs in the context, with what transformers imports of it.
+
+    Without the compiler, marks such as ``torch.compiler.disable`` return the function itself.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    compiler: Any = ModuleType(_COMPILER)
+    compiler.disable = compiler.assume_constant_result = compiler.allow_in_graph = _unmarked
+    indexing: Any = ModuleType(_INDEXING)
+    indexing.TransformGetItemToIndex = _LazyIndexing
+    sys.modules.update({_COMPILER: compiler, _INDEXING: indexing})
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER], sys.modules[_INDEXING]
+
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+    """Return a function as it is, or with options alone, a decorator that does."""
+    return function if function is not None else lambda decorated: decorated
+
+
+class _LazyIndexing:
+    """``TransformGetItemToIndex`` of torch's compiler, which is imported when the context is entered."""
+
+    def __enter__(self) -> None:
+        self._context = importlib.import_module(_INDEXING).TransformGetItemToIndex()
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)

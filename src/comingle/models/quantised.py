@@ -27,12 +27,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.models.base import logger
-from comingle.models.folders import check_config, one_line, require_memory
+from comingle.models.folders import check_config, gguf_cache, one_line, require_memory
 from comingle.models.layouts import decoder_layers, linear_names
 from comingle.models.lora import base_weight
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.utils.errors import BaseModelError
-from comingle.utils.files import cache_folder, make_once
+from comingle.utils.files import make_once
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS = {"8bit": 256, "4bit": 64}
@@ -157,7 +157,7 @@ def convert_gguf(path: Path) -> Path:
         BaseModelError: The file is not GGUF, damaged or of an unsupported kind, or the cache cannot be written.
     """
     _require_gguf(path)
-    target = cache_folder() / "gguf" / f"{path.stem}-{_fingerprint(path)}-v{_CONVERSION_VERSION}"
+    target = gguf_cache() / f"{path.stem}-{_fingerprint(path)}-v{_CONVERSION_VERSION}"
     try:
         return make_once(target, lambda folder: _convert_into(folder, path))
     except OSError as error:
