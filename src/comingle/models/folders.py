@@ -240,7 +240,7 @@ def _map_model(
         attention: Attention implementation of transformers; None: transformers' choice.
 
     Returns:
-        The model; None if names or shapes in the files are not those of the model, which transformers can often convert.
+        The model; None if names or shapes in the files are not the model's, which transformers can often convert.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights

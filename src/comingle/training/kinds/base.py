@@ -559,6 +559,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         routed=placement.routed,
         gating=placement.gating,
         compiled=bool(compiled),
+        native_code=None if recipe.runtime.native_code == "auto" else recipe.runtime.native_code,
         residual=placement.residual,
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
