@@ -10,7 +10,7 @@ import torch
 
 from comingle.models import folders
 from comingle.models import quantised as conversion
-from comingle.models.base import Base
+from comingle.models.base import Base, digests_of
 from comingle.models.loading import lm_head, load_base
 from comingle.models.quantised import convert_gguf
 from comingle.models.random_bases import byte_tokenizer
@@ -92,6 +92,33 @@ def test_a_gguf_gives_the_same_model(file: Path, original: Base, capfd: pytest.C
     assert base.tokenizer.decode(base.tokenizer(text).input_ids) == text
     assert base.tokenizer.eos_token_id == 256
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_copy_in_bfloat16_is_written_once_and_mapped(
+    file: Path, own_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = load_base(str(file), dtype="float32", device="cpu")
+    first = load_base(str(file), dtype="bfloat16", device="cpu")
+    (copy,) = folders.gguf_cache().glob("*-bfloat16")
+    assert [path.name for path in copy.iterdir()] == ["model.safetensors"]
+    monkeypatch.setattr(folders, "_write_in", lambda *_: pytest.fail("written twice"))
+    again = load_base(str(file), dtype="bfloat16", device="cpu")
+    expected = {name: t.bfloat16() for name, t in exact.model.named_parameters()}
+    for base in (first, again):
+        assert all(torch.equal(t, expected[name]) for name, t in base.model.named_parameters())
+    assert digests_of(first) == digests_of(exact)
+
+
+def test_without_room_for_a_copy_weights_are_converted_in_memory(
+    file: Path, own_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(folders, "_write_in", full)
+    base = load_base(str(file), dtype="bfloat16", device="cpu")
+    assert base.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert not list(folders.gguf_cache().glob("*-bfloat16*"))
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path, original: Base) -> None:

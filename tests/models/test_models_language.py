@@ -64,6 +64,39 @@ def test_importing_it_does_not_import_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+TRAINING = """
+import sys
+from comingle.models.pretrained import import_lean
+
+import_lean()
+from comingle.config import parse_recipe
+from comingle.runs.session import build, prepare
+from comingle.training.rounds import run_rounds
+
+recipe = parse_recipe({
+    "base": sys.argv[1],
+    "data": {"users": {"ada": sys.argv[2]}},
+    "training": {"rounds": 1, "local_steps": 2, "batch_size": 2, "context": 16},
+    "method": {"name": "comigs-1g1s", "router_every": 1},
+    "evaluation": {"every": 1},
+    "runtime": {"compile": False, "native_code": True},
+})
+run_rounds(build(recipe, prepare(recipe)), observe=lambda *_: None)
+unneeded = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "pandas", "matplotlib", "datasets"}
+print(sorted(unneeded & set(sys.modules)))
+import torch
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+"""
+
+
+def test_training_after_a_lean_import_loads_no_compiler_and_no_packages_for_other_uses(
+    stories: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "ada.txt").write_text("One day a girl named Lily found a needle in her room. " * 60)
+    command = [sys.executable, "-c", TRAINING, str(stories), str(tmp_path / "ada.txt")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
 def test_all_is_there() -> None:
     assert sorted(loading.__all__) == loading.__all__
     assert all(hasattr(loading, name) for name in loading.__all__)

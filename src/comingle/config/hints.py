@@ -310,6 +310,7 @@ _ACCEPTED = {
     "adapters.rank": "a whole number from 1, or a list with one for each user",
     "training.participation": "a number above 0 and up to 1, or a list with the names of each round",
     "runtime.compile": "auto, true or false",
+    "runtime.native_code": "auto, true or false",
     "evaluation.every": "auto, or a whole number from 1",
 }
 """Accepted values of keys with several types, for which pydantic would name only one."""

@@ -786,17 +786,17 @@ class RuntimeSection(Section):
     language models on GPUs without bfloat16, with loss scaling.
     """
     attention: str = "auto"
-    """``eager``, ``sdpa``, or ``auto``: native code on a CPU if the run uses it (``native_code``), else eager; transformers' choice
-    on other devices.
+    """``eager``, ``sdpa``, or ``auto``: native code on a CPU if the run uses it (``native_code``), else eager;
+    transformers' choice on other devices.
     """
     compile: Literal["auto"] | bool = "auto"
     """Use torch.compile, and native code for the convolutions of nets; ``auto``: if the run is long enough (nets: 20
     rounds).
     """
     native_code: Literal["auto"] | bool = "auto"
-    """C++ kernels for expert mixtures, attention and losses on a CPU, compiled once per machine: less memory and time than
-    PyTorch, and results that differ by rounding. ``auto``: if the model is compiled, and in the clients of a federation
-    whose base has a 16-bit format. Without a C++ compiler PyTorch is used.
+    """C++ kernels for expert mixtures, attention and losses on a CPU, compiled once per machine: less memory and time
+    than PyTorch, and results that differ by rounding. ``auto``: if the model is compiled, and in the clients of a
+    federation whose base has a 16-bit format. Without a C++ compiler PyTorch is used.
     """
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     """CPU threads; ``null``: torch's default."""
