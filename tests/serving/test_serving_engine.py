@@ -279,7 +279,7 @@ def test_each_token_says_where_its_text_begins(shared_data: Path, people: Any) -
     pieces = asked.pieces[number]
     text, chosen = "".join(piece.text for piece in pieces), [piece.sampled for piece in pieces if piece.sampled]
     tokens = [one.token for one in chosen]
-    spans = pairwise([*(one.at for one in chosen), len(text)])
+    spans = pairwise([*(one.text_offset for one in chosen), len(text)])
     before = encode_prompt(asked.engine.tokenizer, "there was a little")[-1:]
     pairs = zip([*before, *tokens], tokens, strict=False)
     assert len(chosen) == 8
