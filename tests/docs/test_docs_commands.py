@@ -57,7 +57,7 @@ def verbs() -> set[str]:
     points = tomllib.loads((REPOSITORY / "papers" / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "entry-points"
     ]
-    return set(CoreCommands.own) | set(points["comingle.verbs"])
+    return set(CoreCommands.core_functions) | set(points["comingle.verbs"])
 
 
 def shown(page: Path, language: str) -> list[str]:

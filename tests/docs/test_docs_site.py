@@ -104,7 +104,7 @@ def test_commands_and_methods_are_those_of_the_code(site: Path, pages: dict[Path
     from comingle.cli import CoreCommands
     from comingle.methods import REGISTRY
 
-    verbs = {f"comingle-{name}" for name in CoreCommands.own}
+    verbs = {f"comingle-{name}" for name in CoreCommands.core_functions}
     assert verbs <= pages[site / "reference" / "cli.html"].ids
     assert {name.rstrip("+") for name in REGISTRY} <= pages[site / "reference" / "methods.html"].ids
 

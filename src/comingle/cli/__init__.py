@@ -48,27 +48,36 @@ MULTI_PROCESS_COMMAND = "run"
 
 
 class CommandGroup(TyperGroup):
-    """Command group with the core's commands, then those of plugins. Commands are built when they are called."""
+    """The command ``comingle``: comingle's own subcommands, then those of plugins. Each is built when it is called.
 
-    own: ClassVar[Mapping[str, Callable[..., None]]] = {}
+    Attributes:
+        core_functions: The function of each of comingle's own subcommands, by the subcommand's name.
+    """
+
+    core_functions: ClassVar[Mapping[str, Callable[..., None]]] = {}
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._is_listing = False
-        for name in (*self.own, *registry.find_plugins(GROUP)):
+        self._only_help_texts = False
+        for name in (*self.core_functions, *registry.find_plugins(GROUP)):
             self.commands.setdefault(name, TyperCommand(name))  # a placeholder: click suggests names from this list
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write one line per command. While it lists them, the core's commands are not built, which would be slow."""
-        self._is_listing = True
+        """Write the help page, with one line per subcommand.
+
+        To build all subcommands would be slow, so :meth:`get_command` returns for comingle's own ones only a name and a
+        help text while this runs.
+        """
+        self._only_help_texts = True
         super().format_help(ctx, formatter)
-        self._is_listing = False
+        self._only_help_texts = False
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name of the command that is called, the command, and its arguments.
+        """Return the name of the called subcommand, the subcommand, and its arguments.
 
         Raises:
-            RecipeError: A launcher has started several processes of a command that runs in one.
+            RecipeError: A launcher such as torchrun has started several processes, and the subcommand is not ``run``,
+                the only one that can share its work among processes.
         """
         try:
             name, command, rest = super().resolve_command(ctx, args)
@@ -76,22 +85,24 @@ class CommandGroup(TyperGroup):
             if "Did you mean" in getattr(error, "message", ""):  # typer's hint; click 8.4 would add a second one
                 vars(error).update(possibilities=None)
             raise
-        if name != MULTI_PROCESS_COMMAND and find_place() is not None:
+        has_launcher = find_place() is not None
+        if name != MULTI_PROCESS_COMMAND and has_launcher:
             raise RecipeError(
                 f"{name}: runs in one process; only `comingle {MULTI_PROCESS_COMMAND}` can run in several"
             )
         return name, command, rest
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of this name, of the core or of a plugin; None if there is none.
+        """Return the subcommand of this name, which is comingle's own or a plugin's; None if there is none.
 
-        A broken plugin's command has the problem as its help text and raises it when called.
+        If a plugin cannot be loaded, or has the name of one of comingle's own subcommands, the subcommand shows the
+        problem as its help text and raises it when called. So one broken plugin does not stop ``comingle --help``.
         """
-        plugin, core_function = registry.find_plugins(GROUP).get(cmd_name), self.own.get(cmd_name)
+        plugin, core_function = registry.find_plugins(GROUP).get(cmd_name), self.core_functions.get(cmd_name)
         if plugin is None:
             if core_function is None:
                 return None
-            if self._is_listing:  # only the help text is needed
+            if self._only_help_texts:  # while format_help lists the subcommands
                 return TyperCommand(cmd_name, help=getdoc(core_function))
             return _build_command(cmd_name, core_function)
         try:
@@ -129,8 +140,9 @@ def _plugin_option() -> Any:
     """Return the option ``--plugin``, which loads a user's own methods before a command reads its other options."""
 
     def load(context: Any, paths: list[Path] | None) -> None:
-        """Load the files, as the option's callback; not while a shell only completes words."""
-        if not paths or context.resilient_parsing:
+        """Load the files; typer calls it as the option's callback."""
+        is_shell_completion = context.resilient_parsing  # the shell asks for completions; no command will run
+        if not paths or is_shell_completion:
             return
         from comingle.methods.user_files import load_file
 
@@ -170,7 +182,7 @@ def _join_lines(text: str) -> str:
 
 
 def _build_broken_command(name: str, error: PluginError) -> object:
-    """Return a command that raises the error whatever its arguments are, and has it as its help text."""
+    """Return a command that accepts any arguments and raises ``error``; its help text is the error's message."""
 
     def raise_error() -> None:
         raise error
@@ -188,7 +200,7 @@ COMMANDS = (
 class CoreCommands(CommandGroup):
     """The core's commands, in the order in which they are listed."""
 
-    own = MappingProxyType({verb.__name__: verb for verb in COMMANDS})
+    core_functions = MappingProxyType({verb.__name__: verb for verb in COMMANDS})
 
 
 app = typer.Typer(
@@ -247,10 +259,11 @@ def _replace_unknown_characters() -> None:
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line, and turn errors into messages and exit codes.
 
-    Exit codes: 2 for an error that the user can correct, with one line of text, and 130 for an interrupt. Other errors
-    are bugs and print a traceback.
+    Exit codes: 2 for an error that the user can correct, with one line of text; 130 for an interrupt; 1 if the output
+    goes to a pipe whose reader has closed it. Other errors are bugs and print a traceback. If a launcher has started
+    several processes that fail with the same error, only the first one prints it (:func:`should_print_errors`).
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read when tokenizers is imported
     _replace_unknown_characters()

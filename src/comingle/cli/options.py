@@ -33,8 +33,8 @@ console = Terminal(width=None if Terminal().is_terminal else 160)
 
 @contextmanager
 def status(message: str) -> Iterator[None]:
-    """Show a line while the block runs, in terminals only."""
-    if not errors.is_terminal:
+    """Show a message with a spinner on standard error while the block runs, if standard error is a terminal."""
+    if not errors.is_terminal:  # ``errors`` is the console of standard error
         yield
         return
     with errors.status(message):
@@ -96,21 +96,24 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")
 AllUsers = Annotated[bool, typer.Option("--all", help="Show all users, even if there are more than 24.")]
 
 
-def named(out: str | Path) -> Path:
-    """Return the path given by ``--out`` or a similar option; the option's parser.
+def parse_path(out: str | Path) -> Path:
+    """Convert the text given with ``--out`` or a similar option to a path; refuse an empty text.
 
-    An empty path, as from an unset shell variable, is an error: it would mean the current folder.
+    Typer calls it as the option's parser. The text is empty if the user writes ``--out "$FOLDER"`` and the shell
+    variable is not set. ``Path("")`` would be the current folder.
     """
     if not str(out).strip():
         raise typer.BadParameter("is empty; give a path, or omit the option")
     return Path(out)
 
 
-def possible(out: Path | None) -> Path | None:
-    """Check that a folder can have the name given by ``--out``, and return the path; the option's callback.
+def check_out(out: Path | None) -> Path | None:
+    """Check that the file system allows a folder with the name given by ``--out``; return the path unchanged.
+
+    Typer calls it as the option's callback.
 
     Raises:
-        RunError: It cannot, for example because the name is too long for the file system.
+        RunError: The name is not allowed, for example because it is too long.
     """
     if out is not None:
         from comingle.utils.records import check_name
@@ -142,21 +145,21 @@ def finite(context: object, option: Any, value: float | None) -> float | None:
 
 def out_option(help_text: str) -> object:
     """Return the option ``--out`` with the given help text."""
-    return typer.Option("--out", metavar="<path>", help=help_text, parser=named, callback=possible)
+    return typer.Option("--out", metavar="<path>", help=help_text, parser=parse_path, callback=check_out)
 
 
 Out = Annotated[Path | None, out_option("Write to this folder (default: a folder in runs/).")]
 
 
 def _check_exclusive(context: Any, given: bool) -> bool:
-    """Refuse ``--resume`` together with ``--force``; the callback of both options.
+    """Refuse ``--resume`` together with ``--force``; return the option's value unchanged.
 
-    Click calls it for one option after the other. ``context.params`` has the options before, so the second call finds
-    the first option there.
+    Click calls it as the callback of both options, first for one and then for the other, and stores each returned value
+    in ``context.params``. So the second call finds the value of the first option there.
 
     Args:
         context: The context of click.
-        given: Whether the option is given.
+        given: Value of the option for which it is called: True if the option is given.
     """
     if given and (context.params.get("resume") or context.params.get("force")):
         raise RecipeError("--resume and --force: got both; --resume continues a run, --force replaces it")
@@ -169,11 +172,11 @@ Force = Annotated[
 ]
 
 
-def changes(sets: list[str] | None) -> dict[str, object]:
-    """Return ``--set KEY=VALUE`` options as values by dotted key, each parsed as YAML.
+def parse_sets(sets: list[str] | None) -> dict[str, object]:
+    """Parse ``--set KEY=VALUE`` options; return the values, read as YAML, by dotted key such as ``training.rounds``.
 
     Args:
-        sets: The options; None for none.
+        sets: The texts KEY=VALUE; None if the option is not given.
 
     Raises:
         RecipeError: An option is not of the form KEY=VALUE, a key occurs twice, or a value is not YAML.
@@ -208,7 +211,7 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
     from comingle.methods.settings import setting_hint
 
     settings = {}
-    for dotted_key, value in changes(sets).items():
+    for dotted_key, value in parse_sets(sets).items():
         if dotted_key.startswith("method."):
             key = dotted_key.removeprefix("method.").removeprefix("settings.")  # both spellings are allowed
             if key not in ("name", "settings"):  # these replace the recipe's method as a whole
@@ -228,7 +231,7 @@ def shorten(text: str) -> str:
 
 
 def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> Recipe:
-    """Read a recipe and apply the options' changes.
+    """Read a recipe and apply the changes that ``--set`` and ``--seed`` make to it.
 
     Args:
         path: A recipe file or a run folder.
@@ -240,7 +243,7 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
     """
     from comingle.config import load_recipe
 
-    overrides, recipe = changes(sets), load_recipe(path)
+    overrides, recipe = parse_sets(sets), load_recipe(path)
     keeps_method = "method" not in overrides and "method.name" not in overrides
     if path.is_dir() and keeps_method:
         from comingle.methods.user_files import check_origin

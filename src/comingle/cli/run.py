@@ -44,6 +44,8 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
+    # Rank and number of processes if torchrun, or this command with --processes, has started this process as one of
+    # several; None if it is the only one.
     place = find_place()
     if place is not None and processes not in (None, place.size):
         raise RecipeError(f"--processes: got {processes}, but a launcher has started {place.size}; omit the option")
@@ -51,16 +53,17 @@ def run(
         from comingle.cli.training import launch
 
         read = read_recipe(recipe, sets, seed)  # reports mistakes once, before any process starts
+        # Starts this same command in several processes. In each of them find_place() is then not None.
         launch(processes, out or default_folder(recipe, read.method.name, read.seed))
         return
     from comingle.cli.training import train_here
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
-    trained = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)
-    if trained is not None:
-        folder, done = trained
-        console.print(render_run(done.metrics, all_users=all_users))
+    folder_and_run = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)
+    if folder_and_run is not None:  # None in all processes but the first
+        folder, trained_run = folder_and_run
+        console.print(render_run(trained_run.metrics, all_users=all_users))
         console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))
 
 
@@ -85,7 +88,8 @@ def join(
 ) -> None:
     """Train a model for a new user of a finished federation, without training other users again.
 
-    Shared tensors are copied from the run; the user's own tensors are trained on the new user's data alone.
+    Shared tensors are copied from the run; the user's own tensors are trained on the new user's data alone. The table
+    compares the result with the base model, with training alone, and with the copied tensors before training.
     """
     from comingle.reports.tables import render_joined
     from comingle.runs.api import load
@@ -100,6 +104,7 @@ def join(
     folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
     new_user = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
     with reporting(quiet=quiet) as reporter:
-        done = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
-    console.print(render_joined(name, done.measure, done.rows))
+        # Programs can pass Python objects in place of names and paths of the recipe; the command line passes none.
+        joined = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
+    console.print(render_joined(name, joined.measure, joined.rows))
     console.print(words(f"{folder}/  a run with {name} only, for export, chat and serve", "dim"))

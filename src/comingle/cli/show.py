@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from comingle.cli.options import AllUsers, console, named, status
+from comingle.cli.options import AllUsers, console, parse_path, status
 from comingle.utils.errors import RecipeError, RunError, did_you_mean
 from comingle.utils.files import check_target, require_packages
 
@@ -42,7 +42,7 @@ def report(
     runs: Runs,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="<path>", parser=named, help="Write to this file (default: RUN/report.html)."),
+        typer.Option("--out", metavar="<path>", parser=parse_path, help="Write to this file (default: RUN/report.html)."),
     ] = None,
     text: Texts = None,
     users: Users = None,
@@ -110,18 +110,18 @@ def show(
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="<path>", parser=named, help="Write one row per user and run to a CSV file."),
+        typer.Option("--csv", metavar="<path>", parser=parse_path, help="Write one row per user and run to a CSV file."),
     ] = None,
     parquet: Annotated[
         Path | None,
-        typer.Option("--parquet", metavar="<path>", parser=named, help="Write the same rows to a Parquet file."),
+        typer.Option("--parquet", metavar="<path>", parser=parse_path, help="Write the same rows to a Parquet file."),
     ] = None,
     latex: Annotated[
         Path | None,
         typer.Option(
             "--latex",
             metavar="<path>",
-            parser=named,
+            parser=parse_path,
             help="Write the table to a LaTeX file (booktabs); with --against the verdicts, too.",
         ),
     ] = None,
@@ -247,7 +247,7 @@ def plot(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="<path>", parser=named, help="Write to this folder (default: RUN/figures)."),
+        typer.Option("--out", metavar="<path>", parser=parse_path, help="Write to this folder (default: RUN/figures)."),
     ] = None,
     layer: Annotated[
         list[int] | None, typer.Option("--layer", help="Show this layer's tokens (default: first, middle, last).")

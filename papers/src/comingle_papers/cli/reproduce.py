@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Quiet, Resume, Sets, changes, console, out_option, status
+from comingle.cli.options import Force, Quiet, Resume, Sets, console, out_option, parse_sets, status
 from comingle.utils.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def reproduce(
         seeds=split_seeds(seeds) if seeds is not None else None,
         base=base,
         data=data,
-        changes=changes(sets),
+        changes=parse_sets(sets),
     )
     folder = out or _default_folder(name, scale)
     if measured is None and (add or check is not None):
