@@ -42,7 +42,9 @@ def report(
     runs: Runs,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="<path>", parser=parse_path, help="Write to this file (default: RUN/report.html)."),
+        typer.Option(
+            "--out", metavar="<path>", parser=parse_path, help="Write to this file (default: RUN/report.html)."
+        ),
     ] = None,
     text: Texts = None,
     users: Users = None,
@@ -80,17 +82,17 @@ def report(
         write_text(path, page)
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None
-    warn_unlike(entries)
+    warn_if_incomparable(entries)
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
     if any(text.owner for view in views for text in view.texts):
         console.print("the page shows the beginning of each user's test text; --no-tokens omits it", style="dim")
 
 
-def warn_unlike(entries: Sequence[Entry]) -> None:
-    """Print a warning for each reason why numbers of these runs should not be compared.
+def warn_if_incomparable(entries: Sequence[Entry]) -> None:
+    """Print a warning for each reason why numbers of these runs should not be compared, such as different test data.
 
     Args:
-        entries: The runs, by method.
+        entries: The runs; an entry has the runs of one method, which differ in their seeds.
     """
     from comingle.reports.page import comparability_warnings
     from comingle.utils.terminal import errors, words
@@ -110,7 +112,9 @@ def show(
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="<path>", parser=parse_path, help="Write one row per user and run to a CSV file."),
+        typer.Option(
+            "--csv", metavar="<path>", parser=parse_path, help="Write one row per user and run to a CSV file."
+        ),
     ] = None,
     parquet: Annotated[
         Path | None,
@@ -148,12 +152,12 @@ def show(
 
 
 def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[RenderableType]:
-    """Return the tables of a run or of a comparison.
+    """Return what ``comingle show`` prints of a run (its results and learning curve) or of a comparison (its tables).
 
     Args:
-        run: Folder of the run or of the comparison.
-        against: Baseline of the verdicts: names of methods, separated by commas, the best of which is used. None for
-            the baseline with which the comparison was written.
+        run: Folder of the run or of the comparison; a comparison has the file ``table.json``.
+        against: Value of ``--against``: methods of the comparison, separated by commas. The best of them is the
+            baseline that the others are tested against. None for the baseline with which the comparison was written.
         all_users: Whether to list all users.
 
     Raises:
@@ -178,7 +182,13 @@ def _refuse_baseline(run: Path, against: str | None) -> None:
 
 
 def _write_records(run: Path, csv: Path | None, parquet: Path | None) -> None:
-    """Write a row for each run and user to a CSV file, a Parquet file or both."""
+    """Write the results of a run, or of all runs of a comparison, with a row for each user of each run.
+
+    Args:
+        run: Folder of the run or of the comparison.
+        csv: CSV file to write; None for none.
+        parquet: Parquet file to write; None for none.
+    """
     from comingle.reports.page import csv_text, sheet_of, user_records
     from comingle.reports.runs import find_runs
     from comingle.utils.records import write_bytes, write_text
@@ -198,7 +208,8 @@ def _write_latex(run: Path, path: Path, against: str | None, *, all_users: bool)
     Args:
         run: Folder of the run or of the comparison.
         path: The file to write.
-        against: Method of a comparison with which the others are compared; None for no verdicts.
+        against: Value of ``--against``: methods of the comparison, separated by commas. The best of them is the
+            baseline that the verdicts compare the others with. None for no verdicts.
         all_users: Whether to list all users.
 
     Raises:
@@ -235,7 +246,7 @@ def _parquet(records: Sequence[Mapping[str, object]]) -> bytes:
 
 
 Figures = Iterator[tuple[str, "Figure", "Sheet"]]
-"""Names, figures, and the numbers in them."""
+"""For each figure a name for its files, the figure, and its numbers as a table (a header and rows)."""
 KINDS = ("curves", "scores", "users", "bytes", "mixtures", "tokens")
 
 
@@ -286,7 +297,7 @@ def plot(
     for name, _, _ in drawn:
         for ending in (".png", ".svg", ".csv"):
             check_target(folder / f"{name}{ending}", force=force)
-    warn_unlike(entries)
+    warn_if_incomparable(entries)
     for name, image, sheet in drawn:
         save(image, folder, name)
         write_text(folder / f"{name}.csv", csv_text(sheet))
@@ -294,22 +305,41 @@ def plot(
 
 
 def _draw_figures(kind: str, entries: list[Entry]) -> Figures:
-    """Yield the figures of a kind other than "tokens"; none if the runs have nothing to draw."""
+    """Draw the figures of one kind, without those for which the runs have no numbers.
+
+    Args:
+        kind: Kind of figure, an element of :data:`KINDS` other than "tokens".
+        entries: The runs; an entry has the runs of one method, which differ in their seeds.
+
+    Yields:
+        For each figure a name for its files, the figure, and its numbers as a table (a header and rows).
+    """
     if kind == "mixtures":
-        yield from _mixtures(entries)
+        yield from _mixtures_figures(entries)
     else:
-        for name, panels in _panels(kind, entries):
+        for name, panels in _panels_of_kind(kind, entries):
             if panels is not None:
                 yield name, panels.figure(), panels.sheet
 
 
-def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
-    """Yield the figures of a kind by file name; None for a figure without anything to draw.
+def _panels_of_kind(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
+    """Yield the figures of one kind that consist of several panels, each with a name for its files.
+
+    The kinds are:
+
+    - "curves": test results during training, once with and once without the first evaluation, whose large values hide
+      later differences
+    - "bytes": final test results against uploaded bytes
+    - "scores": scores of the experts, a figure for each method with routers
+    - "users": changes of each user's result against a baseline, a figure for each of ``local`` and ``fedavg`` among
+      the methods, and for many users another one with the distribution of the changes
 
     Args:
-        kind: "curves", "bytes", "scores" (one figure per method with routers), or "users" (one figure per baseline,
-            and a second one for many users).
-        entries: The runs, by method.
+        kind: The kind.
+        entries: The runs; an entry has the runs of one method, which differ in their seeds.
+
+    Yields:
+        The name and the figure; None in place of a figure that would be empty.
     """
     from comingle.reports.figures import (
         bytes_panels,
@@ -337,29 +367,39 @@ def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | Non
                 yield f"population-against-{file_name(baseline.label)}", population_panels(entries, baseline)
 
 
-def _mixtures(entries: list[Entry]) -> Figures:
-    """Yield a figure for every run whose users mix adaptors at the client level."""
+def _mixtures_figures(entries: list[Entry]) -> Figures:
+    """Draw the learned mixture weights of each run with a client-level mixture: one vector of weights for each user.
+
+    Args:
+        entries: The runs; an entry has the runs of one method, which differ in their seeds.
+
+    Yields:
+        For each such run a name for the files, the figure, and its numbers as a table (a header and rows).
+    """
     from comingle.reports.figures import mixtures_figure, read_mixtures
     from comingle.reports.page import mixtures_sheet
 
     for entry in entries:
         for run in entry.runs:
-            if (learned := read_mixtures(run.folder)) is not None:
+            if (mixtures := read_mixtures(run.folder)) is not None:  # None without a client-level mixture
                 seed = f"-seed{run.seed}" if len(entry.runs) > 1 else ""
-                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(learned), mixtures_sheet(learned)
+                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(mixtures), mixtures_sheet(mixtures)
 
 
 def _token_figures(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
-    """Yield figures of the experts' weights for each token of a text, one for each run and layer.
+    """Draw the routers' weights of the experts for each token of texts, in a figure for each method and layer.
 
     Args:
-        entries: The runs, by method.
+        entries: The runs; an entry has the runs of one method, of which the lowest seed is drawn.
         text: Texts or text files; None for the users' test texts.
         users: Names of users, separated by commas; None for the first few.
         length: Number of tokens of each text.
-        layers: Layers to draw; None for the first, the middle and the last one.
+        layers: Layers to draw, from 0; None for the first, the middle and the last one.
+
+    Yields:
+        A name for the files, the figure, and its numbers as a table (a header and rows).
 
     Raises:
         RecipeError: A model has no such layer.
