@@ -49,15 +49,25 @@ if TYPE_CHECKING:
 
 
 _POLL_SECONDS = 0.05
+"""Time between two checks whether the processes have ended."""
+
 _GRACE_SECONDS = 10.0
 """Time that processes have to notice that another one has ended."""
 
-_SIGNAL_SECONDS, _END_SECONDS = 2.0, 5.0
+_INTERRUPT_SECONDS = 2.0
+"""Time that processes have to end after Ctrl-C, which the terminal sends to them, before they are sent SIGINT."""
+
+_SIGNAL_SECONDS = 5.0
+"""Time that processes have to end after each signal that is sent to them."""
+
 _INTERRUPTED, _BUG = 130, 1
+"""Exit codes of a process: after Ctrl-C, and of Python after an error that is not the user's."""
 
 
 def launch(count: int, folder: Path) -> None:
-    """Run the current command in ``count`` processes and wait for them.
+    """Run the current command line in ``count`` processes on this machine, wait until they end, and report failures.
+
+    Each process trains a part of the users (:func:`train_here`). If one fails, the others are stopped.
 
     Args:
         count: Number of processes.
@@ -68,9 +78,12 @@ def launch(count: int, folder: Path) -> None:
         KeyboardInterrupt: The processes were interrupted.
         SystemExit: A process failed and has printed the reason.
     """
-    read_end, write_end = os.pipe()  # closes when this process ends, however it ends; the others then end, too
-    with tempfile.TemporaryDirectory(prefix="comingle-") as place:
-        children = [_start_process(rank, count, Path(place) / "meeting", read_end) for rank in range(count)]
+    # The children watch this pipe. The system closes it when this process ends, even if it is killed, and they then end
+    # too.
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="comingle-") as temporary_folder:
+        rendezvous_file = Path(temporary_folder) / "meeting"
+        children = [_start_process(rank, count, rendezvous_file, read_end) for rank in range(count)]
         os.close(read_end)
         try:
             _wait_for_processes(children)
@@ -78,30 +91,34 @@ def launch(count: int, folder: Path) -> None:
             _stop_processes(children, signal.SIGINT)
             raise
         finally:
-            ended = [child.poll() is not None for child in children]
+            ended_by_itself = [child.poll() is not None for child in children]
             _stop_processes(children, signal.SIGTERM)
             os.close(write_end)
-    # A process that had to be stopped has not failed by itself: it lost the connection to one that had.
-    codes = [child.returncode if has_ended else LOST for child, has_ended in zip(children, ended, strict=True)]
+    # A process that had to be stopped is not the cause of the failure: it was waiting for a process that had failed.
+    # Its exit code would be that of the signal, so LOST replaces it.
+    codes = [
+        child.returncode if has_ended else LOST for child, has_ended in zip(children, ended_by_itself, strict=True)
+    ]
     _raise_failure(codes, folder)
 
 
-def _start_process(rank: int, count: int, meeting: Path, pipe: int) -> subprocess.Popen[bytes]:
-    """Start this command again as one of several processes.
+def _start_process(rank: int, count: int, rendezvous_file: Path, parent_pipe: int) -> subprocess.Popen[bytes]:
+    """Start the current command line again as one of several processes, with environment variables as of torchrun.
 
     Args:
         rank: Number of the process, from 0.
         count: Number of processes.
-        meeting: File through which the processes find each other.
-        pipe: Read end of a pipe that closes when this process ends.
+        rendezvous_file: File through which the processes find each other; passed as the variable :data:`MEETING`.
+        parent_pipe: Read end of a pipe whose write end closes when this process ends; the new process then ends, too.
+            Its file descriptor is passed as the variable :data:`PARENT`.
     """
     ranks = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
     environment = {**os.environ, **{key: str(value) for key, value in ranks.items()}}
-    environment |= {MEETING: str(meeting), PARENT: str(pipe)}
+    environment |= {MEETING: str(rendezvous_file), PARENT: str(parent_pipe)}
     if sys.platform.startswith("linux"):
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no traffic leaves this machine
     command = [sys.executable, "-m", "comingle", *sys.argv[1:]]
-    return subprocess.Popen(command, env=environment, pass_fds=(pipe,))
+    return subprocess.Popen(command, env=environment, pass_fds=(parent_pipe,))
 
 
 def _wait_for_processes(children: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -119,20 +136,20 @@ def _wait_for_processes(children: Sequence[subprocess.Popen[bytes]]) -> None:
 def _stop_processes(children: Sequence[subprocess.Popen[bytes]], first_signal: signal.Signals) -> None:
     """Stop the processes that still run: with the given signal, then with SIGTERM, then with SIGKILL.
 
-    After each signal they have some seconds to end.
+    After each signal they have some seconds to end before the next, stronger one.
 
     Args:
-        children: The processes; those that have ended are left alone.
-        first_signal: The first signal. With SIGINT, which a terminal sends to all processes itself, they have some
-            seconds before it is sent again.
+        children: The processes. No signal is sent to those that have ended.
+        first_signal: The first signal, SIGINT or SIGTERM.
     """
     if first_signal is signal.SIGINT:
-        _wait_until_ended(children, _SIGNAL_SECONDS)
+        # On Ctrl-C the terminal has already sent SIGINT to all processes, so they first have time to end.
+        _wait_until_ended(children, _INTERRUPT_SECONDS)
     for next_signal in (first_signal, signal.SIGTERM, signal.SIGKILL):
         for child in children:
             if child.poll() is None:
                 child.send_signal(next_signal)
-        _wait_until_ended(children, _END_SECONDS)
+        _wait_until_ended(children, _SIGNAL_SECONDS)
 
 
 def _wait_until_ended(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
@@ -142,10 +159,12 @@ def _wait_until_ended(children: Sequence[subprocess.Popen[bytes]], seconds: floa
 
 
 def _raise_failure(codes: Sequence[int], folder: Path) -> None:
-    """Raise the error that explains the processes' exit codes; return if all processes have succeeded.
+    """Raise the error that explains the processes' exit codes; do nothing if all processes have succeeded.
 
     Args:
-        codes: Exit codes by rank: negative for a signal, :data:`LOST` for a process that lost the others.
+        codes: Exit codes by rank: 0 for success; negative for a process that was killed by a signal; 130 after Ctrl-C;
+            :data:`LOST` for a process that ended because another one had; 1 for a bug; others for a mistake of the
+            user.
         folder: The run folder, whose newest checkpoint the message names.
 
     Raises:
@@ -164,8 +183,8 @@ def _raise_failure(codes: Sequence[int], folder: Path) -> None:
     if _INTERRUPTED in codes:
         raise KeyboardInterrupt
     if failed := [code for code in codes if code not in (0, LOST)]:
-        raise SystemExit(_BUG if _BUG in failed else failed[0])
-    if any(codes):
+        raise SystemExit(_BUG if _BUG in failed else failed[0])  # a bug must not look like a mistake of the user
+    if any(codes):  # all that failed have LOST, so none of them is the cause
         raise RunError(f"{folder}: the processes lost their connection; run the same command with --resume to continue")
 
 
@@ -173,15 +192,19 @@ T = TypeVar("T")
 
 
 def warn_overlaps(run_data: RunData) -> None:
-    """Print a warning for each user, of the first few, whose held-out text also occurs in its training text."""
-    overlaps = run_data.overlaps()
+    """Warn of users whose validation or test text also occurs in their training text.
+
+    Print a line for each of the first few such users, and one with the number of the others.
+    """
+    overlaps = run_data.overlaps()  # one per such user, with numbers of repeated and of all held-out documents
+    noun = run_data.documents  # "documents" or "conversations"
     lines = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
-        f"{overlap.test} of {overlap.test_documents} test {run_data.documents} are {REPEATED}"
+        f"{overlap.test} of {overlap.test_documents} test {noun} are {REPEATED}"
         for overlap in overlaps[:MAX_LISTED_USERS]
     ]
     if more := len(overlaps) - len(lines):
-        lines.append(f"the same is true of {run_data.documents} of {more} more users")
+        lines.append(f"the same is true of {noun} of {more} more users")
     for line in lines:
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
@@ -197,10 +220,12 @@ def train_here(
     force: bool,
     quiet: bool,
 ) -> tuple[Path, Run] | None:
-    """Train the users of a recipe, or in one of several processes a part of them.
+    """Train the users of a recipe in this process; if it is one of several, only its part of the users.
+
+    All processes of a run call it. The first one has the server, writes the run folder and prints progress.
 
     Args:
-        place: Rank and number of processes; None for a single process.
+        place: Rank of this process and number of processes; None if it is the only one.
         path: A recipe file or a run folder.
         sets: Values of ``--set``.
         seed: Value of ``--seed``.
@@ -214,14 +239,18 @@ def train_here(
 
     Raises:
         ComingleError: The user can correct the problem.
+        SystemExit: Another process has ended, and the command that started all of them reports it.
     """
     is_first = place is None or place.leads
     try:
+        # ``ranks`` is the group of all processes of the run; None for a single process.
         with nullcontext() if place is None else joined(place) as ranks:
-            in_each_process = _call if ranks is None else ranks.each  # if one process fails, all do
+            # Each process must do all these steps. ``ranks.each`` raises in all processes if one of them fails, as
+            # the others would wait for it forever.
+            in_each_process = _call if ranks is None else ranks.each
             recipe = in_each_process(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
-            if ranks is not None and ranks.has_opened(folder):  # a launcher has restarted failed processes
+            if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
                 resume, force = True, False
             recipe = in_each_process(partial(with_bos_of_run, folder, recipe, resume=resume))
             in_each_process(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
@@ -238,7 +267,7 @@ def train_here(
                     method = in_each_process(lambda: check_and_set_up(recipe))
                     if ranks is None:
                         run_data = prepare(recipe, given=given, method=method)
-                    else:
+                    else:  # the processes share the reading of the data among them
                         run_data = read_shared(recipe, ranks, method, given)
                     warn_overlaps(run_data)
                 if is_first:
@@ -248,9 +277,10 @@ def train_here(
                     folder, recipe, run_data, resume=resume, force=force, method=method, observers=progress_observers
                 )
         return (folder, run) if is_first else None
-    except RankLostError:
-        if PARENT in os.environ:
-            raise SystemExit(LOST) from None  # the parent process reports which one has ended
+    except RankLostError:  # another process has ended
+        has_parent = PARENT in os.environ  # `comingle run --processes` has started all processes
+        if has_parent:
+            raise SystemExit(LOST) from None  # the parent reports which process has ended, and why
         raise
 
 
@@ -258,13 +288,15 @@ def _call(work: Callable[[], T]) -> T:
     return work()
 
 
-_SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
+_EXCERPT_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
+"""Largest lengths of the excerpt of a document or turn, and of a conversation."""
 
 
-_COUNTS_OF_CONVERSATIONS = ("train", "valid", "test", "mean tokens", "max tokens", "max answer")
+_CONVERSATION_COLUMNS = ("train", "valid", "test", "mean tokens", "max tokens", "max answer")
 
 
-_ENDS = 3
+_NUM_EXTREMES = 3
+"""Number of users with the least data, and with the most data, that get a row if not all users do."""
 
 
 _LEGEND = "first conversations as the model sees them; [[tokens with a loss]], \\n is a newline"
@@ -277,15 +309,15 @@ LISTED_USERS = 24
 def choose_rows(
     counts: Mapping[str, Sequence[int]], by: int, *, all_users: bool = False
 ) -> list[tuple[str, list[str]]]:
-    """Return the rows of a table: one per user, or a summary of many users.
+    """Return the rows of a table of users' counts: one per user, or a summary of many users.
 
-    Up to 24 users have one row each. For more, the rows are the minimum, median and maximum of each column, and the
-    users with the smallest and largest number.
+    Up to 24 users (:data:`LISTED_USERS`) have one row each. For more, the rows are the minimum, median and maximum of
+    each column, then the three users with the smallest counts and the three with the largest counts in column ``by``.
 
     Args:
-        counts: Numbers of each user, one per column, by the user's name.
-        by: Column by which users are sorted.
-        all_users: Return all users.
+        counts: Each user's counts, one per column, by the user's name.
+        by: Number of the column, from 0, whose counts decide which users are listed.
+        all_users: Return a row for each user, however many there are.
 
     Returns:
         A pair (name, cells) for each row.
@@ -298,31 +330,33 @@ def choose_rows(
     for word, position in {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}.items():
         summary_rows.append((f"{word} of {len(rows):,}", [f"{column[position]:,}" for column in sorted_columns]))
     order = sorted(rows, key=lambda name: counts[name][by])
-    return summary_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
+    return summary_rows + [(name, rows[name]) for name in (*order[:_NUM_EXTREMES], *order[-_NUM_EXTREMES:])]
 
 
 def preview(recipe: Recipe, run_data: RunData, *, all_users: bool) -> list[RenderableType]:
-    """Return tables and excerpts of the users' data, for ``comingle data``.
+    """Return the parts that ``comingle data`` prints: a table of the users' amounts of data, then excerpts.
 
     Args:
         recipe: The recipe.
         run_data: Its data.
         all_users: List all users, not only 24.
     """
-    if run_data.users.sizes is not None:  # users stay in a file, and only their sizes are known
+    stays_in_file = run_data.users.sizes is not None  # a large population, of which only the sizes are in memory
+    if stays_in_file:
         return _preview_population(f"{recipe.base}: {run_data.kind.name}", run_data, all_users)
-    for user_class, preview_users in _PREVIEWS.items():
+    for user_class, preview_users in _PREVIEWS.items():  # for text, conversations and samples
         if issubclass(run_data.kind.user, user_class):
             return preview_users(recipe, run_data, all_users)
-    title = f"{recipe.base}: {run_data.kind.name}"
+    title = f"{recipe.base}: {run_data.kind.name}"  # a kind of data that a plugin has registered
     return [_count_table(title, run_data, all_users)]
 
 
 def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of the sizes of users that are stored in a file, and excerpts of the listed users' data.
+    """Return a table of the amounts of data of users that are stored in a file, and excerpts of the listed users' data.
 
-    Of more than 24 users only those with least and most training data are listed, below the minimum, median and maximum
-    of each column.
+    Of more than 24 users only the three with the least and the three with the most training data are listed, below the
+    minimum, median and maximum of each column. The table is as that of :func:`choose_rows`, but made from an array, as
+    there may be millions of users.
 
     Args:
         title: Title of the table.
@@ -342,52 +376,61 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
         for word, rank in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
             cells = [f"{np.partition(sizes[:, column], rank)[rank]:,}" for column in range(len(SPLITS))]
             table.add_row(f"{word} of {len(users):,}", *cells)
-        order = np.argsort(sizes[:, 0], kind="stable")
-        numbers = [int(number) for number in (*order[:_ENDS], *order[-_ENDS:])]
+        order = np.argsort(sizes[:, 0], kind="stable")  # by amount of training data
+        numbers = [int(number) for number in (*order[:_NUM_EXTREMES], *order[-_NUM_EXTREMES:])]
     for number in numbers:
         table.add_row(words(users.names[number]), *(f"{size:,}" for size in sizes[number].tolist()))
     with_excerpts = numbers if len(numbers) <= LISTED_USERS else ()
     lines = []
     for number in with_excerpts:
-        lines += sample_lines(users.names[number], _samples_of_user(run_data, users[number]))
+        lines += excerpt_lines(users.names[number], _excerpts_of_user(run_data, users[number]))
     return [table, *skipped_lines(run_data, skip_reason, all_users), *lines]
 
 
-def _samples_of_user(run_data: RunData, user: Any) -> dict[str, str | Text]:
-    """Return the beginning of a user's training and test data, by split: of the text, or the first conversation.
+def _excerpts_of_user(run_data: RunData, user: Any) -> dict[str, str | Text]:
+    """Return an excerpt of a user's training data and one of the test data.
 
-    Empty splits are left out, and all if the base has no tokenizer.
+    It is the beginning of a user's text, or the first of a user's conversations.
 
     Args:
-        run_data: The data, with the base.
+        run_data: The data, with the base, whose tokenizer decodes tokens.
         user: A user with tokens (:class:`UserData`) or with conversations (:class:`UserAnswers`).
+
+    Returns:
+        The excerpts by split, ``train`` and ``test``, without empty splits; nothing if the base has no tokenizer.
     """
     if run_data.base is None or run_data.base.tokenizer is None:
         return {}
     decode: Any = run_data.base.tokenizer.decode
-    samples: dict[str, str | Text] = {}
-    for split, part in {"train": user.train, "test": user.test}.items():
-        if not len(part):
+    excerpts: dict[str, str | Text] = {}
+    for split, tokens_or_conversations in {"train": user.train, "test": user.test}.items():
+        if not len(tokens_or_conversations):
             continue
-        if isinstance(part, Tensor):  # a token has a character or more, so this many tokens are enough
-            samples[split] = shorten(decode(part[:_SAMPLE_CHARACTERS].tolist()))
+        if isinstance(tokens_or_conversations, Tensor):
+            tokens = tokens_or_conversations[:_EXCERPT_CHARACTERS]  # enough, as a token has a character or more
+            excerpts[split] = shorten(decode(tokens.tolist()))
         else:
-            samples[split] = _render_conversation(part, decode)
-    return samples
+            excerpts[split] = _render_conversation(tokens_or_conversations, decode)
+    return excerpts
 
 
-def _render_conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
-    """Return the first conversation of a split in the base's template, on one line.
+def _render_conversation(conversations: Answers, decode: Callable[[list[int]], str]) -> Text:
+    """Return the first conversation of a split as the model sees it, in the base's chat template, on one line.
 
-    Tokens with a loss, those of responses, are in double brackets and coloured. Long turns are cut in the middle.
+    Tokens with a loss, by default those of responses, are in double brackets and coloured. Long turns are cut in the
+    middle.
+
+    Args:
+        conversations: A user's conversations of one split.
+        decode: Converts tokens to text.
     """
-    row, tokens = part.windows[0], part.tokens(0).tolist()
+    row = conversations.windows[0]  # (window,): tokens without a loss are encoded as negative numbers
+    tokens = conversations.tokens(0).tolist()  # all tokens as they are, without padding
     rendered = Text()
-    # Tokens without a loss are hidden as negative numbers in the row.
     for has_loss, positions in groupby(range(len(tokens)), key=lambda position: bool(row[position] >= 0)):
         text = decode([tokens[position] for position in positions])
-        if len(text) > _SAMPLE_CHARACTERS:
-            half = _SAMPLE_CHARACTERS // 2
+        if len(text) > _EXCERPT_CHARACTERS:
+            half = _EXCERPT_CHARACTERS // 2
             text = f"{text[:half]} ... {text[-half:]}"
         line = printable(text.replace("\n", "\\n"))
         rendered.append(f"[[{line}]]" if has_loss else line, style="bold green" if has_loss else "")
@@ -412,15 +455,18 @@ def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[Re
         table.add_row(words(name), *cells)
     listed = {name for name, _ in rows}
     shown = [summary for summary in summaries if summary["user"] in listed]
-    lines = [line for summary in shown for line in sample_lines(summary["user"], summary["samples"])]
+    lines = [line for summary in shown for line in excerpt_lines(summary["user"], summary["samples"])]
     return [table, *skipped_lines(run_data, "too little text", all_users), *lines]
 
 
 def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of numbers and lengths of conversations, skipped users, and sample conversations."""
+    """Return a table of numbers and lengths of conversations, skipped users, and the listed users' first conversations.
+
+    Conversations are shown only if the kind of data has documents (``run_data.texts``).
+    """
     title = words(f"{recipe.base}: {run_data.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
-    for name in _COUNTS_OF_CONVERSATIONS:
+    for name in _CONVERSATION_COLUMNS:
         table.add_column(name, justify="right")
     counts = {user.name: _conversation_counts(user) for user in run_data.users}
     rows = choose_rows(counts, by=0, all_users=all_users)  # by conversations to train on
@@ -428,25 +474,29 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
         table.add_row(words(name), *cells)
     listed = dict(rows)
     shown = [user for user in run_data.users if user.name in listed] if run_data.texts else []
-    lines = [line for user in shown for line in sample_lines(user.name, _samples_of_user(run_data, user))]
+    lines = [line for user in shown for line in excerpt_lines(user.name, _excerpts_of_user(run_data, user))]
     legend = [words(_LEGEND)] if lines else []
     return [table, *skipped_lines(run_data, "too few conversations", all_users), *legend, *lines]
 
 
 def _conversation_counts(user: UserAnswers) -> list[int]:
-    """Return a user's numbers for the columns :data:`_COUNTS_OF_CONVERSATIONS`.
+    """Return a user's counts for the columns :data:`_CONVERSATION_COLUMNS`.
 
-    These are the conversations in each split, the mean and largest number of tokens of a conversation, and the tokens
-    of the longest response.
+    These are the numbers of conversations in the train, valid and test split, the mean and largest number of tokens of
+    a conversation, and the number of tokens of the longest response in any split.
     """
-    parts = (user.train, user.valid, user.test)
-    lengths = [len(part.tokens(number)) for part in parts for number in range(len(part))] or [0]
-    return [*map(len, parts), round(sum(lengths) / len(lengths)), max(lengths), user.test.limit]
+    splits = (user.train, user.valid, user.test)
+    lengths = [len(split.tokens(number)) for split in splits for number in range(len(split))] or [0]
+    longest_response = user.test.limit  # of all splits, so it is the same number in each of them
+    return [*map(len, splits), round(sum(lengths) / len(lengths)), max(lengths), longest_response]
 
 
 def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of numbers of samples and true clusters, with the net in its title."""
-    population = run_data.common
+    """Return a table of each user's number of samples in each split and true cluster.
+
+    Its title has the net, the shape of a sample, and the names of the classes if the data has names.
+    """
+    population = run_data.common  # for samples, the users with the shape of an input and the classes
     shape = " x ".join(str(size) for size in population.input_shape)
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
     if population.labels:
@@ -480,32 +530,36 @@ _PREVIEWS: Mapping[type, Callable[[Recipe, RunData, bool], list[RenderableType]]
 }
 
 
-def skipped_lines(run_data: RunData, why: str, all_users: bool) -> list[RenderableType]:
-    """Return a line with the number of skipped users, and a line for each of the first 24; none without such users.
+def skipped_lines(run_data: RunData, reason: str, all_users: bool) -> list[RenderableType]:
+    """Return a line with the number of users skipped for lack of data, and a line for each of the first 24 of them.
 
     Args:
-        run_data: The data.
-        why: The common reason.
-        all_users: List all of them.
+        run_data: The data; its ``skipped`` has by user what each of them lacks.
+        reason: The reason for all of them, as "too little text".
+        all_users: Return a line for every skipped user.
+
+    Returns:
+        The lines; none if no user was skipped.
     """
     if not run_data.skipped:
         return []
     listed = islice(run_data.skipped.items(), None if all_users else LISTED_USERS)
-    heading = f"skipped users with {why}: {len(run_data.skipped):,}"
+    heading = f"skipped users with {reason}: {len(run_data.skipped):,}"
     return [words(heading), *(words(f"  {name}: {detail}") for name, detail in listed)]
 
 
-def sample_lines(name: str, samples: Mapping[str, str | Text]) -> list[RenderableType]:
+def excerpt_lines(name: str, excerpts: Mapping[str, str | Text]) -> list[RenderableType]:
     """Return a line ``NAME SPLIT: excerpt`` for each of a user's excerpts.
 
     Args:
         name: Name of the user.
-        samples: Excerpts by split; plain ones are made safe for terminals here.
+        excerpts: Excerpts by split. Control characters are escaped in strings; a rich ``Text`` has been escaped.
     """
     lines = []
-    for split, sample in samples.items():
+    for split, excerpt in excerpts.items():
         prefix = Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
-        lines.append(prefix + (sample if isinstance(sample, Text) else Text(printable(sample, keep="\n\t"))))
+        safe_excerpt = excerpt if isinstance(excerpt, Text) else Text(printable(excerpt, keep="\n\t"))
+        lines.append(prefix + safe_excerpt)
     return lines
 
 
@@ -520,11 +574,15 @@ class Summary(TypedDict):
 
 
 def summarise(text: UserText, data: UserData) -> Summary:
-    """Return the numbers of documents, characters and tokens of every split, and beginnings of documents.
+    """Return a user's numbers of documents, characters and tokens in each split, and beginnings of two documents.
 
-    Keys: ``user``; ``documents``, ``characters`` and ``tokens``, each a count for ``train``, ``valid`` and ``test``;
-    ``samples``, at most one text for ``train`` and ``test``, with white space collapsed. Tokens are counted after
-    limits, documents and characters before.
+    Args:
+        text: The user's documents in each split, in full.
+        data: The user's tokens in each split, after ``data.max_train_tokens`` and so on have limited their number.
+
+    Returns:
+        ``user``, the name; ``documents``, ``characters`` and ``tokens``, each a count by split; ``samples``, the
+        beginning of the first document of ``train`` and of ``test``, with white space collapsed, if there is one.
     """
     documents = {split: getattr(text, split) for split in SPLITS}
     return {
@@ -539,4 +597,4 @@ def summarise(text: UserText, data: UserData) -> Summary:
 def shorten(document: str) -> str:
     """Return the beginning of a document on one line."""
     line = " ".join(document.split())
-    return line if len(line) <= _SAMPLE_CHARACTERS else line[: _SAMPLE_CHARACTERS - 1] + "…"
+    return line if len(line) <= _EXCERPT_CHARACTERS else line[: _EXCERPT_CHARACTERS - 1] + "…"
