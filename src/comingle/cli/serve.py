@@ -51,7 +51,7 @@ def serve(
     """Serve all users' models over one base as an OpenAI-compatible API, with a chat page at /."""
     require_serving_packages("serve")
     from comingle.serving.api import listen
-    from comingle.serving.api import serve as answer
+    from comingle.serving.api import serve as serve_models
     from comingle.serving.keys import make_keys as write_keys
     from comingle.serving.models import find_run, users_in
 
@@ -63,16 +63,23 @@ def serve(
         write_keys(make_keys, names)
         console.print(words(f"{make_keys}  a key for each of {len(names)} users; --keys {make_keys} uses them"))
         return
-    given = None if keys is None else read_keys(keys, names)
-    check_host(host, given)
-    with listen(host, port) as place:
+    keys_of_users = None if keys is None else read_keys(keys, names)
+    check_host(host, keys_of_users)  # without keys the server listens on this machine only
+    with listen(host, port) as sock:  # before the models are loaded, so that a port in use is reported at once
         loaded = load_all_models(run, method)
         limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue)
-        answer(loaded.models, place, keys=given, limits=limits, answers=loaded.answers, ready=print_address)
+        serve_models(
+            loaded.models, sock, keys=keys_of_users, limits=limits, answers=loaded.answers, ready=print_addresses
+        )
 
 
 def load_all_models(run: Path, method: str | None) -> UserModels:
-    """Load the base and all users' models of a run."""
+    """Load the base and all users' models of a run, and show that they are being loaded.
+
+    Args:
+        run: Folder of a run, or of a comparison of several methods.
+        method: The method whose run is loaded if ``run`` is a comparison; None if there is only one.
+    """
     from comingle.cli.options import status
     from comingle.serving.models import open_models
 
@@ -80,16 +87,19 @@ def load_all_models(run: Path, method: str | None) -> UserModels:
         return open_models(run, method)
 
 
-def print_address(url: str) -> None:
-    """Print the addresses of the server."""
+def print_addresses(url: str) -> None:
+    """Print the addresses of the chat page and of the API of the server at ``url``."""
     from comingle.cli.options import console
     from comingle.utils.terminal import words
 
     console.print(words(f"{url}  chat page · {url}/v1  OpenAI-compatible API; Ctrl-C stops the server"))
 
 
-def require_serving_packages(verb: str) -> None:
-    """Check that the packages for serving are installed.
+def require_serving_packages(command: str) -> None:
+    """Check that the packages for serving, FastAPI and uvicorn, are installed.
+
+    Args:
+        command: Name of the command that needs them, for the message.
 
     Raises:
         ComingleError: They are not. The message says how to install them.
@@ -98,7 +108,7 @@ def require_serving_packages(verb: str) -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ComingleError(f"comingle {verb} needs {error.name}: pip install 'comingle[app]'") from None
+        raise ComingleError(f"comingle {command} needs {error.name}: pip install 'comingle[app]'") from None
 
 
 HELP = '''/user NAME   continue the conversation with another user's model
@@ -147,21 +157,30 @@ def chat(
 
     folder = find_run(run, method)
     names = users_in(folder)
-    first = require_user(user, names) if user is not None else names[0]
+    user = require_user(user, names) if user is not None else names[0]
     loaded = load_all_models(run, method)
-    engine = Engine({**loaded.models, PRETRAINED: without_adapters(loaded.models[first])}, rows=1)
-    plain = plain or not loaded.answers
-    session = Chat(engine=engine, user=first, plain=plain, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    _Session(session, names, _local_run(run, folder, against)).run()
+    pretrained = without_adapters(loaded.models[user])  # the same for all users: the base, for /compare
+    engine = Engine({**loaded.models, PRETRAINED: pretrained}, rows=1)  # one answer at a time
+    conversation = Chat(
+        engine=engine,
+        user=user,
+        plain=plain or not loaded.answers,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    _Session(conversation, names, _local_run(run, folder, against)).run()
 
 
 def _local_run(run: Path, folder: Path, against: Path | None) -> Path | None:
-    """Return the run of local models for ``/compare``; None if there is none.
+    """Return the run of the method ``local`` whose models ``/compare`` shows; None if there is none.
+
+    If the chat uses a run of a comparison, it is the run of ``local`` with the same seed in that comparison.
 
     Args:
         run: The folder given on the command line: a run, or a comparison with several runs.
         folder: The run whose models the chat uses, named ``METHOD-seedN`` if it is in a comparison.
-        against: The folder given by ``--against``, which takes precedence.
+        against: The folder given by ``--against``, which takes precedence; None if it is not given.
     """
     if against is not None:
         return against
@@ -175,13 +194,13 @@ class _Session:
     """Interactive chat in the terminal.
 
     Args:
-        talk: The conversation.
-        names: Names of all users of the run.
-        local: Run folder of local models, for ``/compare``; None if there is none.
+        conversation: The conversation with a user's model.
+        user_names: Names of all users of the run.
+        local_run: Run folder of local models, for ``/compare``; None if there is none.
     """
 
-    def __init__(self, talk: Chat, names: list[str], local: Path | None) -> None:
-        self.talk, self.names, self.local, self.console = talk, names, local, console
+    def __init__(self, conversation: Chat, user_names: list[str], local_run: Path | None) -> None:
+        self.conversation, self.user_names, self.local_run, self.console = conversation, user_names, local_run, console
         self.last_text = ""
         self.engines_of_runs: dict[str, Engine] = {}
 
@@ -189,8 +208,9 @@ class _Session:
         """Read texts and commands until the user quits; an error or Ctrl-C ends one answer, not the session."""
         if isinstance(sys.stdin, TextIOWrapper):  # invalid UTF-8 is reported instead of ending the chat
             sys.stdin.reconfigure(errors="surrogateescape")
-        kind = "continues your texts" if self.talk.plain else "answers"
-        self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D quits", "dim")
+        continues_texts = self.conversation.plain  # --plain, or a model that cannot answer messages
+        mode = "continues your texts" if continues_texts else "answers"
+        self._print(f"{self.conversation.user}'s model {mode}; /help lists commands, Ctrl-D quits", "dim")
         for text in _read_texts(self._read_line):
             try:
                 if text.strip() in ("/quit", "/exit"):
@@ -202,7 +222,7 @@ class _Session:
                 self._print("\n(stopped)", "dim")
 
     def _read_line(self, more: bool) -> str:
-        return input("… " if more else f"{self.talk.user}> ") if self.console.is_terminal else input()
+        return input("… " if more else f"{self.conversation.user}> ") if self.console.is_terminal else input()
 
     def _print(self, text: str, style: str = "") -> None:
         """Print a line in a style of rich, without control characters and without wrapping it."""
@@ -220,7 +240,7 @@ class _Session:
             self.console.file.write(printable(part, keep="\n\t"))
             self.console.file.flush()
 
-        self.talk.say(text, show)
+        self.conversation.say(text, show)
         self.last_text = text
         self.console.file.write("\n")
 
@@ -255,27 +275,33 @@ class _Session:
             DataError: There is no such user.
         """
         if not name:
-            raise RecipeError(f"/user: give a name; allowed: {', '.join(self.names)}")
-        require_user(name, self.names)
-        self.talk.switch(name)
+            raise RecipeError(f"/user: give a name; allowed: {', '.join(self.user_names)}")
+        require_user(name, self.user_names)
+        self.conversation.switch(name)
         self._print(f"switched to {name}'s model", "dim")
 
     def _clear(self, _: str) -> None:
-        self.talk.clear()
+        self.conversation.clear()
         self._print("new conversation", "dim")
 
     def _show_route(self, layer: str) -> None:
-        """Print the conversation with each token in the colour of its most weighted expert, and the experts' shares.
+        """Print the last answer with each token in the colour of the expert to which the router gives most weight.
+
+        Below it, print the share of the tokens of each expert in its colour.
 
         Args:
             layer: Number of a layer, from 1; empty for the mean of all layers.
+
+        Raises:
+            RecipeError: There is no such layer.
+            DataError: There is no answer yet, or the model has no router.
         """
         from rich.text import Text
 
         from comingle.reports.canvas import expert_colour
         from comingle.utils.terminal import printable
 
-        routing = self.talk.route()
+        routing = self.conversation.route()
         num_layers = len(routing.gates)
         if layer and not (layer.isdecimal() and 1 <= int(layer) <= num_layers):
             raise RecipeError(f"/route: got {layer!r}; allowed: layers 1 to {num_layers}")
@@ -294,36 +320,41 @@ class _Session:
         self.console.print(legend, highlight=False)
 
     def _show_comparison(self, text: str) -> None:
-        """Print the answers of the pretrained, the local (if there is one) and the user's model side by side.
+        """Print the answers of several models to a text side by side; they are not added to the conversation.
+
+        The models are the pretrained base, the user's local model if there is a run of local models, and the user's
+        model of this run.
 
         Args:
-            text: The text to answer; empty for the last one.
+            text: The text to answer; empty for the last one that the user typed.
         """
         from rich.table import Table
 
         text = text or self.last_text
         if not text:
             raise RecipeError("/compare: give a text, for example /compare Once upon a time")
-        if not self.talk.plain and text == self.last_text:
+        continues_texts = self.conversation.plain  # texts are then independent, without a conversation
+        if not continues_texts and text == self.last_text:
             self._print("comparing on your last text, appended to the conversation", "dim")
-        # An engine and the name of its model, by the column's title.
-        models: dict[str, Any] = {"pretrained": (self.talk.engine, PRETRAINED)}
-        if self.local is not None:
-            models["local"] = (self._engine_of_run(self.local), self.talk.user)
-        models[self.talk.user] = (self.talk.engine, self.talk.user)
-        replies = self.talk.compare(models, text)
+        # By the column's title: an engine, and the name under which it has the model.
+        models: dict[str, Any] = {"pretrained": (self.conversation.engine, PRETRAINED)}
+        if self.local_run is not None:
+            models["local"] = (self._engine_of_run(self.local_run), self.conversation.user)
+        models[self.conversation.user] = (self.conversation.engine, self.conversation.user)
+        replies = self.conversation.compare(models, text)
         table = Table(*replies, expand=True)
         table.add_row(*replies.values())
         self.console.print(table)
-        if self.local is None:
+        if self.local_run is None:
             self._print("no local models here; add those of another run with --against RUN", "dim")
 
     def _engine_of_run(self, run: Path) -> Engine:
-        """Return the engine of another run's models, which are loaded once."""
+        """Return an engine that generates text with the models of another run; they are loaded on the first call."""
         from comingle.serving.engine import Engine
 
         if str(run) not in self.engines_of_runs:
-            self.engines_of_runs[str(run)] = Engine(load_all_models(run, None).models, rows=1)
+            models = load_all_models(run, None).models
+            self.engines_of_runs[str(run)] = Engine(models, rows=1)  # rows: number of answers at a time
         return self.engines_of_runs[str(run)]
 
 
@@ -356,18 +387,24 @@ def _read_texts(read_line: Callable[[bool], str]) -> Iterator[str]:
 
 
 def _show_page(run: Path, method: str | None) -> None:
-    """Start the server on a free port of this machine, and open its page in a browser."""
+    """Serve a run's models on a free port of this machine until Ctrl-C, and open the chat page in a browser.
+
+    Args:
+        run: Folder of a run, or of a comparison of several methods.
+        method: The method whose run is served if ``run`` is a comparison; None if there is only one.
+    """
     require_serving_packages("chat --web")
     import webbrowser
 
     from comingle.serving.api import listen
-    from comingle.serving.api import serve as answer
+    from comingle.serving.api import serve as serve_models
     from comingle.serving.keys import Limits
 
     def open_page(url: str) -> None:
-        print_address(url)
+        print_addresses(url)
         webbrowser.open(url)
 
-    with listen("127.0.0.1", 0) as place:
+    with listen("127.0.0.1", 0) as sock:  # port 0: the system selects a free one
         loaded = load_all_models(run, method)
-        answer(loaded.models, place, keys=None, limits=Limits(), answers=loaded.answers, ready=open_page)
+        # No keys, as only programs on this machine can connect.
+        serve_models(loaded.models, sock, keys=None, limits=Limits(), answers=loaded.answers, ready=open_page)
