@@ -11,23 +11,26 @@ from comingle.cli.options import Force, Quiet, console, out_option, status
 from comingle.utils.errors import RecipeError
 
 
-def _check_shadows(context: object, option: object, value: int) -> int:
-    """Check and return the number of reference runs, as the callback of ``--shadows``.
+def _check_shadows(context: object, option: object, num_runs: int) -> int:
+    """Check the number of reference runs that ``--shadows`` gives, and return it unchanged.
+
+    Click calls it as the option's callback. Membership inference needs at least 3 runs: the attacked one, and for each
+    window of text a run that trained on it and a run that did not.
 
     Args:
         context: Not used; click passes it.
         option: Not used; click passes it.
-        value: The number; 0 for none.
+        num_runs: The number; 0 for no reference runs.
 
     Raises:
-        RecipeError: It is too small for comparisons.
+        RecipeError: The number is 1 or 2.
     """
-    if value:
+    if num_runs:
         from comingle.audits.canaries import FEWEST
 
-        if value < FEWEST:
-            raise RecipeError(f"--shadows: got {value}; allowed: 0, or a whole number from {FEWEST}")
-    return value
+        if num_runs < FEWEST:
+            raise RecipeError(f"--shadows: got {num_runs}; allowed: 0, or a whole number from {FEWEST}")
+    return num_runs
 
 
 def audit(
@@ -67,12 +70,12 @@ def audit(
         check_targets(folder, force=force)
     with status("opening the run"):
         opened = load(run)
-    found = auditing.audit(
+    results = auditing.audit(
         opened, trials=trials, rounds=rounds, shadows=shadows, out=folder, force=force, progress=not quiet
     )
-    for sentence in conclusions(found):
+    for sentence in conclusions(results):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    for table in render_audit(found):
+    for table in render_audit(results):
         console.print()
         console.print(table)
     console.print(words(f"{folder / 'audit.md'}  {folder / 'audit.json'}", "dim"))

@@ -65,8 +65,9 @@ def compare(
     read, names = read_recipe(recipe, sets), split_names(methods)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
     options = {"resume": resume, "force": force, "all_users": all_users, "quiet": quiet, "jobs": jobs}
-    numbers, for_all = split_seeds(seeds), method_settings(sets, [name.partition(":")[0] for name in names])
-    compare_methods(read, names, numbers, folder, for_all=for_all, against=against, **options)
+    # Settings given with --set for every method that has them; the name of a method ends at the first ":".
+    for_all = method_settings(sets, [name.partition(":")[0] for name in names])
+    compare_methods(read, names, split_seeds(seeds), folder, for_all=for_all, against=against, **options)
 
 
 def compare_methods(
@@ -87,7 +88,7 @@ def compare_methods(
 
     Args:
         recipe: The recipe. Its own method keeps its settings; others have their defaults.
-        methods: Methods, with settings as in ``--methods``.
+        methods: Names of methods, each with or without settings, as ``fedprox:proximal=0.1``.
         seeds: Seeds.
         folder: Folder of the comparison.
         resume: Resume interrupted runs.
@@ -95,11 +96,12 @@ def compare_methods(
         all_users: Print a row for each user.
         quiet: Do not print progress.
         jobs: Number of parallel runs; with more than 1, each runs in its own process.
-        against: The baseline, as in ``--against``.
-        for_all: Settings for every method that has them.
+        against: Value of ``--against``: methods separated by commas, the best of which is the baseline. None for the
+            default baseline.
+        for_all: Settings by key, for every method that has a setting of this name.
 
     Returns:
-        The last run; None if it failed or ran in another process.
+        The last run; None if it failed or ran in another process, which returns only its metrics.
 
     Raises:
         RunError: Some runs failed. It is raised after all others have finished and the table is written.
@@ -116,35 +118,38 @@ def compare_methods(
         outcomes = _run_in_parallel(recipes, folder, jobs, **options)
     else:
         outcomes = _run_in_sequence(recipes, folder, **options)
-    last, failed = None, {}
+    # An outcome is the error of a run that failed, else a Run, or only its metrics (a dict) from another process.
+    last_outcome, failed = None, {}
     for key, outcome in outcomes:
         if isinstance(outcome, ComingleError):
             failed[key] = outcome
-        last = outcome
-    done = [run_folder for key, run_folder in folders_of(recipes, folder).items() if key not in failed]
-    if not done:
+        last_outcome = outcome
+    finished_folders = [run_folder for key, run_folder in folders_of(recipes, folder).items() if key not in failed]
+    if not finished_folders:
         raise next(iter(failed.values()))
     # A baseline without any finished run is replaced by the default one.
     succeeded = {method for method, _ in recipes.keys() - failed.keys()}
     baseline = against if against is not None and succeeded >= {*baseline_methods(against)} else None
-    table = write_comparison(folder, done, baseline, labels_of(recipes, folder))
+    table = write_comparison(folder, finished_folders, baseline, labels_of(recipes, folder))
     for part in tables_of(table, all_users=all_users):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     if failed:
         raise RunError(_failures(failed, len(recipes)))
-    return None if isinstance(last, dict | ComingleError) else last
+    return None if isinstance(last_outcome, dict | ComingleError) else last_outcome
 
 
-def _failures(failed: Mapping[Key, ComingleError], runs: int) -> str:
+def _failures(failed: Mapping[Key, ComingleError], num_runs: int) -> str:
     causes = "; ".join(f"{method}, seed {seed}: {error}" for (method, seed), error in failed.items())
-    return f"{len(failed)} of {runs} runs failed and are not in the table: {causes}"
+    return f"{len(failed)} of {num_runs} runs failed and are not in the table: {causes}"
 
 
 def _run_in_sequence(
     recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[tuple[Key, Run | ComingleError]]:
-    """Run one recipe after another in this process; yield each run, or its error, as it ends; show progress.
+    """Run one recipe after another in this process, and show progress.
+
+    Yield the method and seed of each run as it ends, with the run or, if it failed, its error.
 
     Args:
         recipes: Recipes by method and seed.
@@ -164,7 +169,9 @@ def _run_in_sequence(
 def _run_in_parallel(
     recipes: Mapping[Key, Recipe], folder: Path, jobs: int, *, resume: bool, force: bool, quiet: bool
 ) -> Iterator[Ended]:
-    """Run recipes in parallel processes; yield each run's metrics, or its error, as it ends, and print a line for it.
+    """Run recipes in parallel processes, and print a line for each run as it ends.
+
+    Yield the method and seed of each run, in the order in which they end, with its metrics or, if it failed, its error.
 
     Args:
         recipes: Recipes by method and seed.
@@ -179,29 +186,32 @@ def _run_in_parallel(
     from comingle.utils.records import measure_of, number
     from comingle.utils.terminal import errors, words
 
+    # ``ready`` is called once with the users' data before the first run.
     options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}
-    for count, (key, outcome) in enumerate(compare_beside(recipes, folder, jobs=jobs, **options), start=1):
+    outcomes = compare_beside(recipes, folder, jobs=jobs, **options)  # "beside": in other processes, in parallel
+    for num_ended, (key, outcome) in enumerate(outcomes, start=1):
         if isinstance(outcome, ComingleError):
             result = f"failed: {outcome}"
         else:
-            measure = measure_of(outcome)
+            measure = measure_of(outcome)  # the measure by which methods are compared, such as "perplexity"
             score = number(outcome[f"mean_test_{measure}"], measure)
             result = f"test {measure} {score} · {outcome['wall_seconds']:.0f} s"
         if not quiet:
             method, seed = key
-            line = f"{count} of {len(recipes)} runs ended · {method}, seed {seed} · {result}"
+            line = f"{num_ended} of {len(recipes)} runs ended · {method}, seed {seed} · {result}"
             errors.print(words(line), soft_wrap=True, highlight=False)
         yield key, outcome
 
 
 def split_names(text: str) -> list[str]:
-    """Split the value of ``--methods`` at commas and return each name once, in order.
+    """Split names separated by commas, as the value of ``--methods``; return each name once, in order.
 
-    Commas within square brackets do not separate, as in ``comigs-1gxs:specialists=[1,2]``.
+    A comma within square brackets is part of a name, as in ``comigs-1gxs:specialists=[1,2]``.
 
     Raises:
         RecipeError: There are no names.
     """
+    # Split at each comma, unless a closing bracket follows before any opening one: the comma is then within brackets.
     parts = re.split(r",(?![^\[]*\])", text)
     names = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
     if not names:

@@ -64,14 +64,15 @@ def cluster_of(
     latency: float,
     disk: float | None,
 ) -> Cluster | None:
-    """Return the machines that the options describe; None without ``--machines``.
+    """Return the machines that the options of ``comingle cost`` describe; None without ``--machines``.
 
     Args:
         machines: Number of machines.
         gpus: GPUs per machine, with a process for each.
         processes: Processes per machine.
         threads: Threads per process.
-        step: Seconds of a local step of one user in a process.
+        step: Seconds of a local step of one user in a process; None if it is measured later, on this machine. It is
+            only checked here: with GPUs, measuring needs a GPU.
         cores: Cores per machine; None for those of this machine.
         price: Price of a machine per hour.
         link: Bandwidth between machines, in bytes per second.
@@ -84,7 +85,7 @@ def cluster_of(
     if machines is None:
         hardware = {"cores": cores, "price": price, "link": link, "latency": latency, "disk": disk}
         options = {"gpus": gpus, "processes": processes, "step": step, **hardware}
-        defaults = (None, LINK, LATENCY)
+        defaults = (None, LINK, LATENCY)  # an option with one of these values is not given
         if given := [name for name, value in options.items() if value not in defaults]:
             raise RecipeError(f"--{given[0]}: is used only with --machines N")
         return None
@@ -105,7 +106,7 @@ def cluster_of(
         price=price,
         link=link,
         latency=latency,
-        disk=disk or 0.0,
+        disk=disk or 0.0,  # 0: measured later
     )
 
 
@@ -151,21 +152,21 @@ def cost(
     from comingle.cost.planning import plan
     from comingle.reports.costs import PlanRecord, TimesRecord, memory_verdicts, render_plan, render_times
 
-    names = split_names(",".join(method)) if method else []
-    for_all = method_settings(sets, names or [read.method.name])
+    names = split_names(",".join(method)) if method else []  # none: the recipe's method
+    for_all = method_settings(sets, names or [read.method.name])  # for every method that has such a setting
     with status("counting"):
         costs = plan(read, names, users=users, for_all=for_all)
-    planned, times = costs.as_dict(), None
+    costs_record, times = costs.as_dict(), None
     if cluster is not None:
         with status("measuring"):
             times = plan_times(read, costs, cluster, step=step, for_all=for_all)
     if as_json:
-        print(json.dumps(planned if times is None else {**planned, "time": times}, indent=2))
+        print(json.dumps(costs_record if times is None else {**costs_record, "time": times}, indent=2))
         return
-    record = cast(PlanRecord, planned)
-    for part in render_plan(record):
+    typed_record = cast(PlanRecord, costs_record)  # names the keys for the type checker
+    for part in render_plan(typed_record):
         console.print(part, highlight=False)
-    for line, fits in memory_verdicts(record):
+    for line, fits in memory_verdicts(typed_record):
         console.print(line, style="green" if fits else "bold red", highlight=False)
     for part in () if times is None else render_times(cast(TimesRecord, times)):
         console.print(part, highlight=False)
@@ -192,14 +193,14 @@ def advise(
     users, all users but one for up to twelve. Writes nothing.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
-    numbers = None if seeds is None else split_seeds(seeds)
+    seed_numbers = None if seeds is None else split_seeds(seeds)
     from comingle.reports.advice import paragraph, render_advice
     from comingle.runs.advise import advise_runs
     from comingle.runs.progress import reporting
 
-    short = read.with_changes(shortened(rounds))
+    short = read.with_changes(shortened(rounds))  # trains ``rounds`` rounds and evaluates once, at the end
     with reporting(quiet=quiet) as reporter:
-        advice = advise_runs(short, names, numbers, reporter)
+        advice = advise_runs(short, names, seed_numbers, reporter)
     console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(render_advice(advice))

@@ -19,8 +19,8 @@ def data(
 ) -> None:
     """Preview a recipe's users.
 
-    Text and conversations: token counts, split sizes, overlaps and two excerpts per user. Samples: their numbers. For
-    more than 24 users the table has quantiles, and the users with the least and the most data.
+    Text and conversations: token counts, split sizes, overlaps and two excerpts per user. Samples: the number in each
+    split. For more than 24 users the table has quantiles, and the users with the least and the most data.
     """
     read = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps

@@ -62,8 +62,11 @@ def export(
         if quiet:
             continue
         console.print(f"{name}: {target}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"  {exported.form}", highlight=False, markup=False)
-        for key, value in exported.lost.items():  # scores before and after an approximation
+        sentence_on_format = exported.form
+        console.print(f"  {sentence_on_format}", highlight=False, markup=False)
+        # An approximation loses quality: scores of the user's model and of the written one, by name. Else empty.
+        scores_before_and_after = exported.lost
+        for key, value in scores_before_and_after.items():
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 
@@ -71,7 +74,7 @@ def targets_of(user: str, users: Sequence[str], to: Path) -> dict[str, Path]:
     """Return the folder to which each exported user's model is written, by the user's name.
 
     Args:
-        user: Name of a user, or "all" for all users, unless a user has this name.
+        user: Name of a user, or "all" for all users. If a user is named "all", only that user is exported.
         users: All users of the run.
         to: Folder to write to; with "all" each user has a folder in it.
 

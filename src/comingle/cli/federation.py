@@ -41,13 +41,13 @@ def federate(
     read = read_recipe(recipe, sets, seed)
 
     require_flower()
-    from comingle.federation.launch import federate as run
+    from comingle.federation.launch import federate as run_federation
     from comingle.reports.tables import render_run
     from comingle.utils.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
     with show_participants(folder, all_users=all_users, quiet=quiet):
-        metrics = run(read, folder, resume=resume, force=force, say=line_printer(quiet=quiet))
+        metrics = run_federation(read, folder, resume=resume, force=force, say=line_printer(quiet=quiet))
     console.print(render_run(metrics, all_users=all_users))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))
 
@@ -152,8 +152,8 @@ def client(
     require_flower()
     paths = {"state": state, "certificates": certificates, "key": key}
     options: dict[str, Any] = {
-        "data": _as_path(data),
-        "base": _as_path(base),
+        "data": _make_absolute(data),
+        "base": _make_absolute(base),
         "server": server,
         **{name: str(path.absolute()) for name, path in paths.items() if path},
     }
@@ -164,8 +164,14 @@ def client(
     take_part(participants, say=line_printer(quiet=quiet), stays=stay, supernode=supernode)
 
 
-def _as_path(source: str | None) -> str | None:
-    """Make the path of an existing file or folder absolute; return other sources, as names on the hub, unchanged."""
+def _make_absolute(source: str | None) -> str | None:
+    """Make the path of an existing file or folder absolute; return names, such as of a model on the hub, unchanged.
+
+    A relative path in a participant's file is relative to that file, one on the command line to the current folder.
+
+    Args:
+        source: Value of ``--data`` or ``--base``; None if it is not given.
+    """
     if source is None:
         return None
     path = expand_home(source)
