@@ -12,11 +12,11 @@ from comingle_papers.theory.quadratics import (
     best_experts,
     best_router,
     composition,
-    constants,
     draw_quadratic,
     energy_norms,
     fixed_point,
     interpolate,
+    quadratic_constants,
 )
 
 SEEDS = range(60)
@@ -53,7 +53,7 @@ def test_no_step_contracts_less_than_theorem_f1_says(mismatch: float) -> None:
     covered = 0
     for seed in SEEDS:
         valid, train, start = pair(seed, mismatch)
-        found = constants(valid, train)
+        found = quadratic_constants(valid, train)
         thetas, phis = alternate(valid, train, start, 25)
         experts, router = fixed_point(valid, train)
         for iterates, norm in ((thetas - experts, train.experts_block), (phis - router, valid.router_block)):
@@ -70,7 +70,7 @@ def test_no_step_contracts_less_than_theorem_f1_says(mismatch: float) -> None:
 def test_with_one_function_theorem_f1_cannot_be_improved_and_implies_example_1() -> None:
     for seed in SEEDS:
         valid, train, _ = pair(seed, 0.0)
-        found = constants(valid, train)
+        found = quadratic_constants(valid, train)
         radius = np.abs(linalg.eigvals(composition(valid, train))).max()
         assert found.rate == pytest.approx(radius, rel=1e-8)
         assert found.example_rate is not None
@@ -82,7 +82,7 @@ def test_with_one_function_theorem_f1_cannot_be_improved_and_implies_example_1()
 def test_wielandt_is_attained() -> None:
     """A = B = 1, C = c: eigenvalues 1 + c and 1 - c, and T multiplies by c^2."""
     two = Quadratic(hessian=np.array([[1.0, 0.6], [0.6, 1.0]]), centre=np.zeros(2), experts_size=1)
-    found = constants(two, two)
+    found = quadratic_constants(two, two)
     assert found.wielandt_rate == pytest.approx(0.36)
     assert found.rate == pytest.approx(0.36)
     assert found.example_rate == pytest.approx(0.75)
@@ -108,7 +108,7 @@ def test_example_1_fails_in_the_norm_in_which_it_is_printed() -> None:
     whole = np.block([[block, cross.T], [cross, np.array([[1.0]])]])
     quadratic = Quadratic(hessian=whole, centre=np.zeros(3), experts_size=2)
     assert linalg.eigvalsh(whole)[0] > 0
-    found = constants(quadratic, quadratic)
+    found = quadratic_constants(quadratic, quadratic)
     assert found.example_rate is not None
     assert linalg.norm(composition(quadratic, quadratic), 2) > 1.5 > found.example_rate
     thetas, _ = alternate(quadratic, quadratic, np.array([0.0, 1.0]), 1)
@@ -132,7 +132,7 @@ def test_two_strictly_convex_quadratics_can_drive_each_other_apart() -> None:
     valid = Quadratic(hessian=np.array([[9.0, 2.0], [2.0, 1.0]]), centre=np.zeros(2), experts_size=1)
     train = Quadratic(hessian=np.array([[1.0, 2.0], [2.0, 9.0]]), centre=np.zeros(2), experts_size=1)
     assert min(linalg.eigvalsh(valid.hessian)[0], linalg.eigvalsh(train.hessian)[0]) > 0
-    assert constants(valid, train).rate == pytest.approx(4.0)
+    assert quadratic_constants(valid, train).rate == pytest.approx(4.0)
     thetas, _ = alternate(valid, train, np.array([1.0]), 3)
     np.testing.assert_allclose(thetas[:, 0], [1.0, 4.0, 16.0, 64.0])
-    assert constants(train, valid).rate == pytest.approx(4 / 81)
+    assert quadratic_constants(train, valid).rate == pytest.approx(4 / 81)

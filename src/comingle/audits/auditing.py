@@ -261,28 +261,35 @@ class _RunCounter:
     """
 
     def __init__(self, reporter: Reporter, total: int, recipe: Recipe, metrics: Mapping[str, Any]):
-        self._reporter, self._total, self._begun = reporter, total, 0
-        self._began = time.perf_counter()
+        self._reporter, self._num_runs, self._num_begun = reporter, total, 0
+        self._start_time = time.perf_counter()
         rounds = recipe.training.rounds
         round_seconds = metrics.get("wall_seconds", 0.0) / max(1, metrics.get("rounds", 0))
         seconds = round_seconds * rounds * total
         estimate = f", about {format_duration(seconds)} at the speed of the audited run" if seconds else ""
         reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{estimate}")
 
-    def watch(self, what: str) -> Callable[[Clients], list[Observer]]:
-        """Return a function that makes the progress bar of the next run from its clients, for one attack.
+    def watch(self, attack: str) -> Callable[[Clients], list[Observer]]:
+        """Return a function that takes the clients of the next run, starts its progress bar, and returns the observers.
 
-        The title of the bar has the number of the run, the attack ``what``, and the time that is left for all runs.
+        The title of the bar has the number of the run, the name of the attack, and an estimate of the time that is left
+        for all runs, from the mean time of those that have ended.
+
+        Args:
+            attack: Name of the attack for which the run is made, for the title.
         """
 
-        def begin(clients: Clients) -> list[Observer]:
-            done = self._begun
-            self._begun += 1
-            run_seconds = (time.perf_counter() - self._began) / max(1, done)  # mean of the runs so far
-            left = f" (all runs: about {format_duration(run_seconds * (self._total - done))} left)" if done else ""
-            return [self._reporter.watch(clients, f"run {self._begun} of {self._total} · {what}{left}")]
+        def start_bar(clients: Clients) -> list[Observer]:
+            num_ended = self._num_begun  # runs follow each other, so all that have begun have ended
+            self._num_begun += 1
+            title = f"run {self._num_begun} of {self._num_runs} · {attack}"
+            if num_ended:
+                seconds_per_run = (time.perf_counter() - self._start_time) / num_ended
+                seconds_left = seconds_per_run * (self._num_runs - num_ended)
+                title += f" (all runs: about {format_duration(seconds_left)} left)"
+            return [self._reporter.watch(clients, title)]
 
-        return begin
+        return start_bar
 
 
 def check_audited(run: Run) -> None:

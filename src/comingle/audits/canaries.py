@@ -666,7 +666,13 @@ class WindowScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Shadow:
-    """Result of one reference run: scores by view and user, if observed, and which windows were included."""
+    """Result of one reference run, a short run on a random half of each user's windows of training data.
+
+    Attributes:
+        scores: Decrease of the loss of each window that is scored, by the attacker's view (SERVER or USERS) and number
+            of the user; without users whom the attacker did not observe.
+        inside: For each user, which of these windows were in the run's training data.
+    """
 
     scores: dict[str, dict[int, Tensor]]
     inside: Sequence[Bool[Tensor, " windows"]]
@@ -782,24 +788,30 @@ SMALL = 1e-18
 
 
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """Return how well included windows of each user are distinguished from left-out ones, for each attacker's view.
+    """Return how well attackers can tell which windows of a user's data a run trained on, from reference runs.
 
-    Users with scores in fewer than ``FEWEST`` runs are left out: a run is attacked with the others as references, which
-    must include each window at least once and leave it out at least once.
+    Each run in turn is attacked: its scores are compared with those of the other runs, of which some trained on a
+    window and some did not. There are two attackers, the server, which sees uploads, and other users, who see what the
+    server publishes.
 
     Args:
         names: Names of the users.
-        shadows: Results of the reference runs.
+        shadows: Results of the reference runs. Each run trained on a random half of the windows, ``inside``.
+
+    Returns:
+        A result for each attacker and user. A user for whom fewer than ``FEWEST`` (3) runs have scores is skipped: an
+        attack needs, besides the attacked run, one run that trained on the window and one that did not.
     """
-    found = []
-    for view in (SERVER, USERS):
+    results = []
+    for attacker_view in (SERVER, USERS):
         for user, name in enumerate(names):
-            runs = [(run.scores[view][user], run.inside[user]) for run in shadows if user in run.scores[view]]
-            if len(runs) < FEWEST:
+            runs_with_scores = [run for run in shadows if user in run.scores[attacker_view]]
+            if len(runs_with_scores) < FEWEST:
                 continue
-            scores, inside = (torch.stack(part) for part in zip(*runs, strict=True))
-            found.append(_membership_of_user(view, name, scores, inside))
-    return found
+            scores = torch.stack([run.scores[attacker_view][user] for run in runs_with_scores])  # (runs, windows)
+            inside = torch.stack([run.inside[user] for run in runs_with_scores])  # (runs, windows)
+            results.append(_membership_of_user(attacker_view, name, scores, inside))
+    return results
 
 
 def _membership_of_user(view: str, user: str, scores: Tensor, inside: Tensor) -> Shadowed:

@@ -37,7 +37,7 @@ def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     trials: Annotated[
         int | None,
-        typer.Option("--trials", min=1, help="Start N runs with canaries (default: enough for about 40 coin flips)."),
+        typer.Option("--trials", min=1, help="Start N runs with canaries (default: enough for about 40 canaries)."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Train N rounds in each of these runs.")] = 3,
     shadows: Annotated[

@@ -676,7 +676,9 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
     tensors = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout))
     sums = Tree()
     for _ in range(TRACED_BATCHES):
-        more, _ = private.sums_over(model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0)
+        more, _ = private.clipped_sums_of_batch(
+            model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0
+        )
         sums = {name: t + sums[name] if name in sums else t for name, t in more.items()}
     noisy = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
     return private.merge(layout, phase, local, noisy, range(users), users)

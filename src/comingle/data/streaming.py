@@ -394,7 +394,11 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
 
     @abstractmethod
     def read(self, rows: Rows) -> Generator[Read, None, None]:
-        """Yield the data of each user; ``rows`` groups the rows of all users.
+        """Read the sources and yield the data of one user after another.
+
+        Args:
+            rows: An empty store, in memory or on disk. If one table has the rows of all users in any order, the reader
+                fills the store with them and takes them out again grouped by user.
 
         Raises:
             DataError: A source cannot be read, or users without data are refused.

@@ -289,23 +289,26 @@ def settings_of(method: str | Method | Make) -> dict[str, Any]:
 def settings_in_comparison(
     name: str, recipe_method: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of a method that is compared with the method of a recipe.
+    """Return the settings to pass to a method that a comparison runs beside the method of a recipe.
 
     The recipe's own method keeps its settings; other methods have their defaults. Settings in ``for_all`` override both
     in every method that has a setting of that name, and are left out for the others.
 
     Args:
-        name: The method that is compared.
+        name: The method for which settings are returned.
         recipe_method: Name of the recipe's method.
         settings: Settings of the recipe's method in the recipe.
-        for_all: Settings given for all compared methods.
+        for_all: Settings for all methods of the comparison, as given with ``--set method.KEY=VALUE``.
 
     Returns:
-        The settings that differ from the defaults, by name.
+        Settings by name; the method's other settings keep their defaults.
     """
     existing = settings_of(name)
-    # The recipe's value of an overridden setting is dropped even if this method has no such setting.
-    from_recipe = {key: value for key, value in settings.items() if key not in for_all} if name == recipe_method else {}
+    from_recipe = {}
+    if name == recipe_method:
+        # ``--set method.KEY=VALUE`` has put KEY into the recipe's method, too, even if only other methods have such a
+        # setting. So it is left out here, and added below if this method has it.
+        from_recipe = {key: value for key, value in settings.items() if key not in for_all}
     common = {key: value for key, value in for_all.items() if key in existing}
     return {**from_recipe, **common}
 

@@ -350,7 +350,9 @@ class PrivateSteps:
         numbers: Int[Tensor, "u n"],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """Return sums over examples of clipped gradients ``(users, ...)`` and of losses ``(users,)``, both float64.
+        """Clip each example's gradient; return for each user the sum of the clipped gradients and that of the losses.
+
+        The sums have shapes ``(users, ...)`` and ``(users,)``, both in float64.
 
         Args:
             model: The model.
@@ -362,41 +364,47 @@ class PrivateSteps:
             bound: Clip norm of the gradient of one example.
         """
         drawn = batch_source.numbered(cohort.owners, numbers, cohort.round_number).to(cohort.part.rows.device)
-        return self.sums_over(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
+        return self.clipped_sums_of_batch(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
 
-    def sums_over(
+    def clipped_sums_of_batch(
         self,
         model: Model,
         batch_source: BatchSource,
         tensors: Tree,
         leaves: Sequence[str],
-        owners: Sequence[int],
-        drawn: Int[Tensor, "u n ..."],
+        trainer_numbers: Sequence[int],
+        examples: Int[Tensor, "u n ..."],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """Return sums over drawn examples of clipped gradients and of losses, from a single pass, both float64.
+        """Clip each example's gradient; return for each user the sum of the clipped gradients and that of the losses.
 
-        Every example is a row of the pass with its own copy of the user's tensors, so that one backward pass yields the
-        gradient of each example. Rows are in the order of the users.
+        It is done in a single pass, in which every example is a row with its own copy of the user's tensors. So one
+        backward pass yields the gradient of each example. Rows are in the order of the users.
 
         Args:
             model: The model.
             batch_source: Batch source that reads the examples.
-            tensors: Tensors of the users.
-            leaves: Names of the tensors to differentiate.
-            owners: Trainers of the users.
-            drawn: Examples of each user, as drawn.
+            tensors: Tensors of the users by name, ``(users, *shape)``.
+            leaves: Names of the tensors to differentiate, which are trained with noise.
+            trainer_numbers: For each user, the number of the trainer whose data it trains on.
+            examples: The ``n`` examples of each user, as the batch source encodes them.
             bound: Clip norm of the gradient of one example.
+
+        Returns:
+            The sums of the gradients by name, ``(users, *shape)``, and those of the losses, ``(users,)``, both float64.
         """
-        users, count = drawn.shape[:2]
-        owner_of_example = [owner for owner in owners for _ in range(count)]
+        users, count = examples.shape[:2]
+        trainer_of_example = [trainer for trainer in trainer_numbers for _ in range(count)]
         repeated = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
         for name in leaves:
             repeated[name].requires_grad_()
-        examples = drawn.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
-        batch: Any = batch_source.read("train", owner_of_example, examples)
-        losses = model.without(self.local_roles(model.layout)).losses_in_fixed_order(repeated, owner_of_example, batch)
-        mean_losses = losses.flatten(1).sum(1) / batch_source.counted(examples).clamp(min=1)  # of each example
+        example_rows = examples.flatten(0, 1).unsqueeze(1)  # one example per row of the pass
+        batch: Any = batch_source.read("train", trainer_of_example, example_rows)
+        # Roles that are trained without noise take no part: their tensors are not in ``tensors``. Without specialists
+        # and routers, the other experts are averaged.
+        shared_model = model.without(self.local_roles(model.layout))
+        losses = shared_model.losses_in_fixed_order(repeated, trainer_of_example, batch)
+        mean_losses = losses.flatten(1).sum(1) / batch_source.counted(example_rows).clamp(min=1)  # of each example
         # Rows do not mix, so the gradient of the sum has the gradient of each example in its row.
         gradients = torch.autograd.grad(mean_losses.sum(), [repeated[n] for n in leaves], materialize_grads=True)
         bounded = clipped(dict(zip(leaves, gradients, strict=True)), bound)

@@ -301,26 +301,28 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
 
 
 def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
-    """Compare every other row of one column of a table with the baseline row; name rows by their labels.
+    """Test, within one column of a table, all rows but the baseline for a difference from the baseline row.
 
     Args:
-        plan: The runs of the column.
-        results: Each user's metric, by row and seed.
-        baseline: The baseline row, or several with commas between them.
+        plan: The table.
+        results: The column's results, each user's metric, nested by row, seed and user.
+        baseline: Key of the baseline row, or keys of several rows separated by commas, the best of which is used.
 
     Returns:
-        None if models are not compared by the metric (for example ROUGE-1), if the baseline was not run, or if there is
-        nothing to compare.
+        The verdicts for ``table.json``, in which the rows have the labels that the table shows. None if the table's
+        metric is not in :data:`MEASURES`, if the baseline was not run, or if no other row has enough seeds.
     """
     measure = plan.experiment.metric.removeprefix("mean_test_")
-    if measure not in MEASURES or not results.keys() >= {*baseline_methods(baseline)}:
+    baseline_rows = baseline_methods(baseline)
+    was_run = results.keys() >= {*baseline_rows}
+    if measure not in MEASURES or not was_run:
         return None
-    comparison = compare_with_baseline(results, measure, baseline)
+    comparison = compare_with_baseline(results, measure, baseline)  # compares methods; here each row is one
     if comparison is None:
         return None
     labels = {row: plan.experiment.rows[row].label or row for row in results}
     verdicts = tuple(replace(verdict, method=labels[verdict.method]) for verdict in comparison.verdicts)
-    baseline_label = baseline_text([labels[row] for row in baseline_methods(baseline)])
+    baseline_label = baseline_text([labels[row] for row in baseline_rows])
     return replace(comparison, baseline=baseline_label, verdicts=verdicts).as_dict()
 
 

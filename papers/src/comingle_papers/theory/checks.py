@@ -150,7 +150,7 @@ def quadratic_curve(
         start: The initial experts.
         steps: Number of steps.
     """
-    bounds = quadratics.constants(valid, train)
+    bounds = quadratics.quadratic_constants(valid, train)
     thetas, phis = quadratics.alternate(valid, train, start, steps)
     experts, router = quadratics.fixed_point(valid, train)
     expert_distances = quadratics.energy_norms(thetas - experts, train.experts_block)

@@ -417,13 +417,22 @@ class QuadraticConstants:
         return ((self.largest - self.smallest) / (self.largest + self.smallest)) ** 2 if self.same_function else None
 
 
-def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
-    """Return the constants of Theorem F.1 and Example 1 from the two Hessians ``[[A, C^T], [C, B]]``.
+def quadratic_constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
+    """Return the constants in the bounds of Theorem F.1 and Example 1, from the Hessians of two quadratic objectives.
 
-    A is the curvature in the experts, B that in the router. lambda_1 is the norm of ``B^-1 C`` (of the validation
-    objective), which maps a change of the experts to that of the best router; lambda_2 is that of the map back,
-    ``A^-1 C^T`` (of the training objective). In energy norms ``|B^1/2 (B^-1 C) A^-1/2| = |B^-1/2 C A^-1/2|``, and alike
-    for the other map. The product of the Euclidean constants can exceed 1 where that in energy norms is far below.
+    Each Hessian is ``[[A, C^T], [C, B]]``, with the curvature A in the experts and B in the router. A is that of train
+    and B that of valid here, since experts minimise train and the router minimises valid.
+
+    - ``router_lipschitz`` is lambda_1, the norm of ``B^-1 C`` with C of valid. This matrix maps a change of the experts
+      to the change of the best router.
+    - ``experts_lipschitz`` is lambda_2, the norm of ``A^-1 C^T`` with C of train. It maps a change of the router to the
+      change of the best experts.
+    - Both norms are operator norms between ``|Theta|_A = sqrt(<A Theta, Theta>)`` and ``|Phi|_B``. So lambda_1 is the
+      spectral norm of ``B^1/2 (B^-1 C) A^-1/2 = B^-1/2 C A^-1/2``, and lambda_2 that of ``A^-1/2 C^T B^-1/2``.
+    - ``euclidean_router_lipschitz`` and ``euclidean_experts_lipschitz`` are the spectral norms of ``B^-1 C`` and ``A^-1
+      C^T`` themselves. Their product can exceed 1, which proves nothing, while ``lambda_1 lambda_2`` is far below 1.
+    - ``smallest`` and ``largest`` are the extreme eigenvalues of the two Hessians.
+    - ``same_function`` is whether the two Hessians are equal.
 
     Args:
         valid: The validation objective, which the router minimises.

@@ -436,10 +436,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
         self._split_options = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
         self.labels, self._classes_note, self._remarks = tuple[str, ...](), "", Remarks()
-        self._first: UserSamples | None = None
-        self._first_as_read: UserSamples | None = None
+        self._first_user: UserSamples | None = None
+        self._first_user_as_read: UserSamples | None = None
         """First user, before whole targets become real numbers."""
-        self._has_whole_targets, self._num_classes = False, 0
+        self._targets_are_whole, self._num_classes = False, 0
         """Whether targets are whole numbers; the largest class of all users, plus 1."""
         self._seen, self._unseen = set[int](), FirstUsers()
         """Classes of train samples (up to a few), and users with held-out classes that they do not train on."""
@@ -465,23 +465,28 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             yield split_samples(name, numbered, **self._split_options)
 
     def encode(self, read: UserSamples) -> UserSamples:
-        """Return the user, with targets as real numbers if the loss does not take classes.
+        """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
+
+        The first user decides for all: whole numbers are classes unless the loss is one for real numbers. For such a
+        loss they are converted. For a loss on classes, the classes of all users are counted.
 
         Raises:
-            DataError: The targets are real numbers, but those of the first user were whole numbers.
+            DataError: The targets are real numbers, but those of the first user were whole numbers. The opposite is
+                found later, when all users are checked.
         """
-        user = read
-        if self._first is None:
-            self._has_whole_targets, self._first_as_read = _has_whole_targets(user), user
-        if self._has_whole_targets and not _has_whole_targets(user):
-            self._has_whole_targets = False
-            assert self._first_as_read is not None
-            # Raises the error, since the first user has whole numbers and this one real numbers.
-            check([self._first_as_read, user], classes=self._class_limit)
-        if self._has_whole_targets and not self.loss.classes:  # a regression with whole numbers
+        user, is_first = read, self._first_user is None
+        if is_first:
+            self._targets_are_whole, self._first_user_as_read = _has_whole_targets(user), user
+        if self._targets_are_whole and not _has_whole_targets(user):
+            # This raises the error, since the first user has whole numbers and this one real numbers. The default loss
+            # is now one for real numbers, so the message names the first user's whole numbers as the mistake.
+            self._targets_are_whole = False
+            assert self._first_user_as_read is not None
+            check([self._first_user_as_read, user], classes=self._class_limit)
+        if self._targets_are_whole and not self.loss.classes:  # a regression with whole numbers
             user = with_real_targets(user)
-        self._first = self._first or user
-        if self.loss.classes and self._has_whole_targets:
+        self._first_user = self._first_user or user
+        if self.loss.classes and self._targets_are_whole:
             self._count_classes(user)
         return user
 
@@ -502,7 +507,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         Whole numbers are taken for classes. Whether the targets are whole is known only once users have been read, so
         the loss may change while they are read. It is therefore cached for both cases.
         """
-        has_classes = self._has_whole_targets
+        has_classes = self._targets_are_whole
         if has_classes not in self._losses:
             default = CROSS_ENTROPY if has_classes else MSE
             self._losses[has_classes] = default if self._loss is None else find_loss(self._loss, classes=has_classes)
@@ -515,8 +520,8 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
     def inspect(self, read: UserSamples, user: UserSamples) -> None:
         """Check that samples fit those of the first user."""
-        assert self._first is not None
-        check([user] if user is self._first else [self._first, user], classes=self._class_limit)
+        assert self._first_user is not None
+        check([user] if user is self._first_user else [self._first_user, user], classes=self._class_limit)
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return what the users have in common, and warnings about classes that users lack or do not train on.
@@ -528,21 +533,21 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         Raises:
             DataError: There are no users, or all samples have the same class.
         """
-        if self._first is None:
+        if self._first_user is None:
             raise DataError("no users; at least one is needed")
-        train, is_classification = self._first.train, self.loss.classes
+        train, is_classification = self._first_user.train, self.loss.classes
         num_named_classes = max(len(self.labels), self.section.outputs or 0)
         num_classes = num_named_classes or max(1, self._num_classes)
         outputs = num_classes if is_classification else train.targets.shape[-1]
         lines = [*self._remarks.lines, *([self._classes_note] if self._classes_note else [])]
-        if is_classification and self._has_whole_targets:
+        if is_classification and self._targets_are_whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:
             lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.users))
         about = {
             "shape": list(train.inputs.shape[1:]),
             "outputs": outputs,
-            "whole": self._has_whole_targets,
+            "whole": self._targets_are_whole,
             "labels": list(self.labels),
         }
         return about, lines
@@ -556,7 +561,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
                 ``outputs``, ``whole`` (whether targets are whole numbers) and ``labels`` (names of the classes).
         """
         shape = tuple(about["shape"])
-        self._has_whole_targets = about["whole"]  # users from the cache were not read here; `loss` depends on it
+        self._targets_are_whole = about["whole"]  # users from the cache were not read here; `loss` depends on it
         return Population(
             users=as_users(users),
             loss=self.loss,

@@ -294,17 +294,27 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def restore(self, folder: Path, fingerprint: str) -> Progress:
         """Restore users and server from the newest checkpoint in a run folder.
 
+        Args:
+            folder: The run folder.
+            fingerprint: Expected fingerprint of the recipe.
+
+        Returns:
+            The progress that the checkpoint records: rounds, times and bytes so far.
+
         Raises:
-            RunError: There is no checkpoint, or it is damaged or has another fingerprint.
+            RunError: There is no checkpoint, or it is damaged, has another fingerprint or has other users.
         """
         newest, progress = self._find_checkpoint(folder, fingerprint)
         clients = self.clients
         clients.stopped_after = progress.round if progress.stopped else None
         server_state = self._load_state(newest, progress)
-        clients.update_masks()
-        # With a store on disk the order of users cannot change, so checkpoints have no names.
-        is_on_disk = progress.population or not clients.state.in_memory
-        self._restore_server(server_state, clients.population_names if is_on_disk else progress.trainers)
+        clients.update_masks()  # the restored LoRA ranks decide which entries of the users' rows are padding
+        # A run that keeps users' tensors in memory may list users in another order than before, so the checkpoint has
+        # their names in the order of its tensors. A run with ``runtime.store: disk`` may not: its checkpoint has only a
+        # digest of the names, ``progress.population``, which was compared with this run's names.
+        has_store_on_disk = progress.population or not clients.state.in_memory
+        names_in_checkpoint = clients.population_names if has_store_on_disk else progress.trainers
+        self._restore_server(server_state, names_in_checkpoint)
         return progress
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
