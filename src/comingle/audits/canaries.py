@@ -670,7 +670,7 @@ class Shadow:
 
     Attributes:
         scores: Decrease of the loss of each window that is scored, by the attacker's view (SERVER or USERS) and number
-            of the user; without users whom the attacker did not observe.
+            of the user. Users that the attacker did not observe are left out.
         inside: For each user, which of these windows were in the run's training data.
     """
 
@@ -799,8 +799,8 @@ def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> li
         shadows: Results of the reference runs. Each run trained on a random half of the windows, ``inside``.
 
     Returns:
-        A result for each attacker and user. A user for whom fewer than ``FEWEST`` (3) runs have scores is skipped: an
-        attack needs, besides the attacked run, one run that trained on the window and one that did not.
+        A result for each attacker and user. Users with scores in fewer than ``FEWEST`` (3) runs are skipped: an attack
+        needs, besides the attacked run, one run that trained on the window and one that did not.
     """
     results = []
     for attacker_view in (SERVER, USERS):
