@@ -75,16 +75,19 @@ def report(
     check_target(path, force=force)
     baseline_comparison(entries, against)  # raises before anything is drawn
     with status("loading models and routing texts"):
-        views = [] if no_tokens else route_texts(entries, text, None if users is None else split_names(users), tokens)
+        user_names = None if users is None else split_names(users)
+        # A token view shows, for a method, the experts to which its routers send each token of some texts.
+        token_views = [] if no_tokens else route_texts(entries, text, user_names, tokens)
     with status("drawing"):
-        page = render_page(entries, views, baseline=against)
+        page = render_page(entries, token_views, baseline=against)
     try:
         write_text(path, page)
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None
     warn_if_incomparable(entries)
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
-    if any(text.owner for view in views for text in view.texts):
+    has_private_text = any(text.owner for view in token_views for text in view.texts)  # a text of --text has no owner
+    if has_private_text:
         console.print("the page shows the beginning of each user's test text; --no-tokens omits it", style="dim")
 
 
@@ -327,8 +330,8 @@ def _panels_of_kind(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Pane
 
     The kinds are:
 
-    - "curves": test results during training, once with and once without the first evaluation, whose large values hide
-      later differences
+    - "curves": test results during training, in a figure with all evaluations and one without the first, from which
+      results often change so much that later differences are invisible beside it
     - "bytes": final test results against uploaded bytes
     - "scores": scores of the experts, a figure for each method with routers
     - "users": changes of each user's result against a baseline, a figure for each of ``local`` and ``fedavg`` among
