@@ -52,7 +52,7 @@ def joining(content: dict[str, Any], **changes: Any) -> Task:
         for part in path:
             place = place.setdefault(part, {})
         place[last] = value
-    return Task(run="run1", serial=0, user="ann", todo=("join",), about={"public": json.loads(json.dumps(public))})
+    return Task(run="run1", serial=0, user="ann", todo=("join",), arguments={"public": json.loads(json.dumps(public))})
 
 
 class Liar:

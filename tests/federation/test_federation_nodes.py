@@ -175,7 +175,7 @@ def test_what_is_older_than_what_is_kept_is_refused_and_nothing_is_lost(case: Ca
     assert len(tasks) > 6
     before = kept_in(tmp_path / "whole" / "ann")
     for task in tasks[1:3]:
-        assert "'ann' can revert" in refusal(node, replace(task, about={**task.about, "other": 1}))
+        assert "'ann' can revert" in refusal(node, replace(task, arguments={**task.arguments, "other": 1}))
     assert kept_in(tmp_path / "whole" / "ann") == before
 
 
@@ -246,7 +246,7 @@ def wrong_tasks(task: Task) -> dict[str, tuple[Task, str]]:
         return with_message(task, replace(download, tensors={k: v for k, v in merged.items() if v is not None}))
 
     def about(**changes: Any) -> Task:
-        return replace(task, about={**task.about, **changes})
+        return replace(task, arguments={**task.arguments, **changes})
 
     nan = t.clone()
     nan.view(-1)[0] = float("nan")
@@ -377,10 +377,10 @@ def test_a_task_of_another_format_or_cut_off_is_refused(case: Case, tmp_path: Pa
 
 
 def test_who_is_known_is_told_of_another_recipe_with_both_digests(case: Case, folder: Path) -> None:
-    public = case.tasks[0].about["public"]
+    public = case.tasks[0].arguments["public"]
     other = changed(case.tasks[0], recipe={**public["recipe"], "seed": 7})
     told = refusal(Client(folder, case.own), other)
-    digests = (read_public(task.about["public"]).digest for task in (case.tasks[0], other))
+    digests = (read_public(task.arguments["public"]).digest for task in (case.tasks[0], other))
     assert all(digest in told for digest in digests)
 
 
@@ -412,7 +412,7 @@ def test_another_federation_is_refused_with_both_values(
 
 @pytest.mark.parametrize("about", [{}, {"public": None}, {"public": []}, {"public": "x"}])
 def test_a_join_that_says_nothing_is_refused(case: Case, tmp_path: Path, about: dict[str, Any]) -> None:
-    assert "the federation" in refusal(Client(tmp_path, case.own), replace(case.tasks[0], about=about))
+    assert "the federation" in refusal(Client(tmp_path, case.own), replace(case.tasks[0], arguments=about))
 
 
 def test_what_is_expected_must_be(case: Case, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_it_hears_that_what_was_sent_last_does_not_count(case: Case, folder: Pat
     heard: list[str] = []
     node, task = Client(folder, case.own, say=heard.append), case.tasks[3]
     node.handle(task.pack())
-    node.handle(replace(task, about={**task.about, "other": 1}).pack())
+    node.handle(replace(task, arguments={**task.arguments, "other": 1}).pack())
     assert heard.count(REVERTED_NOTICE) == 1
 
 
@@ -507,7 +507,7 @@ def test_killed_before_any_change_of_the_disk_it_goes_on_bit_for_bit(
     case: Case, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = next(task for task in case.tasks[3:] if "receive" in task.todo)
-    other = replace(task, about={**task.about, "other": 1})  # which is undone: that changes files too
+    other = replace(task, arguments={**task.arguments, "other": 1})  # which is undone: that changes files too
     node, into = Client(folder, case.own), tmp_path / "snapshots"
     node.handle(case.tasks[0].pack())
     into.mkdir()

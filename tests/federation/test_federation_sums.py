@@ -319,7 +319,7 @@ def test_a_round_that_was_unmasked_is_not_begun_again(tmp_path: Path, asked: Any
     ann = channel.nodes["ann"]
     first, _ = begun(channel)
     assert answer_of(ann, task).messages
-    undone = replace(first, about={**first.about, "done": 0})  # another task of the same number
+    undone = replace(first, arguments={**first.arguments, "done": 0})  # another task of the same number
     assert re.search(r"secure aggregation: .*'ann'.*round 1$", refusal(ann, undone))
     later = replace(undone, round=1)
     assert answer_of(ann, later).messages
@@ -332,7 +332,7 @@ def test_a_round_that_was_masked_is_begun_again_with_other_keys(tmp_path: Path, 
     first, was = begun(channel)
     masked = answer_of(ann, task)
     assert masked.messages
-    again = answer_of(ann, replace(first, about={**first.about, "done": 0}))
+    again = answer_of(ann, replace(first, arguments={**first.arguments, "done": 0}))
     assert again.messages[0] != was.messages[0]
     after = replace(task, serial=first.serial + 1)  # what was sealed for the old keys is for nobody now
     assert "mask before share" in refusal(ann, after) or "has not advertised" in refusal(ann, after)

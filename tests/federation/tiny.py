@@ -97,7 +97,8 @@ def download_in(task: Task, at: int = 0) -> Download:
 
 def changed(task: Task, **public: Any) -> Task:
     """A task to join a federation of which other things are said."""
-    return replace(task, about={**task.about, "public": {**json.loads(json.dumps(task.about["public"])), **public}})
+    changed = {**json.loads(json.dumps(task.arguments["public"])), **public}
+    return replace(task, arguments={**task.arguments, "public": changed})
 
 
 @contextmanager

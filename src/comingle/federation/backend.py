@@ -438,7 +438,7 @@ class NetworkBackend(Backend[ClientReports]):
         steps: dict[str, Sequence[str]] = dict.fromkeys(names, tuple(participant_steps))
         if evaluates_locally:
             steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
-        answers = session.ask(steps, plan.number, about={"done": plan.done})
+        answers = session.ask(steps, plan.number, arguments={"done": plan.done})
         trained = {name: answers[name] for name in names if name in answers}
         _require_enough(session, trained, names, plan.done)
         self._plan, self._training_answers = plan, trained
@@ -487,7 +487,7 @@ class NetworkBackend(Backend[ClientReports]):
         answers, self._evaluation_answers = self._evaluation_answers, None
         if answers is None:
             steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
-            answers = self.session.ask(dict.fromkeys(self._names, steps), max(0, done - 1), about={"done": done})
+            answers = self.session.ask(dict.fromkeys(self._names, steps), max(0, done - 1), arguments={"done": done})
         names = [name for name in self._names if name in answers]
         reported = {name: answers[name].reported for name in names if answers[name].reported.get("evaluated")}
         measure = _measure(reported)

@@ -435,7 +435,7 @@ class Client:
             MessageError: The federation does not suit this user, or has changed since the user joined.
             ComingleError: The user's data or base cannot be used.
         """
-        public = read_public(task.about.get("public"))
+        public = read_public(task.arguments.get("public"))
         known = known_public(self._folder(task.run))
         if known is not None and known.digest != public.digest:
             raise MessageError(
@@ -521,7 +521,7 @@ class TaskRunner:
         self.reported: dict[str, Any] = {}
         self.sent: list[bytes] = []
         self.received = list(task.messages)
-        if steps := int(task.about.get("local_steps", 0)):
+        if steps := int(task.arguments.get("local_steps", 0)):
             self.clients.steps.most_steps = steps
 
     def run(self) -> Answer:
@@ -634,7 +634,7 @@ class TaskRunner:
         The validation loss is sent if it is needed to select the best round. A method may fine-tune the model for the
         evaluation only.
         """
-        clients, done = self.clients, self.task.about.get("done")
+        clients, done = self.clients, self.task.arguments.get("done")
         settle(clients)
         with finetuned(clients, done):
             scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}

@@ -40,7 +40,7 @@ _PREFIX = struct.Struct("<4sHII")
 MAX_HEADER_BYTES = 16 << 20
 """Size limit of a header; a larger one is refused before it is read."""
 
-_WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+_PARSE_ERRORS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 """Errors of reading a header that is not a task's or an answer's."""
 
 
@@ -54,7 +54,7 @@ class Task:
         user: Name of the user.
         todo: Names of the steps.
         round: The round to train, from 0, or the number of rounds that are done.
-        about: Other values that the steps need.
+        arguments: Values that the steps need, by name: "public" to join, "done" (rounds that are done), "local_steps".
         messages: Downloads that the steps need, in their order.
     """
 
@@ -63,12 +63,12 @@ class Task:
     user: str
     todo: tuple[str, ...]
     round: int = 0
-    about: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[bytes, ...] = ()
 
     def pack(self) -> bytes:
         """Return the task as bytes; equal tasks yield equal bytes."""
-        header = {"todo": list(self.todo), "round": self.round, "about": dict(self.about)}
+        header = {"todo": list(self.todo), "round": self.round, "about": dict(self.arguments)}
         return _pack("task", self.run, self.serial, self.user, header, self.messages)
 
 
@@ -114,7 +114,7 @@ def unpack_task(data: bytes) -> Task:
             user=str(header["user"]),
             todo=tuple(str(step) for step in header["todo"]),
             round=int(header["round"]),
-            about=dict(header["about"]),
+            arguments=dict(header["about"]),
             messages=messages,
         )
 
@@ -137,7 +137,10 @@ def unpack_answer(data: bytes) -> Answer:
 
 
 def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
-    """Return the bytes of a task or an answer, whose layout :func:`_unpack` describes.
+    """Return the bytes of a task or an answer, which :func:`_unpack` reads.
+
+    They are a prefix (magic, format, length and CRC-32 of the header), the header in JSON, and the messages one after
+    another. The header has the length of each message.
 
     Args:
         kind: "task" or "answer".
@@ -149,8 +152,9 @@ def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any]
     """
     lengths = [len(message) for message in messages]
     content = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": lengths} | dict(header)
-    packed = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    return b"".join([_PREFIX.pack(_MAGIC, FORMAT, len(packed), zlib.crc32(packed)), packed, *messages])
+    packed_header = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    prefix = _PREFIX.pack(_MAGIC, FORMAT, len(packed_header), zlib.crc32(packed_header))
+    return b"".join([prefix, packed_header, *messages])
 
 
 def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
@@ -193,7 +197,9 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 @contextmanager
 def _as_message_error(kind: str) -> Iterator[None]:
-    """Convert errors of reading a header within the block to a MessageError.
+    """Raise a MessageError in place of any error from reading the JSON header of a message within the block.
+
+    The header comes from another machine: a key may be missing, or a value may have another type.
 
     Args:
         kind: "task" or "answer", the beginning of the error's message.
@@ -202,7 +208,7 @@ def _as_message_error(kind: str) -> Iterator[None]:
         yield
     except MessageError:
         raise
-    except _WRONG as error:
+    except _PARSE_ERRORS as error:
         raise MessageError(f"{kind}: malformed ({type(error).__name__}: {error})") from None
 
 
@@ -213,7 +219,8 @@ def _refuse_constant(constant: str) -> None:
 _RUN = re.compile(r"[A-Za-z0-9]{1,64}")
 _MOST_STEPS = 10_000_000
 """Largest number of local steps of a round that a recipe allows."""
-_NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
+_STEPS_WITH_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
+"""Steps that read a message of the task; each reads one."""
 
 
 def check_address(task: Task, user: str) -> None:
@@ -233,32 +240,34 @@ def check_address(task: Task, user: str) -> None:
 
 
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bool) -> None:
-    """Check that a task has known steps, each once, the messages that they need, and a round of the run.
+    """Check that a task has known steps, each once, as many messages as they read, and numbers that the run allows.
+
+    The numbers are the round, the number of rounds that are done, and the number of local steps per round.
 
     Args:
         task: The task.
         plan: Settings of the run.
         steps: Names of the steps that a client knows.
-        counted: Whether local steps follow from the users' data; otherwise the recipe sets them.
+        counted: Whether the number of local steps follows from the users' data; otherwise the recipe sets it.
 
     Raises:
         MessageError: A check fails.
     """
     if not task.todo:
         raise MessageError(f"task: no step; allowed: join, {', '.join(steps)}")
-    for at, step in enumerate(task.todo):
+    for index, step in enumerate(task.todo):
         if step not in steps:
             raise MessageError(f"task: no step {step[:70]!r}; allowed: join, {', '.join(steps)}")
-        if step in task.todo[:at]:
+        if step in task.todo[:index]:
             raise MessageError(f"task: got step {step!r} twice")
-    num_needed = sum(step in _NEEDS_MESSAGE for step in task.todo)
+    num_needed = sum(step in _STEPS_WITH_MESSAGE for step in task.todo)
     if len(task.messages) != num_needed:
         raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_needed}")
     _check_number("round", task.round, plan.training.rounds)
-    _check_number("done", task.about.get("done", 0), plan.training.rounds)
-    local_steps, in_recipe = task.about.get("local_steps", 0), plan.training.local_steps
+    _check_number("done", task.arguments.get("done", 0), plan.training.rounds)
+    local_steps, in_recipe = task.arguments.get("local_steps", 0), plan.training.local_steps
     _check_number("local_steps", local_steps, _MOST_STEPS)
-    if not counted and local_steps not in (0, in_recipe):  # 0 if the server has not sent any
+    if not counted and local_steps not in (0, in_recipe):  # 0 if the task does not say
         raise MessageError(f"task: local_steps is {local_steps}; allowed: {in_recipe}, as in the recipe")
 
 
@@ -364,6 +373,7 @@ _FACTORS = (".a", ".b")
 _DTYPES = (torch.float32, torch.float64)
 _MOST = 10**15
 _LARGEST_FACTOR, _LARGEST_NUMBER = 1e6, 1e15
+"""Largest magnitudes in an upload: in a LoRA factor, which is multiplied by the other one, and in any other tensor."""
 _LARGEST = float(torch.finfo(torch.float32).max)
 _LOSS = Reported(least=-_LARGEST, most=_LARGEST)
 
@@ -524,7 +534,7 @@ def _check_tensors(
     Raises:
         MessageError: A check fails.
     """
-    allowed_shapes = _shapes(layout, shared, rank)
+    allowed_shapes = _allowed_shapes(layout, shared, rank)
     for name in sorted(allowed_shapes.keys() | tensors.keys()):
         got = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
         if name not in allowed_shapes or got not in allowed_shapes[name]:
@@ -537,9 +547,13 @@ def _check_tensors(
 
 
 def _check_sizes(tensors: Tree) -> None:
-    """Check that numbers of an upload are small enough for finite products and squares.
+    """Check that the numbers of an upload are so small that aggregation does not overflow in float32.
 
-    Downloads may have larger ones: FlexLoRA puts singular values of products into one factor.
+    Their magnitude is limited to 1e6 in LoRA factors, whose product may be squared, and to 1e15 in other tensors, which
+    may be squared. Downloads may have larger numbers: FlexLoRA puts singular values of products into one factor.
+
+    Raises:
+        MessageError: A number is too large.
     """
     for name, t in tensors.items():
         most = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
@@ -549,17 +563,21 @@ def _check_sizes(tensors: Tree) -> None:
             )
 
 
-def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return the two shapes that each shared tensor may have: cut to the rank, or padded to the largest rank.
+def _allowed_shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return, by name, the two shapes that each shared tensor of a message may have, without the axis of users.
+
+    The first has the user's LoRA rank. The second is padded to the largest rank of all users, as in the model that is
+    trained. They differ only for LoRA factors.
 
     Args:
-        layout: Layout of the model's tensors.
-        shared: Roles of the tensors.
-        rank: The rank to which factors of LoRA are cut; 0 for models without LoRA.
+        layout: Layout of the model's tensors, padded to the largest rank.
+        shared: Roles of the shared tensors.
+        rank: The user's LoRA rank; 0 for models without LoRA.
     """
+    # Tensors (1, *shape) for one user. The "meta" device allocates no memory, as only their shapes are needed.
     all_tensors = layout.views(torch.zeros(1, layout.columns, device="meta"))
-    padded = {name: tuple(t.shape[1:]) for name, t in restrict(all_tensors, layout, shared).items()}
-    return {name: [_cut_to_rank(name, shape, rank), shape] for name, shape in padded.items()}
+    padded_shapes = {name: tuple(t.shape[1:]) for name, t in restrict(all_tensors, layout, shared).items()}
+    return {name: [_cut_to_rank(name, shape, rank), shape] for name, shape in padded_shapes.items()}
 
 
 def _cut_to_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ class ServerSession:
         steps: Mapping[str, Sequence[str]],
         number: int,
         *,
-        about: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
         seconds: float | None = None,
         messages: Mapping[str, bytes] = MappingProxyType({}),
     ) -> dict[str, Answer]:
@@ -175,14 +175,14 @@ class ServerSession:
         Args:
             steps: Steps of each client's task, by user. Steps that need the newest download begin with "receive".
             number: The round to train, from 0, or the number of rounds that are done.
-            about: Other values that the steps need, the same for all tasks.
+            arguments: Other values that the steps need, the same for all tasks.
             seconds: Timeout; ``network.round_timeout`` by default.
             messages: Messages for steps other than "receive", by user.
         """
 
         def task_of(name: str) -> Task:
             other_messages = [messages[name]] if name in messages else []
-            return self._task_with_messages(name, steps[name], number, about or {}, other_messages)
+            return self._task_with_messages(name, steps[name], number, arguments or {}, other_messages)
 
         queue = TaskQueue(self, list(steps), self.network.round_timeout if seconds is None else seconds, task_of)
         answers = queue.run()
@@ -198,7 +198,7 @@ class ServerSession:
         return answers
 
     def _task_with_messages(
-        self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any], other_messages: Sequence[bytes]
+        self, name: str, todo: Sequence[str], number: int, arguments: Mapping[str, Any], other_messages: Sequence[bytes]
     ) -> Task:
         """Return a client's next task, with a download and a verdict on validation losses if they are due.
 
@@ -209,7 +209,7 @@ class ServerSession:
             name: The user.
             todo: Steps of the task.
             number: The round, from 0.
-            about: Other values for the task.
+            arguments: Other values for the task.
             other_messages: Messages for steps other than "receive" and "hear".
         """
         messages, steps = list(other_messages), list(todo)  # messages are in the order of the steps that need them
@@ -222,7 +222,7 @@ class ServerSession:
             messages.insert(0, pack(verdict))
             steps.insert(0, "hear")
         serial = self.clients[name].serial + 1
-        return self._task(name, tuple(steps), serial, number=number, about=about, messages=tuple(messages))
+        return self._task(name, tuple(steps), serial, number=number, arguments=arguments, messages=tuple(messages))
 
     def _is_stale(self, name: str) -> bool:
         """Return whether a client has to download the newest version of the shared tensors.
@@ -236,7 +236,7 @@ class ServerSession:
 
     def join_task(self, name: str) -> Task:
         """Return the task that sends a client the public part of the federation."""
-        return self._task(name, _JOIN, 0, about={"public": self.public.as_dict()})
+        return self._task(name, _JOIN, 0, arguments={"public": self.public.as_dict()})
 
     def _task(
         self,
@@ -245,7 +245,7 @@ class ServerSession:
         serial: int,
         *,
         number: int = 0,
-        about: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         messages: tuple[bytes, ...] = (),
     ) -> Task:
         """Return a task of this run; it tells the client the run's number of local steps, once that is known.
@@ -255,11 +255,13 @@ class ServerSession:
             todo: Names of the steps.
             serial: Number of the task among the client's tasks; 0 for a join task.
             number: The round, from 0.
-            about: Other values that the steps need.
+            arguments: Other values that the steps need.
             messages: Downloads that the steps need, in their order.
         """
-        about = {**about, "local_steps": self.local_steps} if self.local_steps else about
-        return Task(run=self.run, serial=serial, user=name, todo=todo, round=number, about=about, messages=messages)
+        arguments = {**arguments, "local_steps": self.local_steps} if self.local_steps else arguments
+        return Task(
+            run=self.run, serial=serial, user=name, todo=todo, round=number, arguments=arguments, messages=messages
+        )
 
     # ---------------------------------------------------------------- answers
 
