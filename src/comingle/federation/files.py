@@ -20,7 +20,7 @@ import yaml
 
 from comingle.config import Recipe, parse_recipe
 from comingle.federation.participant import Own, parse_section, read_mapping
-from comingle.federation.public import check_possible, without_data
+from comingle.federation.public import check_remote_clients, without_data
 from comingle.federation.run_folder import Plan
 from comingle.federation.server_session import NetworkSection
 from comingle.runs.session import prepare
@@ -31,7 +31,10 @@ from comingle.utils.records import expand_home, write_text
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a server's file.
+    """Read a server's file: a recipe without data sources, and the keys ``participants``, ``network`` and ``shapes``.
+
+    The clients have the data. The data is text unless the file names another kind, and a relative path of the base is
+    relative to the file.
 
     Raises:
         RecipeError: The file does not exist, or a value is wrong.
@@ -51,11 +54,11 @@ def load_plan(path: Path) -> Plan:
     shapes = content.pop("shapes", {})
     data = content.get("data", {"kind": "text"})
     if isinstance(data, Mapping):
-        if where := next((key for key in ("users", "dataset") if data.get(key) is not None), None):
+        if source := next((key for key in ("users", "dataset") if data.get(key) is not None), None):
             raise RecipeError(
-                f"{path}: data.{where}: not allowed in the server's file; set `data` in each client's file"
+                f"{path}: data.{source}: not allowed in the server's file; set `data` in each client's file"
             )
-        content["data"] = {"kind": "text", **data, "given": True}
+        content["data"] = {"kind": "text", **data, "given": True}  # "given" makes a recipe without sources valid
     recipe = parse_recipe(content, where=str(path))
     if os.path.exists(path.parent / recipe.base):
         recipe = recipe.with_changes({"base": str((path.parent / recipe.base).resolve())})
@@ -76,7 +79,7 @@ def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple
         RecipeError: The recipe cannot be run with clients on other machines.
         DataError: The users' names cannot be read.
     """
-    check_possible(recipe)
+    check_remote_clients(recipe)
     kind = kind_of(recipe)
     names = kind.names_of(recipe)
     settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # Shapes and labels depend on all users.
@@ -84,14 +87,17 @@ def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple
     # Clients refuse paths from a server, so each gets its own copy of the same path.
     base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
     # All data is on this machine, so all metrics may be reported, even with privacy.
-    return plan, [Own(name=name, data=_data(recipe, name), base=base, tells="all") for name in names]
+    return plan, [Own(name=name, data=_source_of_user(recipe, name), base=base, tells="all") for name in names]
 
 
-def _data(recipe: Recipe, name: str) -> Any:
-    """Return a user's source of data for its own file.
+def _source_of_user(recipe: Recipe, name: str) -> Any:
+    """Return the value of ``data`` for a user's own file: the user's source in ``data.users`` of the recipe.
+
+    If the recipe has a ``data.dataset`` with the rows of all users instead, the file gets all of it, and the client
+    reads only the rows of its user.
 
     Raises:
-        RecipeError: The recipe has none for this user.
+        RecipeError: The recipe has no source for this user.
     """
     content = recipe.data.model_dump(mode="json", exclude_unset=True)
     if content.get("dataset") is not None:

@@ -136,7 +136,7 @@ def federate(
 
     Args:
         recipe: The recipe.
-        folder: The server's run folder; ``FOLDER/users/NAME`` are the users' own.
+        folder: The server's run folder; ``FOLDER/users/NAME`` has the private state of a user.
         resume: Whether to continue a run that was stopped.
         force: Whether to replace an existing run.
         network: Timeouts, and how many clients the server needs.
@@ -146,37 +146,40 @@ def federate(
         ComingleError: The recipe needs all users' data in one place, the folder cannot be used, or the server or a
             client fails.
     """
-    recipe = with_bos_of_run(folder, recipe, resume=resume)
-    plan, owns = split_recipe(recipe, network)
+    recipe = with_bos_of_run(folder, recipe, resume=resume)  # begin-of-text tokens as in the run to resume
+    plan, settings_of_users = split_recipe(recipe, network)
     without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
     check_folder(folder, without_data, resume=resume, force=force)
     if force:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_plan(folder / PLAN, plan)
-    threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # Clients share this machine's cores.
-    states = {own.name: (folder / USERS / as_folder(own.name)).absolute() for own in owns}
-    # A key for each user, so that no other program on this machine can take part.
-    keys = {name: make_key(state / FLOWER, name) for name, state in states.items()}
+    # Clients share this machine's cores.
+    threads = {"threads": max(1, (os.cpu_count() or 1) // len(settings_of_users))}
+    state_folders = {own.name: (folder / USERS / as_folder(own.name)).absolute() for own in settings_of_users}
+    # Files of a private and a public key for each user, so that no other program on this machine can take part.
+    keys = {name: make_key(state_folder / FLOWER, name) for name, state_folder in state_folders.items()}
     link = SuperLink(
         folder=folder,
         say=say,
         keys={name: public for name, (_, public) in keys.items()},
         run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
-    for own in owns:
+    for own in settings_of_users:
         own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
         private, _ = keys[own.name]
         content: dict[str, Any] = own.model_dump(exclude_defaults=True) | {
             "server": link.address,
             "key": str(private.absolute()),
         }
-        save_participant(states[own.name] / FILE, Participant(**content, state="."))
-    clients = [_client_process(name, state, say) for name, state in states.items()]
+        save_participant(state_folders[own.name] / FILE, Participant(**content, state="."))
+    clients = [_client_process(name, state_folder, say) for name, state_folder in state_folders.items()]
     try:
-        supervise(link, lambda: _tend(clients, plan.network.min_participants))
+        supervise(link, lambda: _restart_clients(clients, plan.network.min_participants))
     except RunError as error:
-        raise RunError(str(error) + ("" if list_checkpoints(folder) else _refusals(clients))) from None
+        # Without a checkpoint not even the first round is done, perhaps because users cannot take part.
+        reasons = "" if list_checkpoints(folder) else _refusals(clients)
+        raise RunError(f"{error}{reasons}") from None
     finally:
         for client in clients:
             client.stop()
@@ -195,14 +198,21 @@ def _refusals(clients: Sequence[ClientProcess]) -> str:
     return "".join(f"; {reason}" for reason in reasons[:_SHOWN])
 
 
-def _tend(clients: Sequence[ClientProcess], needed: int) -> None:
-    """Restart clients that have died.
+def _restart_clients(clients: Sequence[ClientProcess], needed: int) -> None:
+    """Restart clients that have died, and check that enough are left.
+
+    A client that has ended for good has a ``refusal``: for example, its user's settings do not fit the federation.
+
+    Args:
+        clients: Processes of all clients.
+        needed: Number of clients that the federation needs.
 
     Raises:
-        RunError: Too few users fit the federation. In a local run, their settings cannot be fixed in the meantime.
+        RunError: Fewer are left. A federation with other machines would wait for users to mend their settings; here
+            all settings come from one recipe.
     """
     for client in clients:
         client.tend()
-    fit = sum(not client.refusal for client in clients)
-    if fit < needed:
-        raise RunError(f"{fit} of {len(clients)} users have joined; needed: {needed}")
+    num_left = sum(not client.refusal for client in clients)
+    if num_left < needed:
+        raise RunError(f"{num_left} of {len(clients)} users have joined; needed: {needed}")

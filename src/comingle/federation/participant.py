@@ -57,10 +57,12 @@ class Own(Section):
         return name
 
     def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
-        """Return the section ``data`` of the user's own recipe: its own source, with the options of the federation.
+        """Return the section ``data`` of the user's own recipe: the federation's options, and the user's data source.
+
+        The source is a ``dataset`` of which only this user's rows are read, or an entry of ``users``.
 
         Args:
-            public: The section ``data`` of the federation's recipe, which has no sources.
+            public: The section ``data`` of the federation's recipe. It has no source; ``given`` says so.
         """
         options = {key: value for key, value in public.items() if key != "given"}
         if isinstance(self.data, dict) and "dataset" in self.data:
@@ -207,11 +209,13 @@ def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapp
 
 
 def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
-    """Return the participant of an earlier command with this name, or a new one from the options.
+    """Return the participant whose settings are in ``NAME/participant.yaml`` or, without this file, in the options.
+
+    The file is written by the first command for a user, so that later ones need only the name.
 
     Args:
-        name: Name of the user, also that of the folder below the current one in which its file is.
-        options: Values that replace those of the file; None where there is none.
+        name: Name of the user.
+        options: Options of the command by key, None for those that are not given. They replace values of the file.
 
     Raises:
         RecipeError: There is no file, and the options have no data.

@@ -82,7 +82,7 @@ class Public:
                 raise MessageError(f"the federation: the server has {what} {theirs}, this client {own}; use the same")
         try:
             recipe = self.whole_recipe()
-            check_possible(recipe)
+            check_remote_clients(recipe)
         except RecipeError as error:  # The recipe is the server's, so the message reveals nothing about the user.
             raise MessageError(str(error)) from None
         if recipe.data.given is None:
@@ -118,7 +118,7 @@ def read_public(content: Any) -> Public:
 
 
 def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, Any], base: Base | None) -> Public:
-    """Return the public part of a recipe: everything except data sources.
+    """Return the part of a federation that server and clients share: its recipe without data sources, and digests.
 
     Args:
         recipe: The recipe.
@@ -129,13 +129,15 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
     Raises:
         RecipeError: The recipe needs all users' data in one place.
     """
-    check_possible(recipe)
+    check_remote_clients(recipe)
     content = without_data(recipe)
-    # Include the key only if it is on, so that federations of older versions keep their digests.
-    bos = {BOS: True} if getattr(recipe.data, BOS, False) else {}
     data = {key: value for key, value in content["data"].items() if key != BOS}
-    public = {**content, "data": {**data, **bos, "given": True}}
-    return replace(Public(recipe=public, users=users, settings=dict(settings)), **digests_of(base))
+    # The key of begin-of-text tokens is included only if it is on, so that older federations keep their digests.
+    if getattr(recipe.data, BOS, False):
+        data[BOS] = True
+    data["given"] = True  # makes the recipe valid without sources, which only the clients have
+    public_recipe = {**content, "data": data}
+    return replace(Public(recipe=public_recipe, users=users, settings=dict(settings)), **digests_of(base))
 
 
 def without_data(recipe: Recipe) -> dict[str, Any]:
@@ -145,11 +147,11 @@ def without_data(recipe: Recipe) -> dict[str, Any]:
     return {**content, "data": {**options, "kind": recipe.data.kind}}
 
 
-def check_possible(recipe: Recipe) -> None:
-    """Check that a recipe can be run with clients on other machines.
+def check_remote_clients(recipe: Recipe) -> None:
+    """Check that a recipe can be run with clients on other machines, none of which has the data of other users.
 
     Raises:
-        RecipeError: It cannot.
+        RecipeError: The kind of data, the method or an option of the data needs all users' data in one place.
     """
     method = check_recipe(recipe)
     kind, mixture = kind_of(recipe).name, method.placement.mixture
@@ -157,7 +159,7 @@ def check_possible(recipe: Recipe) -> None:
         raise RecipeError(f"data: got {kind}, which needs all users in one place; allowed: {', '.join(KINDS)}")
     if method.placement.pooled:
         raise RecipeError(f"method {method.name}: pools all users' data, but a federation leaves it with the users")
-    if mixture is not None and mixture.optimal:
+    if mixture is not None and mixture.optimal:  # weights are not learned but follow from the true clusters
         raise RecipeError(f"method {method.name}: needs users' true clusters, which clients do not report")
     if getattr(recipe.data, "held_out", "own") == "mixture":
         raise RecipeError("data.held_out: got mixture, which gives users' text to others; allowed: own")
@@ -175,7 +177,9 @@ def plan_of(public: Public, recipe: Recipe) -> RunPlan:
 
 
 def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
-    """Return the data of a run whose users are all on other machines: reading a user's data raises a DataError.
+    """Return the data of a run as its server sees it: the users' names, and no data.
+
+    All users are on other machines, so reading a user's data raises a DataError.
 
     Args:
         public: Public part of the federation.
@@ -183,11 +187,12 @@ def remote_data(public: Public, recipe: Recipe, base: Base | None) -> RunData:
         base: The base; None if users train networks from scratch.
     """
     kind = kind_of(recipe)
-    users = tuple(lazy_user(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
-    return replace(kind.reopened(base, users, public.settings), here=())
+    users = tuple(lazy_user(kind.user, name, lambda name=name: _raise_not_here(name)) for name in public.users)
+    data = kind.reopened(base, users, public.settings)  # as if the run was opened again, without reading data
+    return replace(data, here=())  # no user is on this machine
 
 
-def _elsewhere(name: str) -> Any:
+def _raise_not_here(name: str) -> Any:
     raise DataError(f"user {name!r}: the data is not on this machine")
 
 
@@ -235,14 +240,16 @@ class ServerContext:
         return self.plan.training.rounds if self.method.trains else 0
 
     def most_steps(self, max_samples: int) -> int:
-        """Return the largest number of local steps per round for a user with at most ``max_samples`` samples.
+        """Return the largest number of local steps per round that a user with at most ``max_samples`` samples takes.
 
-        For text it is that of the recipe. For samples and conversations a round is ``local_epochs`` passes in batches.
+        For text it is ``local_steps`` of the recipe. For samples and conversations a user takes ``local_epochs`` passes
+        over its data, each of ``ceil(max_samples / batch_size)`` steps, at least one.
         """
         training = self.plan.training
         if not counts_samples(self.recipe):
             return training.local_steps
-        return training.local_epochs * max(1, -(-max_samples // training.batch_size))
+        steps_per_epoch = max(1, -(-max_samples // training.batch_size))  # rounded up
+        return training.local_epochs * steps_per_epoch
 
     def check_steps(self, steps: int, max_samples: int) -> None:
         """Check the number of local steps per round that a user reports, from which the schedule of a run follows.

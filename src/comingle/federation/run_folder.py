@@ -16,7 +16,7 @@ from comingle.config import Recipe
 from comingle.config.settings import AUTO
 from comingle.federation.backend import NetworkBackend
 from comingle.federation.flower.channel import Channel
-from comingle.federation.public import Public, ServerContext, check_possible, public_part, read_public
+from comingle.federation.public import Public, ServerContext, check_remote_clients, public_part, read_public
 from comingle.federation.server_session import NetworkSection, ServerSession, start_session
 from comingle.methods import own_errors
 from comingle.protocol.messages import LOWEST, validation_reply
@@ -95,7 +95,7 @@ class StatusFile:
         Events of single tasks are frequent, so these are written at most every :data:`WRITE_SECONDS`.
         """
         if (client := self._clients.get(event.get("user", ""))) is not None:
-            self._count(client, event)
+            self._update_client(client, event)
         if event["event"] == "round":
             self._round = event["round"]
             for name, loss in event["train_loss_nats"].items():
@@ -105,18 +105,24 @@ class StatusFile:
             for name, client in self._clients.items():
                 client.epsilon = event.get("users", {}).get(name, event["epsilon"])
         elif event["event"] == "aggregation":
-            for name, share in event.get("counted", {}).items():
-                self._clients[name].counted = share
+            # Only with a robust rule of the section "aggregation": the weight that it gave each upload.
+            for name, weight in event.get("counted", {}).items():
+                self._clients[name].counted = weight
         elif event["event"] == "evaluation":
             for name, scores in event["users"].items():
-                key, self._clients[name].test = next(iter(scores.items()))
+                key, self._clients[name].test = next(iter(scores.items()))  # the first one, such as "test_loss"
                 self._measure = key.removeprefix("test_")
         if event["event"] != "step" or time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
 
-    def _count(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
-        """Update a client's state, round and bytes with an event about it."""
-        client.state, client.why = "away" if event["event"] == "failed" else "here", event.get("reason", "")
+    def _update_client(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
+        """Update the status of a client with an event about it.
+
+        Its state is "away" after an event "failed" and "here" after any other, which also sets the time when it was
+        last seen. An event "step" is the answer to a task: it sets the round and adds the bytes of the messages.
+        """
+        client.state = "away" if event["event"] == "failed" else "here"
+        client.why = event.get("reason", "")
         if client.state == "here":
             client.seen = time.time()
         if event["event"] == "step":
@@ -141,8 +147,11 @@ class StatusFile:
         self._written = time.monotonic()
 
 
-_OWN, _ENDING = "federation/", "ending"
-KEPT = 2
+_SESSION_PREFIX = "federation/"
+"""Prefix of the session's tensors in a checkpoint."""
+_ENDING = "ending"
+KEPT_CHECKPOINTS = 2
+"""Number of newest checkpoints that a server keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +194,22 @@ def run_federation(
         ComingleError: The plan needs all users' data in one place, the folder cannot be used, or too few clients
             answered.
     """
-    check_possible(plan.recipe)
+    check_remote_clients(plan.recipe)
+    # A resumed run continues with the begin-of-text tokens, and the date in prompts, with which it began.
     plan = replace(plan, recipe=with_bos_of_run(folder, plan.recipe, resume=resume))
-    kind = kind_of(plan.recipe)
-    base = Given(date=recorded_date(folder) if resume else "").load_base(plan.recipe) if kind.needs_base else None
-    settings = plan.settings | ({} if base is None else kind.settings(kind.reopened(base, (), plan.settings)))
+    date = recorded_date(folder) if resume else ""
+    kind, base, settings = kind_of(plan.recipe), None, dict(plan.settings)
+    if kind.needs_base:
+        base = Given(date=date).load_base(plan.recipe)
+        settings |= kind.settings(kind.reopened(base, (), plan.settings))  # those that follow from the base
     public = public_part(plan.recipe, plan.users, settings, base)
     context = ServerContext.of(public, base)
+    unknown_data = UserInputs(counts={}, digests=dict.fromkeys(SPLITS, ""))  # the server has no user's data
     inputs = Inputs(
         kind=context.data.kind.name,
         base=public.base,
         tokenizer=public.tokenizer,
-        users={name: UserInputs(counts={}, digests=dict.fromkeys(SPLITS, "")) for name in plan.users},
+        users=dict.fromkeys(plan.users, unknown_data),
         settings=settings,
     )
     pooled = context.method.placement.pooled
@@ -210,8 +223,8 @@ def _run_rounds(
 ) -> dict[str, Any]:
     """Wait for clients, run or resume the rounds, and notify the clients of the end.
 
-    The event log is cut to the events of the checkpoint from which the run resumes. A run that was stopped while it
-    notified the clients of the end does only that.
+    A run resumes from its newest checkpoint. The rounds after it are repeated, so their events are cut from the event
+    log. If the run was stopped after its last round, while it notified the clients of the end, it only notifies them.
 
     Args:
         public: Public part of the federation.
@@ -225,23 +238,23 @@ def _run_rounds(
         The metrics.
     """
     run, has_begun = _name_of(folder, public)
-    newest = list_checkpoints(folder)[-1:] if has_begun else []
-    progress = read_progress(newest[0]) if newest else None
-    path, ending = folder / "events.jsonl", _is_ending(folder)
-    checkpoint_bytes = 0 if progress is None else progress.events_bytes  # the rounds after it are repeated
-    log = EventLog(path, keep_bytes=path.stat().st_size if ending else checkpoint_bytes)
+    newest_checkpoint = list_checkpoints(folder)[-1:] if has_begun else []  # a list of one, or empty
+    progress = read_progress(newest_checkpoint[0]) if newest_checkpoint else None
+    path, rounds_are_done = folder / "events.jsonl", _is_ending(folder)
+    checkpoint_bytes = 0 if progress is None else progress.events_bytes
+    log = EventLog(path, keep_bytes=path.stat().st_size if rounds_are_done else checkpoint_bytes)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
-    sinks = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
+    all_observers = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
     def observe(event: dict[str, Any]) -> None:
-        for sink in sinks:
-            sink(event)
+        for observer in all_observers:
+            observer(event)
 
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
         keep_key(folder, *session.server.mechanisms, anew=not has_begun, begun=progress is not None)
         if progress is not None:
-            _restore(session, newest[0], progress)
+            _restore(session, newest_checkpoint[0], progress)
         session.join()
         if progress is None:
             _resolve_eval_interval(session)
@@ -256,17 +269,17 @@ def _run_rounds(
             log.to_disk()
             _save(session, folder, done, log.size_bytes, stopped=backend.stopped_after is not None)
 
-        if not ending:
+        if not rounds_are_done:
             clock = session.clock
             reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
             metrics = backend.summarise(reported).as_dict()
             metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
             metrics |= outcome_warnings(context.method, evaluations, metrics)
             if unreported := [name for name in plan.users if name not in metrics["users"]]:
-                metrics["untold"] = unreported
+                metrics["untold"] = unreported  # users who keep their metrics private, or have not answered
             observe(end_event(metrics))
             log.to_disk()
-            _write_identity(folder, run, public, ending=True)
+            _write_identity(folder, run, public, ending=True)  # until the clients are notified
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
         session.end(metrics["rounds"])
@@ -360,30 +373,39 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
         events_bytes: Length of the event log, to which a resumed run cuts it.
         stopped: Whether the privacy budget is spent.
     """
-    public, counted = session.public, {"clock": session.clock, "events_bytes": events_bytes}
-    progress = progress_of(done, public.digest, public.users, stopped=stopped, **counted)
-    kept = session.server.state | _session_tensors(session)
-    save_checkpoint(folder, session.model.layout, _state_without_users(session), kept, progress)
-    prune_checkpoints(folder, KEPT)
+    progress = progress_of(
+        done,
+        session.public.digest,
+        session.public.users,
+        clock=session.clock,
+        events_bytes=events_bytes,
+        stopped=stopped,
+    )
+    server_tensors = session.server.state | _session_tensors(session)
+    save_checkpoint(folder, session.model.layout, _state_without_users(session), server_tensors, progress)
+    prune_checkpoints(folder, KEPT_CHECKPOINTS)
 
 
 def _session_tensors(session: ServerSession) -> Tree:
-    """Return the session's own numbers as tensors, for a checkpoint.
+    """Return the numbers that a server knows besides its method's state as tensors, for a checkpoint.
 
-    Verdicts are stored as 0 (none), 1 (not the lowest loss) or 2 (the lowest), and the round that they are about.
+    Four tensors have an entry for each client, in the order of the users: the number of its last task ("serials"), the
+    version of the shared tensors that it has ("versions"), and the verdict on its validation loss that it gets with its
+    next task: 0 (none), 1 (not the lowest loss) or 2 (the lowest), and the round of this loss. Three are single
+    numbers: local steps per round, the best round, and the interval between evaluations.
     """
     clients = list(session.clients.values())
     verdicts = [client.verdict for client in clients]
     numbers = {
         "serials": [client.serial for client in clients],
-        "versions": [client.version + 1 for client in clients],  # Never negative.
+        "versions": [client.version + 1 for client in clients],  # stored as 0 if the client has none, version -1
         "verdicts": [1 + int(verdict.tensors[LOWEST]) if verdict else 0 for verdict in verdicts],
         "verdict_rounds": [verdict.version if verdict else 0 for verdict in verdicts],
         "local_steps": session.local_steps,
         "best_round": session.best_round,
         "evaluate_every": session.context.plan.period,
     }
-    return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
+    return {_SESSION_PREFIX + name: torch.tensor(value) for name, value in numbers.items()}
 
 
 def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> None:
@@ -397,7 +419,8 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     server, names = session.server, session.public.users
     like = server.state | _session_tensors(session)
     _, kept = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), like)
-    numbers = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
+    own_names = [name for name in kept if name.startswith(_SESSION_PREFIX)]
+    numbers = {name.removeprefix(_SESSION_PREFIX): kept.pop(name) for name in own_names}
     server.restore(kept)
     if progress.round < session.context.plan.training.rounds and not progress.stopped:
         # The next round may have been released already, and will be again, perhaps with other participants.
