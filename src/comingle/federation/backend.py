@@ -64,10 +64,10 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
 
 
 def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
-    """Keep the previous round's model if valid uploads are fewer than ``network.min_participants``.
+    """Skip the aggregation of a round if valid uploads are fewer than ``network.min_participants``.
 
-    Uploads to which users add their own noise were revealed to the server, although they are not used. So they are
-    charged to these users' privacy budgets.
+    The model of the previous round then stays, and a warning is logged. Uploads with the users' own noise have reached
+    the server although they are not used, so skipping the round charges these users' privacy budgets.
 
     Args:
         session: The session.
@@ -78,13 +78,14 @@ def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Map
     Returns:
         Why the model is unchanged; an empty string if there are enough uploads.
     """
-    needed, server = min(session.network.min_participants, len(answers)), session.server
+    needed = min(session.network.min_participants, len(answers))
     if len(users) >= needed:
         return ""
     why = f"round {number}: valid uploads: {len(users)}; needed: {needed} (network.min_participants)"
     why = f"{why}; the model is unchanged"
-    logger.warning("%s", why, extra=AN_EVENT)
-    server.skip_round(number, server.numbers(users))
+    logger.warning("%s", why, extra=AN_EVENT)  # marked as one that is also in the event log, so not shown twice
+    user_numbers = session.server.numbers(users)
+    session.server.skip_round(number, user_numbers)
     return why
 
 
@@ -113,12 +114,16 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
 def _checked_upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     """Return the upload in a client's answer; None, with a logged reason, if there is none or it fails a check.
 
+    Its tensors stay compressed (``training.uploads``), as aggregation decompresses the uploads of all users together.
+    The mean training loss is removed from its reports.
+
     Args:
         session: The session.
         name: The user.
         answer: The client's answer.
         number: The round, from 1.
     """
+    server = session.server
     try:
         # "left_out" is why the client did not train, for example because its loss is not finite.
         if "left_out" in answer.reported or not answer.messages:
@@ -126,16 +131,17 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
         message = unpack(answer.messages[0])
         if not isinstance(message, Upload):
             raise MessageError("upload: got a download")
+        limits = {"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}
         check_upload(
-            replace(message, tensors=expand(message.tensors, session.server.uploads)),
+            replace(message, tensors=expand(message.tensors, server.uploads)),  # decompressed for the checks only
             session.model.layout,
             session.context.method,
             user=name,
             number=number,
             rank=session.largest_rank(name),
-            weighted=session.server.weighted,
-            adaptive=session.server.mechanisms.adaptive,
-            **({"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}),
+            weighted=server.weighted,
+            adaptive=server.mechanisms.adaptive,
+            **limits,
         )
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))
@@ -222,52 +228,58 @@ class _SecureSum:
     unmask_requested: bool = False
 
     def total(self, answers: Mapping[str, Answer], largest: int) -> np.ndarray:
-        """Carry out all steps and return the sum.
+        """Carry out all steps of the protocol and return the sum of the uploads, int64 ``(entries,)``.
 
         In the step "advertise" users send public keys, in "share" encrypted shares of their secrets for each other, in
-        "mask" their masked uploads, and in "unmask" the shares that remove the masks from the sum. Users that do not
-        answer a step are left out of the steps after it.
+        "mask" their masked uploads, and in "unmask" the shares that remove the masks from the sum. A user that does not
+        answer a step gets no later one. The sum is over the users that have answered "mask".
+
+        Each step has a function that makes a user's message and one that checks and stores its answer.
 
         Args:
             answers: Answers to the step "advertise" by name, which users get with their training task.
-            largest: Largest magnitude of an entry of an upload, as an integer.
+            largest: Largest magnitude that an entry of an upload may have; a sum beyond it is refused.
 
         Raises:
-            NoSumError: Too few users have answered in a step.
+            NoSumError: Too few users have answered a step, or the sum is out of range.
         """
-        collector, terms, done = self.collector, self.collector.terms, self.collector.terms.round
+        collector, terms, round_number = self.collector, self.collector.terms, self.collector.terms.round
 
         def read_keys(name: str, message: Upload | Download) -> None:
-            collector.store_keys(name, secure_client.read_keys(message, name, done))
+            collector.store_keys(name, secure_client.read_keys(message, name, round_number))
 
         self._process_answers(answers, read_keys)
         collector.require(collector.roster, "advertise")
 
         def roster_message(name: str) -> Download:
-            return secure_client.roster_message(name, done, collector.roster)
+            return secure_client.roster_message(name, round_number, collector.roster)
 
         def read_shares(name: str, message: Upload | Download) -> None:
             others = [other for other in collector.roster if other != name]
-            collector.store_sealed_shares(name, secure_client.read_shares(message, name, done, others, sealed=True))
+            shares = secure_client.read_shares(message, name, round_number, others, sealed=True)
+            collector.store_sealed_shares(name, shares)
 
         self._request_step("share", collector.roster, roster_message, read_shares)
         collector.require(collector.sealed, "share")
 
         def sealed_message(name: str) -> Download:
-            return secure_client.sealed_message(name, done, collector.sealed_for(name))
+            return secure_client.sealed_message(name, round_number, collector.sealed_for(name))
 
         def read_masked_upload(name: str, message: Upload | Download) -> None:
-            collector.add_upload(name, secure_client.read_masked(message, name, done, terms.entries, terms.word))
+            masked = secure_client.read_masked(message, name, round_number, terms.entries, terms.word)
+            collector.add_upload(name, masked)
 
         self._request_step("mask", collector.sharers, sealed_message, read_masked_upload)
         collector.require(collector.survivors, "mask")
-        survivors, self.unmask_requested = list(collector.survivors), True
+        survivors = list(collector.survivors)
+        # From here on the sum may be revealed, so it costs privacy budget even if it cannot be used.
+        self.unmask_requested = True
 
         def survivors_message(name: str) -> Download:
-            return secure_client.survivors_message(name, done, survivors)
+            return secure_client.survivors_message(name, round_number, survivors)
 
         def read_revealed_shares(name: str, message: Upload | Download) -> None:
-            shares = secure_client.read_shares(message, name, done, collector.sharers, sealed=False)
+            shares = secure_client.read_shares(message, name, round_number, collector.sharers, sealed=False)
             collector.store_revealed_shares(name, shares)
 
         self._request_step("unmask", survivors, survivors_message, read_revealed_shares)
@@ -280,7 +292,7 @@ class _SecureSum:
         message_for: Callable[[str], Download],
         read_answer: Callable[[str, Upload | Download], None],
     ) -> None:
-        """Send users a task with one step, and process their answers.
+        """Send users a task with one step of the secure sum, and process their answers.
 
         Args:
             step: Name of the step.
@@ -290,7 +302,8 @@ class _SecureSum:
         """
         messages = {name: pack(message_for(name)) for name in names}
         steps = dict.fromkeys(messages, (step,))
-        answers = self.session.ask(steps, self.collector.terms.round - 1, messages=messages)
+        round_index = self.collector.terms.round - 1  # tasks count rounds from 0, secure sums from 1
+        answers = self.session.ask(steps, round_index, messages=messages)
         self._process_answers(answers, read_answer)
 
     def _process_answers(
@@ -328,13 +341,18 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
 
 
 def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
-    """Return the mean weight of each expert in each layer, for users that report it; empty without token routers.
+    """Return the routing weights of the users that report them, each a mean over the user's tokens.
 
     Users whose numbers of layers or experts do not fit are left out. The server does not know the number of layers, so
     the most common one is taken as the right one.
 
+    Args:
+        session: The session.
+        reported: Metrics by user; ``gates`` is a list of layers, each a list with a weight for each expert.
+
     Returns:
-        ``experts``, the names of each user's experts, and ``expert_scores``, a list of weights for each layer.
+        Fields of an evaluation event: ``experts`` has the names of each user's experts, and ``expert_scores`` the
+        weights, for each user a list of layers. Empty if the model has no token routers or no user reports weights.
     """
     users, model = session.public.users, session.model
     if not model.routed:
@@ -348,7 +366,9 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
             gates[name] = metrics["gates"]
     num_layers = _most_common([len(layers) for layers in gates.values()], 0)
     scores = {name: layers for name, layers in gates.items() if len(layers) == num_layers > 0}
-    return {"experts": {name: experts[name] for name in scores}, "expert_scores": scores} if scores else {}
+    if not scores:
+        return {}
+    return {"experts": {name: experts[name] for name in scores}, "expert_scores": scores}
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
@@ -403,18 +423,24 @@ class NetworkBackend(Backend[ClientReports]):
         return context.planned_rounds if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Set the observer and the clock, and request a checkpoint after every round.
+        """Send events to ``observe`` and count time and bytes on ``clock`` from now on.
 
-        The interval is 1 because a client can revert only a few tasks.
+        Returns:
+            The settings of the run, and its number of rounds. The settings request a checkpoint after every round: a
+            server that resumes repeats the rounds after its checkpoint, and a client can revert only a few tasks.
         """
         self.session.observe, self.session.clock = observe, clock
-        warn_of_untrained(self.session.context.plan, self.session.local_steps)
-        return self.session.context.plan.updated("checkpoints", every=1), self.rounds
+        run_settings = self.session.context.plan
+        warn_of_untrained(run_settings, self.session.local_steps)
+        return run_settings.updated("checkpoints", every=1), self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round; None, which ends the run, if the privacy budget is spent."""
-        run = self.session.context.plan
-        participants = self.server.invite(run, plan.number, releases=plan.exchanges)
+        """Return the participants of a round as indices into the users; None if the privacy budget ends the run.
+
+        Only a round in which users upload (``plan.exchanges``) costs budget.
+        """
+        run_settings = self.session.context.plan
+        participants = self.server.invite(run_settings, plan.number, releases=plan.exchanges)
         if participants is None:
             self.stopped_after = plan.number  # counted from 0, so this many rounds are done
         return participants
@@ -440,7 +466,7 @@ class NetworkBackend(Backend[ClientReports]):
             steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
         answers = session.ask(steps, plan.number, arguments={"done": plan.done})
         trained = {name: answers[name] for name in names if name in answers}
-        _require_enough(session, trained, names, plan.done)
+        _require_answers(session, len(trained), len(names), plan.done)
         self._plan, self._training_answers = plan, trained
         self._evaluation_answers = answers if evaluates_locally else None
         self._senders = aggregate_secure_sum(session, trained, plan.done) if has_secure_sum else []
@@ -473,12 +499,14 @@ class NetworkBackend(Backend[ClientReports]):
     def evaluate(
         self, done: int, *, receives: bool, finishes: bool, silent: bool
     ) -> tuple[ClientReports | None, dict[str, Any]]:
-        """Make all users evaluate, unless they have evaluated after training, and judge their validation losses.
+        """Make all users evaluate, and find out from their validation losses whether this round is the best so far.
+
+        If the users have evaluated in the task of :meth:`train`, those answers are used.
 
         Args:
-            done: Number of rounds that are done.
+            done: Number of rounds that are done; 0 before the first one.
             receives: Whether users download the newest model first.
-            finishes: Whether users make their final models first, after the last exchange.
+            finishes: Whether users carry out the method's final step first, after the last exchange.
             silent: Whether this evaluation was logged before the run was resumed. Its losses are not judged again.
 
         Returns:
@@ -486,8 +514,14 @@ class NetworkBackend(Backend[ClientReports]):
         """
         answers, self._evaluation_answers = self._evaluation_answers, None
         if answers is None:
-            steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
-            answers = self.session.ask(dict.fromkeys(self._names, steps), max(0, done - 1), arguments={"done": done})
+            steps = []
+            if receives:
+                steps.append("receive")
+            if finishes:
+                steps.append("finish")
+            steps.append("evaluate")
+            round_index = max(0, done - 1)  # of the last round, from 0
+            answers = self.session.ask(dict.fromkeys(self._names, tuple(steps)), round_index, arguments={"done": done})
         names = [name for name in self._names if name in answers]
         reported = {name: answers[name].reported for name in names if answers[name].reported.get("evaluated")}
         measure = _measure(reported)
@@ -535,44 +569,55 @@ class NetworkBackend(Backend[ClientReports]):
         return {name: answer.reported for name, answer in answers.items()} or None if evaluates_again else scores
 
     def summarise(self, reported: ClientReports | None) -> Metrics:
-        """Return the metrics of the finished run, for the users who report theirs."""
+        """Return the metrics of the finished run, for the users who report theirs.
+
+        A user's metrics count only if they have a test score and the number of trainable parameters, from which the
+        mean score and the size of the model are computed.
+
+        Args:
+            reported: What clients have reported in the last evaluation, by user; None if there was none.
+        """
         session, reported = self.session, reported or {}
         context, measure = session.context, _measure(reported)
         required = {f"test_{measure}", "trainable_parameters"}
         users = {
             name: dict(report["metrics"])
             for name, report in reported.items()
-            if _has(report.get("metrics", {}), required)
+            if _has_all(report.get("metrics", {}), required)
         }
+        units = [str(joined["unit"]) for joined in session.joined.values() if "unit" in joined]  # tokens or samples
+        selects_best = context.plan.evaluation.select == "best"
         return metrics_of(
             users,
             session.model,
             context.plan,
             session.clock,
             rounds=self.rounds,
-            selected=session.best_round if context.plan.evaluation.select == "best" else self.rounds,
+            selected=session.best_round if selects_best else self.rounds,
             measure=measure,
-            unit=_most_common([str(one["unit"]) for one in session.joined.values() if "unit" in one], "tokens"),
+            unit=_most_common(units, "tokens"),
         )
 
 
-def _require_enough(session: ServerSession, trained: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
-    """Check that enough participants of a round have answered.
+def _require_answers(session: ServerSession, num_answers: int, num_participants: int, number: int) -> None:
+    """Check that enough participants of a round have answered: ``network.min_participants``, or all if they are fewer.
+
+    A round without participants passes.
 
     Args:
         session: The session.
-        trained: Answers to the training task.
-        members: Participants of the round.
-        done: Number of rounds that are done, with this one.
+        num_answers: Number of participants that have answered the training task.
+        num_participants: Number of participants of the round.
+        number: The round, from 1.
 
     Raises:
         RunError: Too few have answered.
     """
-    needed = min(session.network.min_participants, len(members))
-    if members and len(trained) < max(1, needed):
+    needed = min(session.network.min_participants, num_participants)  # at least 1 if there are participants
+    if num_answers < needed:
         raise RunError(
-            f"round {done}: {len(trained)} of {len(members)} participants answered in "
-            f"{session.network.round_timeout:g} s; needed: {max(1, needed)}"
+            f"round {number}: {num_answers} of {num_participants} participants answered in "
+            f"{session.network.round_timeout:g} s; needed: {needed}"
         )
 
 
@@ -586,5 +631,5 @@ def _most_common(values: Sequence[Value], default: Value) -> Value:
     return Counter(values).most_common(1)[0][0] if values else default
 
 
-def _has(metrics: Mapping[str, Any], names: Collection[str]) -> bool:
+def _has_all(metrics: Mapping[str, Any], names: Collection[str]) -> bool:
     return all(metrics.get(name) is not None for name in names)

@@ -49,7 +49,7 @@ RETRY_SECONDS = 1.0
 """Pause before the server resends a task to a client that failed or is absent."""
 _REFUSED_SECONDS = 5.0
 """Pause before the server resends the join task to a client that refused, while too few have joined."""
-_REMIND_SECONDS, _REMINDER_SECONDS = 60.0, 10.0
+_REJOIN_INTERVAL_SECONDS, _REJOIN_WAIT_SECONDS = 60.0, 10.0
 """Interval between join tasks for a connected client whose join timed out, and how long a round waits for each."""
 _LOADING_TIMEOUTS = 10
 """How long the server waits for connected clients that are still loading, in multiples of ``join_timeout``."""
@@ -266,7 +266,10 @@ class ServerSession:
     # ---------------------------------------------------------------- answers
 
     def read_answer(self, name: str, task: Task, got: bytes | str) -> Answer | str:
-        """Return a client's answer to a task, or one line that describes what is wrong with it.
+        """Return a client's answer to a task after checking it, or one line that says what is wrong with it.
+
+        Checked are its format, the values that it reports, and that it answers this task. Before a client joins, its
+        number of local steps is checked too, as the learning rate's schedule of all clients depends on it.
 
         Args:
             name: Name of the user.
@@ -283,39 +286,62 @@ class ServerSession:
         except MessageError as error:
             return str(error)
         if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
-            of, user = answer.run[:70], answer.user[:70]
-            return f"answer: got task {answer.serial} of run {of!r} and user {user!r}; allowed: task {task.serial}"
+            run, user = answer.run[:70], answer.user[:70]  # texts of a faulty client may be long
+            return f"answer: got task {answer.serial} of run {run!r} and user {user!r}; allowed: task {task.serial}"
         return answer
 
     def record_join(self, name: str, reported: Mapping[str, Any]) -> None:
-        """Record a client that has joined.
-
-        ``local_steps``, from which the learning rate's schedule follows, is the largest number of any client, but stays
-        fixed once a client has carried out a task. If the client's number of carried out tasks differs from the
-        server's record, because one of them was restored from an earlier state, the server continues from the client's
-        and sends it the newest download again.
+        """Record a client that has joined, its number of local steps, and the task after which it continues.
 
         Args:
             name: Name of the user.
-            reported: Values that the client reports when it joins.
+            reported: Values that the client reports when it joins: "steps" (local steps per round), "done" (number of
+                its last task), "back" (number of the earliest task to which it can revert), "examples" and others.
         """
         client = self.clients[name]
         client.joined, client.examples = reported, int(reported.get("examples", 0))
         self.observe({"event": "joined", "user": name})
-        steps = int(reported.get("steps", 1))
-        has_begun = any(other.serial for other in self.clients.values())
+        self._record_local_steps(name, int(reported.get("steps", 1)))
+        self._align_tasks(name, int(reported.get("done", client.serial)), int(reported.get("back", 0)))
+
+    def _record_local_steps(self, name: str, steps: int) -> None:
+        """Update the number of local steps per round, from which the learning rate's schedule follows.
+
+        It is the largest number of any client, but stays fixed once a client has carried out a task.
+
+        Args:
+            name: Name of the user.
+            steps: Number of local steps per round of the user's client.
+        """
+        has_begun = any(client.serial for client in self.clients.values())
         if not has_begun:
             self.local_steps = max(self.local_steps, steps)
         elif steps > self.local_steps:
             schedule = f"the schedule has {self.local_steps}, so further steps use the final learning rate"
             self._note(name, f"takes {steps} local steps per round; {schedule}")
-        recorded, done = client.serial, int(reported.get("done", client.serial))
-        earliest = int(reported.get("back", 0))  # the client can revert to its state after this task, not further
-        if done < recorded or recorded < earliest:
-            lost = f"has lost its state after task {done}"
-            why = lost if done < recorded else f"has completed {done} tasks, not {recorded}"
-            self._note(name, f"{why}; continuing from task {done}")
-            client.serial, client.version = done, self.first_version
+
+    def _align_tasks(self, name: str, done: int, earliest: int) -> None:
+        """Take over the number of a client's last task if the client cannot continue from the one in the record.
+
+        They differ if server or client was restored from an earlier state. A client that is ahead reverts its later
+        tasks, if it still has the state before them. Otherwise the server continues from the client's last task, and
+        sends it the newest download again.
+
+        Args:
+            name: Name of the user.
+            done: Number of the last task that the client has carried out.
+            earliest: Number of the earliest task after which the client still has its state.
+        """
+        client = self.clients[name]
+        recorded = client.serial
+        if done < recorded:
+            why = f"has lost its state after task {done}"
+        elif recorded < earliest:
+            why = f"has completed {done} tasks, not {recorded}"
+        else:
+            return
+        self._note(name, f"{why}; continuing from task {done}")
+        client.serial, client.version = done, self.first_version
 
     def _note(self, name: str, what: str) -> None:
         """Log an event of a client that changes the meaning of a run's numbers."""
@@ -368,6 +394,11 @@ class TaskQueue:
         self._failed: dict[str, str] = {}  # logged reasons
         self._reasons: dict[str, str] = {}
 
+    @property
+    def _sends_only_joins(self) -> bool:
+        """Whether this is the queue of join tasks, before the first round."""
+        return self.task_of is None
+
     def run(self) -> dict[str, Answer]:
         """Return the answers that arrive in time, by user.
 
@@ -402,13 +433,13 @@ class TaskQueue:
         return max(0.0, self._deadline - time.monotonic())
 
     def _may_retry(self) -> bool:
-        """Return whether there is time for another try.
+        """Return whether there is time for another try before the timeout.
 
-        In the queue of join tasks, first extend the timeout if connected clients are still loading, with them enough
-        clients could join, and they have not been loading for too long.
+        In the queue of join tasks, the timeout is extended first if it is nearly over and clients are still loading.
+        That is done only if enough clients could join with them, and not for longer than ``_loading_seconds`` in all.
         """
         now, session = time.monotonic(), self.session
-        if self.task_of is None and now + RETRY_SECONDS > self._deadline:
+        if self._sends_only_joins and now + RETRY_SECONDS > self._deadline:
             loading = {
                 name
                 for name in self._join_sent.keys() & self.pending
@@ -448,7 +479,7 @@ class TaskQueue:
         for name in connected & self.pending:
             session.clients[name].reset_join()
             self._paused.pop(name, None)
-        if connected and self.task_of is None:
+        if connected and self._sends_only_joins:
             self._deadline = max(self._deadline, now + self.seconds)
         return {
             name: self._request(name)
@@ -476,28 +507,29 @@ class TaskQueue:
         return self._packed[name]
 
     def _may_join(self, name: str, now: float) -> bool:
-        """Return whether to send a client that has not joined a join task, or to wait for its answer.
+        """Return whether a connected client that has not joined gets a join task now, or still has time to answer one.
 
-        Before the first round, always. During a round, a client that has just connected has time to load; after that it
-        is marked as away. A client that is away gets a join task once in a while, and the round waits for the answer
-        only for seconds.
+        Before the first round that is always so. During a round, a client that has just connected has
+        ``_loading_seconds`` to load and answer; after that it is marked as away. A client that is away gets another
+        join task every 60 s, and the round waits 10 s for its answer.
 
         Args:
             name: Name of the user.
             now: Time on the monotonic clock.
         """
-        if self.task_of is None:
+        if self._sends_only_joins:
             return True
         client = self.session.clients[name]
         if client.is_away:
             if name in self._join_sent:
-                return now - self._join_sent[name] <= _REMINDER_SECONDS
-            if client.join_reminded is not None and now - client.join_reminded < _REMIND_SECONDS:
+                return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
+            if client.join_reminded is not None and now - client.join_reminded < _REJOIN_INTERVAL_SECONDS:
                 return False
             client.join_reminded = now
             return True
         if client.join_asked is None or self._is_loading(name):
             return True
+        # It has had its time to load.
         self._fail(name, f"has not joined in {self._loading_seconds:g} s", gone=True)
         client.is_away, client.join_reminded = True, now
         return False
@@ -505,12 +537,15 @@ class TaskQueue:
     def _is_loading(self, name: str) -> bool:
         """Return whether a client that connected during the rounds still has time to join."""
         client = self.session.clients[name]
-        if self.task_of is None or client.joined is not None or not client.is_present or client.join_asked is None:
+        if self._sends_only_joins or client.joined is not None:
+            return False
+        if not client.is_present or client.join_asked is None:
             return False
         return time.monotonic() - client.join_asked <= self._loading_seconds
 
     @property
     def _loading_seconds(self) -> float:
+        """How long a connected client may take to load and join: 10 times ``network.join_timeout``."""
         return _LOADING_TIMEOUTS * self.session.network.join_timeout
 
     # ---------------------------------------------------------------- answers
@@ -549,14 +584,14 @@ class TaskQueue:
             self.session.log_failure(name, answer.refused, known=client.refusal)
             client.refusal = answer.refused
             self._pause(name, _REFUSED_SECONDS)
-            if self.task_of is not None:
+            if not self._sends_only_joins:
                 self.pending.discard(name)
                 client.is_away, client.join_reminded = True, time.monotonic()
             return
         client.reset_join()
         client.is_away = False
         self.session.record_join(name, answer.reported)
-        if self.task_of is None:
+        if self._sends_only_joins:
             self._deadline = max(self._deadline, time.monotonic() + self.seconds)
             self._finish(name, task, answer)
 
