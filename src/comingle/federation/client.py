@@ -518,6 +518,7 @@ class TaskRunner:
     def __init__(self, store: ClientStore, own: Own, task: Task):
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
         self.user_reports = store.tells(own)  # all, scores, losses or nothing
+        self.reports_scores = self.user_reports in SCORES  # test scores, amounts of data and durations
         self.reported: dict[str, Any] = {}
         self.sent: list[bytes] = []
         self.received = list(task.messages)
@@ -525,7 +526,7 @@ class TaskRunner:
             self.clients.steps.most_steps = steps
 
     def run(self) -> Answer:
-        """Carry out all steps and return the answer.
+        """Carry out all steps in order, and return the answer: what they report, and the messages that they send.
 
         Raises:
             MessageError: A message of the task fails a check.
@@ -534,7 +535,7 @@ class TaskRunner:
         started = time.perf_counter()
         for step in self.task.todo:
             self.STEPS[step](self)
-        if self.user_reports in SCORES:
+        if self.reports_scores:
             self.reported["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(
@@ -570,9 +571,9 @@ class TaskRunner:
     def _train(self) -> None:
         """Take the local steps of a round, unless the user's privacy budget is spent.
 
-        ``reported["left_out"]`` says why the user is left out of this round, if it is: the budget is spent, the loss
-        has diverged, or its work was rejected. Then no later step uploads anything. After a divergence the state before
-        the round is restored.
+        The user is left out of this round if the budget is spent or the result is not finite. Then
+        ``reported["left_out"]`` says why, and no later step uploads anything. If the result is not finite, methods that
+        drop such users restore the model themselves; with other methods the state before the round is restored here.
 
         Reports tokens and seconds if the user reports scores. Reports the training loss unless the user reports
         nothing; never with privacy, as the loss would reveal data without noise.
@@ -580,18 +581,19 @@ class TaskRunner:
         if why := self.store.charge_steps(self.task.round):
             self.reported["left_out"] = why
             return
+        user = 0  # the only one of this client group
         try:
-            work = train(self.clients, [0], self.task.round)
+            work = train(self.clients, [user], self.task.round)
         except DivergenceError as error:
             self._restore_before_training()
             self.reported["left_out"] = str(error)
             return
-        if self.user_reports in SCORES:
+        if self.reports_scores:
             self.reported |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
-            self.reported["left_out"] = work.rejected[0]
+            self.reported["left_out"] = work.rejected[user]
         elif self.user_reports != "nothing" and self.clients.plan.privacy is None:
-            self.reported["train_loss"] = work.losses[0]
+            self.reported["train_loss"] = work.losses[user]
 
     def _restore_before_training(self) -> None:
         """Restore the state before the local steps: the stored one, with the messages of this task applied again."""
@@ -642,7 +644,7 @@ class TaskRunner:
             self.sent.append(pack(validation_report(losses, done)))
         self.reported |= {"measure": measure_of(scores), "evaluated": True}
         own_scores = measured(scores[0])
-        if self.user_reports in SCORES and all(map(math.isfinite, own_scores.values())):
+        if self.reports_scores and all(map(math.isfinite, own_scores.values())):
             self.reported |= {"score": own_scores, "metrics": users_metrics(clients, scores)[self.own.name]}
         if self.user_reports == "all":
             self.reported |= users_routing(clients, scores)[self.own.name]

@@ -89,7 +89,10 @@ class Sessions:
         return self.folder / SECURE
 
     def _read(self) -> dict[str, Any]:
-        """Return the stored record: the last unmasked round, and the current session.
+        """Return what is stored: ``unmasked``, the last round whose sum was unmasked, and ``session``.
+
+        ``session`` is the record of the current secure sum with its secrets, as :meth:`_save` takes it; None without a
+        current sum. In a new run ``unmasked`` is 0, as rounds count from 1.
 
         Raises:
             RunError: The file is damaged.
@@ -204,7 +207,10 @@ class ClientStore:
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
-        """Store the answer to a task and the state after it, atomically.
+        """Store the answer to a task and the state after it; delete those of tasks that cannot be reverted any more.
+
+        The state is stored last. If the process is killed before that, the task counts as not carried out, and the
+        answer is deleted at a later commit.
 
         Args:
             serial: Number of the task.
@@ -229,12 +235,12 @@ class ClientStore:
                 path.unlink()
 
     def remove_drafts(self) -> None:
-        """Delete unfinished files of a process that was killed."""
+        """Delete unfinished answers, files and checkpoints of a process that was killed."""
         for draft in (self.folder / "answers").glob(".*"):
             draft.unlink()
         for draft in self.folder.glob(f".*{DRAFT}"):
             draft.unlink()
-        prune_checkpoints(self.folder, self.num_revertible)
+        prune_checkpoints(self.folder, self.num_revertible)  # also deletes unfinished and reverted ones
 
     def revert(self) -> None:
         """Restore the state before a task that failed."""
@@ -262,9 +268,10 @@ class ClientStore:
         return own.tells or ("scores" if self.clients.plan.privacy is None else "nothing")
 
     def charge_upload(self, data: bytes) -> str:
-        """Charge an upload to the privacy budget before it is sent, if the user has added noise to it.
+        """Charge an upload to the user's privacy budget before it is sent, if the user has added noise to it.
 
-        The same upload again costs nothing. A different one for the same task does, even if the task is reverted.
+        Sending the same bytes again reveals nothing new and costs nothing. Another upload for the same task is charged
+        as well, even if the task is reverted, as the server may have received both.
 
         Args:
             data: The packed upload.
@@ -273,7 +280,7 @@ class ClientStore:
             Why the upload may not be sent; an empty string if it may.
         """
         privacy = self.clients.plan.privacy
-        if privacy is None or privacy.noise_at != "upload":
+        if privacy is None or privacy.noise_at != "upload":  # the noise is added to local steps, or by the server
             return ""
         release = hashlib.sha256(data).hexdigest()
         for mechanism in self.clients.mechanisms:
@@ -370,7 +377,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     recipe = _of_one_user(store, own)
     federation = build(recipe, store.read, store="memory")
     clients = federation.clients
-    _fill(clients, store.clients)
+    _copy_without_padding(clients, store.clients)
     clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
     with finetuned(clients):
         metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
@@ -391,23 +398,28 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
     return of_one_user(store.recipe, lambda values: values[number])
 
 
-def _fill(clients: Clients, of_population: Clients) -> None:
-    """Copy one user's state from a client group that is padded to the ranks and experts of all users.
+def _copy_without_padding(target: Clients, source: Clients) -> None:
+    """Copy the state of a client group of one user to one whose tensors are not padded.
+
+    Both groups have the same user. The tensors of the source have room for the largest rank and number of experts of
+    all users of the federation, those of the target only for the user's own.
 
     Args:
-        clients: The client group of the user alone, whose state is overwritten.
-        of_population: The client group that trained the user.
+        target: The client group whose state is overwritten.
+        source: The client group that trained the user.
     """
-    wide, own = of_population.model.layout, clients.model.layout
-    for target, padded in zip(_matrices(clients.state), _matrices(of_population.state), strict=True):
-        if target.shape[1]:  # An optimiser may have no moments.
-            views = wide.views(padded)
-            target.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
+    padded_layout, own_layout = source.model.layout, target.model.layout
+    for own_matrix, padded_matrix in zip(_matrices(target.state), _matrices(source.state), strict=True):
+        if own_matrix.shape[1]:  # An optimiser may have no moments.
+            padded = padded_layout.views(padded_matrix)  # by name, (users, *shape)
+            own = [_cut(padded[slot.name], slot.shape).flatten(1) for slot in own_layout.slots]
+            own_matrix.copy_(torch.cat(own, 1))
     for name in ("iterations", "router_steps", "ranks", "versions"):
-        getattr(clients.state, name).copy_(getattr(of_population.state, name))
-    copied = [name for name in clients.state.kept if name != GRADIENTS]
-    clients.state.kept |= {name: of_population.state.kept[name].clone() for name in copied}
-    clients.update_masks()
+        getattr(target.state, name).copy_(getattr(source.state, name))
+    # Tensors that client hooks of the method keep. Gradients are a matrix, which was copied above.
+    hook_tensors = [name for name in target.state.kept if name != GRADIENTS]
+    target.state.kept |= {name: source.state.kept[name].clone() for name in hook_tensors}
+    target.update_masks()
 
 
 def _matrices(state: State) -> tuple[Tensor, ...]:
