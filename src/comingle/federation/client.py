@@ -94,52 +94,56 @@ Received = Download | Upload | None
 
 
 def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Begin a secure sum and return its keys.
+    """Begin a secure sum with new secrets of this user, and return the message with its public keys.
 
     Args:
         store: The user's part of the run.
         task: The task.
-        message: Unused.
+        message: Unused, as this is the first step: the server has nothing to send yet.
     """
     session = store.sessions.begin(_terms(store, task), task.user)
     return keys_message(task.user, session.terms.round, session.advertise())
 
 
 def share(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Return each other user's share of this user's secrets, encrypted.
+    """Split this user's secrets into shares, one for each other user, and return them encrypted for their receivers.
 
     Args:
         store: The user's part of the run.
         task: The task.
-        message: The other users' keys.
+        message: The other users' public keys.
     """
     session = _current_session(store, task)
-    roster = read_roster(message, task.user, session.terms.round, session.advertise())
-    return shares_message(task.user, session.terms.round, session.share(roster))
+    own_keys = session.advertise()  # The same keys as in the step before; the server does not send them back.
+    public_keys_by_user = read_roster(message, task.user, session.terms.round, own_keys)
+    return shares_message(task.user, session.terms.round, session.share(public_keys_by_user))
 
 
 def mask(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Return the shared tensors behind masks.
+    """Add masks to this user's upload, which cancel or are removed in the sum over users, and return the result.
 
     Args:
         store: The user's part of the run.
         task: The task.
-        message: The other users' encrypted shares.
+        message: Shares of the other users' secrets, which they encrypted for this user.
     """
-    session, round_number = _current_session(store, task), task.round + 1
-    sealed = read_sealed(message, task.user, round_number)
+    session, round_number = _current_session(store, task), task.round + 1  # Tasks count from 0, messages from 1.
+    encrypted_shares = read_sealed(message, task.user, round_number)
     upload = store.clients.upload([0], round_number, {})
+    # All shared tensors, rounded to integers and concatenated: with integers, masks cancel exactly.
     unmasked = as_words(upload.tensors[VECTOR][0])
-    return masked_message(task.user, round_number, session.mask(sealed, unmasked))
+    return masked_message(task.user, round_number, session.mask(encrypted_shares, unmasked))
 
 
 def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Return the shares that remove the masks from the sum of enough users.
+    """Return the shares of other users' secrets with which the server removes the masks from the sum.
+
+    Refuses if fewer users than the threshold of the secure sum are in it, as it would then hide them less.
 
     Args:
         store: The user's part of the run.
         task: The task.
-        message: The users whose masked tensors are in the sum.
+        message: Names of the users whose masked tensors are in the sum.
     """
     session = _current_session(store, task)
     survivors = read_survivors(message, task.user, session.terms.round)
@@ -159,7 +163,9 @@ def _current_session(store: ClientStore, task: Task) -> Session:
 
 
 def _terms(store: ClientStore, task: Task) -> Terms:
-    """Return the terms of a round's sum as this client derives them from the recipe, not from the server.
+    """Return the terms of a round's secure sum: its users, the least number of them, and the number of entries.
+
+    The client derives them from the recipe, so a hostile server cannot set a lower threshold.
 
     Raises:
         MessageError: The federation uses no secure aggregation.
@@ -167,17 +173,20 @@ def _terms(store: ClientStore, task: Task) -> Terms:
     clients = store.clients
     if clients.plan.sums is None:
         raise MessageError("task: got a step of secure aggregation, which this federation does not use")
-    return terms_of(clients.plan, task.run, task.round + 1, clients.model.layout.count(clients.method.shared))
+    num_entries = clients.model.layout.count(clients.method.shared)
+    return terms_of(clients.plan, task.run, task.round + 1, num_entries)  # Tasks count rounds from 0, terms from 1.
 
 
 def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | None = None) -> ClientStore:
     """Open the user's part of a run, in its state after the last task.
 
+    Checks that server and user agree on the recipe, the base model, and shapes and labels, then reads the user's data.
+
     Args:
-        folder: Folder of the run.
+        folder: Folder of the run; created if it is new.
         own: The user's settings.
         public: Public part of the federation.
-        bases: Base models that this process has loaded.
+        bases: Base models that this process has loaded, by their settings; a newly loaded one is added.
 
     Raises:
         MessageError: Server and user do not agree on the federation; names both values.
@@ -189,13 +198,14 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     method = check_and_set_up(recipe, keeps_memory=False)  # the device has other work between rounds
     read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, "")), bases=bases), method=method)
     _check_base(public, read)
-    data = remote_data(public, recipe, read.base)
+    # The run has all users, as methods and privacy depend on who they are; only this one's data is on this machine.
+    run_data = remote_data(public, recipe, read.base)
     number = public.users.index(own.name)
     _check_settings(own, public, read)
-    users = as_users(read.users[0] if i == number else user for i, user in enumerate(data.users))
-    common = None if data.common is None else replace(data.common, users=users)
-    data = replace(data, users=users, common=common, here=(number,), unread=False)
-    clients = data.kind.clients(recipe, data, plan_of(public, recipe))
+    users = as_users(read.users[0] if i == number else user for i, user in enumerate(run_data.users))
+    common = None if run_data.common is None else replace(run_data.common, users=users)  # It lists the users, too.
+    run_data = replace(run_data, users=users, common=common, here=(number,), unread=False)
+    clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
@@ -203,30 +213,39 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     store = ClientStore(
         folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.compact()
     )
-    begun = any((folder / "answers").glob("*.bin"))  # Data may have been sent.
+    begun = any((folder / "answers").glob("*.bin"))  # A task was answered, so uploads may have been sent.
     _check_inputs(folder, own, describe(read, recipe), begun=begun)
-    keep_key(folder, *clients.mechanisms, begun=begun)
+    keep_key(folder, *clients.mechanisms, begun=begun)  # Repeated rounds must have the same noise.
     store.remove_drafts()
     store.load_newest()
     return store
 
 
-def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
-    """Check that the folder is this user's and the data unchanged since the run began; in a new folder, record both.
+def _check_inputs(folder: Path, own: Own, current: Inputs, *, begun: bool) -> None:
+    """Check that the run's folder is this user's and that the data is unchanged since the run began.
+
+    Before that, the user may still change the data, so name and digests are only recorded.
+
+    Args:
+        folder: Folder of the run.
+        own: The user's settings.
+        current: The user's name, and digests of the data as it is now.
+        begun: Whether the client has answered a task of this run.
 
     Raises:
         RunError: The folder is another user's.
         DataError: The data has changed.
     """
     if not begun or not (folder / INPUTS).exists():
-        return write_inputs(folder, now)
+        return write_inputs(folder, current)
     try:
-        was = read_inputs(folder)
+        recorded = read_inputs(folder)
     except RunError:
         raise RunError(f"{folder / INPUTS}: damaged; delete {folder} to restart this run") from None
-    if list(was.users) != [own.name]:
-        raise RunError(f"{folder}: belongs to user {list_names(was.users)}, not to {own.name!r}; use another --state")
-    before, after = was.users[own.name].digests, now.users[own.name].digests
+    if list(recorded.users) != [own.name]:
+        owner = list_names(recorded.users)
+        raise RunError(f"{folder}: belongs to user {owner}, not to {own.name!r}; use another --state")
+    before, after = recorded.users[own.name].digests, current.users[own.name].digests
     if changed := [split for split in SPLITS if before[split] != after[split]]:
         raise DataError(
             f"{folder}: user {own.name!r}: the {' and '.join(changed)} data changed since the run began; "
@@ -260,18 +279,21 @@ LIGHT_TOKENS = 256
 def _own_recipe(own: Own, public: Public) -> Recipe:
     """Return the user's recipe: the federation's, with the user's data, base and runtime.
 
+    A user without a setting for the base uses the federation's, which must not be a local path.
+
     Raises:
         MessageError: The user is not one of the federation, or the server names a local path as base.
         RecipeError: A setting of the user is wrong.
     """
     if own.name not in public.users:
         raise MessageError(f"user {own.name!r}: not a user of this federation; allowed: {', '.join(public.users)}")
-    content: dict[str, Any] = dict(complete_older(public.recipe))
+    content: dict[str, Any] = dict(complete_older(public.recipe))  # Older recipes lack a key.
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base
     else:
         _check_base_name(public.whole_recipe().base)
+    # A client trains a single user; memory for batches of several would be wasted. Later settings take priority.
     content["runtime"] = {"users_per_step": 1, **content.get("runtime", {}), **own.runtime}
     recipe = parse_recipe(content, where=f"user {own.name!r}")
     return recipe.with_changes(_lighter_runtime(recipe), where=f"user {own.name!r}")
@@ -315,28 +337,35 @@ def _check_base_name(name: str) -> None:
 
 
 def _check_expected(own: Own, public: Public) -> None:
-    """Check that the digests of recipe and base are those that the user's file requires, if it does.
+    """Check the federation's recipe and base against the digests in ``expects``, an optional key of the user's file.
+
+    With it a user joins only a federation that it has inspected before.
 
     Raises:
         MessageError: A digest differs.
     """
     actual: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
-    for what, wanted in own.expects.items():
+    for what, wanted in own.expects.items():  # "recipe" or "base", and its digest
         if actual[what] != wanted:
             raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {actual[what]}")
 
 
 def _check_base(public: Public, read: RunData) -> None:
-    """Check that base and tokenizer are the server's; digests of older runs leave out the chat template.
+    """Check that this client's base model and tokenizer have the same digests as the server's.
+
+    A tokenizer's digest may end with that of its chat template. Either side may leave out this part, as older versions
+    do; then only the tokens are compared.
 
     Raises:
         MessageError: A digest differs.
     """
-    for what, own_value in digests_of(read.base).items():
-        theirs = getattr(public, what)
-        if own_value not in (theirs, tokens_of(theirs)) and theirs != tokens_of(own_value):
+    for what, own_digest in digests_of(read.base).items():  # "base" and "tokenizer"
+        servers_digest = getattr(public, what)
+        are_equal = own_digest == servers_digest
+        equals_without_template = own_digest == tokens_of(servers_digest) or tokens_of(own_digest) == servers_digest
+        if not (are_equal or equals_without_template):
             raise MessageError(
-                f"{what}: the server has {theirs or 'none'}, this client {own_value or 'none'}; "
+                f"{what}: the server has {servers_digest or 'none'}, this client {own_digest or 'none'}; "
                 "use the same base (--base)"
             )
 
@@ -356,6 +385,7 @@ def _check_settings(own: Own, public: Public, read: RunData) -> None:
     for key, value in public.settings.items():
         if key == "classes" and isinstance(value, int) and own_settings.get(key, value) <= value:
             continue  # The user's data may lack some classes.
+        # A key that does not follow from the user's data is not compared. As JSON, tuples and lists are equal.
         if json.dumps(own_settings.get(key, value)) != json.dumps(value):
             raise MessageError(f"user {own.name!r}: {key}: got {own_settings[key]} from the data; allowed: {value}")
 
@@ -428,8 +458,18 @@ class Client:
     def _join(self, task: Task) -> Answer:
         """Open the federation of a join task, and report what the server needs to know of this client.
 
-        These are the unit of its data, its local steps per round, the last task that it has carried out ("done"), the
-        earliest task to which it can revert ("back"), and, as far as ``tells`` allows, amounts of data.
+        These are, by key:
+
+            unit          the unit of its data, such as tokens
+            steps         its local steps per round
+            done          number of the last task that it has carried out
+            back          number of the earliest task after which it can restore its state
+            examples      number of examples, only if privacy protects single examples
+            amounts       amounts of training and test data, in that unit
+            skipped_rows  rows of its data that could not be used
+            works         tokens or samples that it trains on in a round, and those that an evaluation scores
+
+        The last three are reported only if the user's setting ``tells`` allows it.
 
         Raises:
             MessageError: The federation does not suit this user, or has changed since the user joined.
@@ -456,7 +496,8 @@ class Client:
             reported["amounts"] = amounts(store.clients.trainers[0], store.clients.batch_source.unit)
             if store.read.skipped_rows:
                 reported["skipped_rows"] = store.read.skipped_rows
-            reported["works"] = amounts_of(store.clients)[1:]
+            _, trained_amount, scored_amount = amounts_of(store.clients)
+            reported["works"] = [trained_amount, scored_amount]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
     def _carry_out(self, task: Task, data: bytes) -> Answer | bytes:
@@ -472,17 +513,18 @@ class Client:
         store = self._open(task.run)
         if (answer := store.stored_answer(task.serial, data)) is not None:
             return answer
-        check_task(task, store.clients.plan, TaskRunner.STEPS, counted=counts_samples(store.recipe))
+        steps_follow_from_data = counts_samples(store.recipe)
+        check_task(task, store.clients.plan, TaskRunner.STEPS, counted=steps_follow_from_data)
         if task.serial <= store.serial:  # The server did not get the answer to this task, and sends another one.
             self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
             raise MessageError(f"task: got task {task.serial} for user {self.own.name!r}; allowed: {store.serial + 1}")
         try:
-            with own_errors(store.clients.method):
+            with own_errors(store.clients.method):  # names file and line of an error in a user's own method
                 answer = TaskRunner(store, self.own, task).run().pack()
             store.commit(task.serial, data, answer)
-            self.say(_account(store, task, answer))
+            self.say(_describe_answer(store, task, answer))
             if "end" in task.todo:
                 self.end()
         except BaseException:
@@ -596,9 +638,12 @@ class TaskRunner:
             self.reported["train_loss"] = work.losses[user]
 
     def _restore_before_training(self) -> None:
-        """Restore the state before the local steps: the stored one, with the messages of this task applied again."""
+        """Undo local steps that have diverged, but keep the downloads that this task brought before them.
+
+        The state on disk is that before this task. It is restored, and the steps before "train" are carried out again.
+        """
         self.store.revert()
-        self.received = list(self.task.messages)
+        self.received = list(self.task.messages)  # Steps remove the messages that they read.
         for step in takewhile(lambda step: step != "train", self.task.todo):
             self.STEPS[step](self)
 
@@ -631,19 +676,21 @@ class TaskRunner:
         finish(self.clients)
 
     def _evaluate(self) -> None:
-        """Score the model on the user's own test data, and report as much as the user's ``tells`` allows.
+        """Score the model on the user's own test data, and report as much as the user's setting ``tells`` allows.
 
-        The validation loss is sent if it is needed to select the best round. A method may fine-tune the model for the
-        evaluation only.
+        If the recipe selects the best round, the loss on the validation data is sent, too. A method may fine-tune the
+        model for the evaluation only.
         """
-        clients, done = self.clients, self.task.arguments.get("done")
-        settle(clients)
-        with finetuned(clients, done):
-            scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
-        if losses and done is not None:
-            self.sent.append(pack(validation_report(losses, done)))
+        clients, rounds_done = self.clients, self.task.arguments.get("done")
+        settle(clients)  # computes tensors that follow from trained ones
+        with finetuned(clients, rounds_done):
+            scores = clients.evaluate()
+            selects_best_round = bool(clients.state.best)  # then the state holds the best model so far
+            losses = clients.validate() if selects_best_round else {}
+        if losses and rounds_done is not None:  # the final evaluation, of the best models, has no number of rounds
+            self.sent.append(pack(validation_report(losses, rounds_done)))
         self.reported |= {"measure": measure_of(scores), "evaluated": True}
-        own_scores = measured(scores[0])
+        own_scores = measured(scores[0])  # a client scores a single user
         if self.reports_scores and all(map(math.isfinite, own_scores.values())):
             self.reported |= {"score": own_scores, "metrics": users_metrics(clients, scores)[self.own.name]}
         if self.user_reports == "all":
@@ -670,27 +717,35 @@ class TaskRunner:
 
 
 def upload_notice(store: ClientStore) -> str:
-    """Return one line for the user: which tensors leave this machine in a round, and what stays here."""
-    clients, method = store.clients, store.clients.method
-    local_roles = sorted(clients.model.layout.roles & method.client.trained - method.shared)
+    """Return one line for the user: which tensors leave this machine in a round, and what stays here.
+
+    Tensors are named by their roles, such as "generalist" or "router".
+    """
+    clients, method, name = store.clients, store.clients.method, store.clients.users[0].name
+    roles = clients.model.layout.roles
+    local_roles = sorted(roles & (method.client.trained - method.shared))  # trained, but never uploaded
     stays = f"; {', '.join([*local_roles, 'text and optimiser state'])} stay"
     if not clients.shares:
-        return f"user {clients.users[0].name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
-    shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
-    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.plan.sums is None else ", masked,"
-    name = clients.users[0].name
-    return f"user {name!r}: {shared} ({size}) leave this machine{how} each round you take part in{stays}"
+        return f"user {name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
+    shared_roles = ", ".join(sorted(method.shared & roles) or sorted(method.shared))
+    upload_bytes = clients.upload_bytes()[0]  # a client has a single user
+    how = "" if clients.plan.sums is None else ", masked,"
+    size = f"{upload_bytes:,} bytes"
+    return f"user {name!r}: {shared_roles} ({size}) leave this machine{how} each round you take part in{stays}"
 
 
-def _account(store: ClientStore, task: Task, answer: bytes) -> str:
-    """Return one line that describes a task and the number of bytes that leave this machine for it."""
+def _describe_answer(store: ClientStore, task: Task, answer: bytes) -> str:
+    """Return one line for the user: which task was carried out, and how many bytes leave this machine for it.
+
+    After the last task of a federation, the line says instead where the user's model is.
+    """
     if "end" in task.todo:
         return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
     return f"{done}: {len(answer):,} bytes leave this machine"
 
 
-_PRIVATE = {
+_REASONS_FOR_SERVER = {
     "RecipeError": "invalid settings",
     "DataError": "invalid data",
     "BadRowsError": "invalid data",
@@ -701,8 +756,13 @@ _PRIVATE = {
 
 
 def _refusal(task: Task, error: Exception) -> Answer:
-    """Return the answer to a task that failed; it does not quote the user's own data or settings."""
+    """Return the answer to a task that failed; it does not quote the user's own data or settings.
+
+    Only the text of a MessageError is sent, as it is about the server's message. Other texts may contain private data,
+    so the server gets a general reason for the type of error.
+    """
     kind = type(error).__name__
-    own = f"user {task.user!r}: {_PRIVATE.get(kind, 'internal error')}; the client's log has the details"
-    reported = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}
+    reason = _REASONS_FOR_SERVER.get(kind, "internal error")
+    without_details = f"user {task.user!r}: {reason}; the client's log has the details"
+    reported = {"refused": str(error) if isinstance(error, MessageError) else without_details, "kind": kind}
     return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)

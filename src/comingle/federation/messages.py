@@ -54,7 +54,9 @@ class Task:
         user: Name of the user.
         todo: Names of the steps.
         round: The round to train, from 0, or the number of rounds that are done.
-        arguments: Values that the steps need, by name: "public" to join, "done" (rounds that are done), "local_steps".
+        arguments: Values that the steps need, by key: ``public``, the public part of the federation, only for the step
+            "join"; ``done``, the number of rounds that are done, for "evaluate"; ``local_steps``, the largest number of
+            local steps of a client in a round, for all tasks once it is known.
         messages: Downloads that the steps need, in their order.
     """
 
@@ -101,7 +103,9 @@ class Answer:
 
 
 def unpack_task(data: bytes) -> Task:
-    """Return the task that :meth:`Task.pack` has encoded.
+    """Return the task that :meth:`Task.pack` has encoded, without checking its values.
+
+    :class:`Task` describes the fields. Keys of the header have the same names, except "about" for ``arguments``.
 
     Raises:
         MessageError: The bytes are no task.
@@ -120,7 +124,9 @@ def unpack_task(data: bytes) -> Task:
 
 
 def unpack_answer(data: bytes) -> Answer:
-    """Return the answer that :meth:`Answer.pack` has encoded.
+    """Return the answer that :meth:`Answer.pack` has encoded, without checking its values.
+
+    :class:`Answer` describes the fields. Keys of the header have the same names, except "told" for ``reported``.
 
     Raises:
         MessageError: The bytes are no answer.
@@ -403,7 +409,7 @@ def check_upload(
         rank: Largest LoRA rank that the user may have.
         weighted: Whether the upload reports the user's amount of data.
         adaptive: Whether the upload reports if its change was within the server's clipping bound.
-        most: Largest amount of data that is accepted.
+        most: Largest amount of data that the upload may report.
 
     Raises:
         MessageError: A check fails.
@@ -412,10 +418,13 @@ def check_upload(
         raise MessageError(f"upload: user {user!r} sent one of user {upload.users[0]!r}")
     if upload.round != number:
         raise MessageError(f"upload: got round {upload.round}; allowed: {number}")
-    _check_rank("upload", int(upload.ranks[0]), rank)
-    _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
+    declared_rank = int(upload.ranks[0])  # an upload is of a single user
+    _check_rank("upload", declared_rank, rank)
+    # Tensors of an upload are (1, *shape), without the axis of models that downloads have.
+    _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=declared_rank)
     _check_sizes(upload.tensors)
-    _check_reports(upload.reports, _reported(method, layout, weighted=weighted, adaptive=adaptive, most=most))
+    required = _required_reports(method, layout, weighted=weighted, adaptive=adaptive, most_data=most)
+    _check_reports(upload.reports, required)
 
 
 def check_download(
@@ -439,12 +448,15 @@ def check_download(
         raise MessageError(f"download: got one for user {download.users[0]!r}; this client is of user {user!r}")
     if not 0 <= download.version <= rounds:
         raise MessageError(f"download: got version {download.version}; allowed: 0 to {rounds}")
-    _check_rank("download", int(download.ranks[0]), rank)
-    clip_norm, tensors = without_bound(download.tensors)  # None unless the server adapts the clip norm
+    declared_rank = int(download.ranks[0])  # a download is for a single user
+    _check_rank("download", declared_rank, rank)
+    # A server that adapts the clip norm sends it among the tensors; it is None otherwise.
+    clip_norm, model_tensors = without_bound(download.tensors)
     if clip_norm is not None and not (len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST):
         raise MessageError(f"download: {CLIP_NORM} is {clip_norm.tolist()}; allowed: a number above 0")
-    download = replace(download, tensors=tensors)
-    _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=int(download.ranks[0]))
+    download = replace(download, tensors=model_tensors)
+    # Tensors of a download are (1, models, *shape): one axis more than those of an upload.
+    _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=declared_rank)
     _check_models(download, users if method.server.peer_to_peer else (), user)
 
 
@@ -472,6 +484,8 @@ def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> No
 def validation_loss(message: Download | Upload, *, user: str, done: int) -> float | None:
     """Return the validation loss, in nats, that a user reports after ``done`` rounds; None for any other message.
 
+    A validation loss is sent as an upload without tensors; other uploads have tensors.
+
     Args:
         message: The message.
         user: Name of the user.
@@ -481,7 +495,7 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
         MessageError: The message is from another user or round, or the loss is not finite.
     """
     if not isinstance(message, Upload) or message.tensors:
-        return None
+        return None  # not a validation loss
     if message.users != (user,) or message.round != done:
         got = f"user {message.users[0]!r}, round {message.round}"
         raise MessageError(f"validation loss: got {got}; allowed: user {user!r}, round {done}")
@@ -593,25 +607,31 @@ def _cut_to_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...
     return (*shape[:-2], min(rank, shape[-2]), shape[-1])
 
 
-def _reported(method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most: int) -> dict[str, Reported]:
-    """Return the required reports of an upload by name, with their shapes and ranges; training losses are optional.
+def _required_reports(
+    method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most_data: int
+) -> dict[str, Reported]:
+    """Return the reports that an upload must have, by name, with their shapes and ranges of values.
+
+    Reports are numbers that a client sends beside its tensors: those that the method's client hooks declare, the
+    user's amount of data, and whether its change was within the clip norm.
 
     Args:
-        method: The method, whose client hooks declare reports.
+        method: The method.
         layout: Layout of the model's tensors; a report may have the shape of one of them (``like``).
-        weighted: Whether the user's amount of data is required.
-        adaptive: Whether a flag is required that says if the change was within the clip norm.
-        most: Largest amount of data that is accepted.
+        weighted: Whether the amount of data is required, as the weight of the upload.
+        adaptive: Whether the server adapts the clip norm, so that the flag 0 or 1 for "within the clip norm" is
+            required.
+        most_data: Largest amount of data that is accepted.
     """
     shapes = {slot.name: slot.shape for slot in layout.slots}
     required = {}
-    for part in method.client.parts:
-        for name, report in part.reports.items():
+    for hook in method.client.parts:
+        for name, report in hook.reports.items():
             required[name] = replace(report, shape=shapes.get(report.like, report.shape))
     if adaptive:
         required[WITHIN] = Reported(most=1, whole=True)
     if weighted:
-        required[COUNT] = Reported(least=1, most=most, whole=True)
+        required[COUNT] = Reported(least=1, most=most_data, whole=True)
     return required
 
 

@@ -72,10 +72,10 @@ class Public:
         return {**asdict(self), "users": list(self.users)}
 
     def check(self) -> None:
-        """Check that both sides have the same versions, and that the recipe suits remote clients and has no data.
+        """Check, on a client, the versions of both sides, and that the recipe suits remote clients and names no data.
 
         Raises:
-            MessageError: A check fails; names both sides' values.
+            MessageError: A check fails; for versions, names those of both sides.
         """
         for what, own in (("format", FORMAT), ("version", __version__)):
             if (theirs := getattr(self, what)) != own:
@@ -85,7 +85,7 @@ class Public:
             check_remote_clients(recipe)
         except RecipeError as error:  # The recipe is the server's, so the message reveals nothing about the user.
             raise MessageError(str(error)) from None
-        if recipe.data.given is None:
+        if recipe.data.given is None:  # `given` stands for sources that are elsewhere: in clients' files
             raise MessageError("the federation's recipe: data: has a source; allowed: sources in clients' files only")
 
     def whole_recipe(self) -> Recipe:
@@ -217,7 +217,12 @@ class ServerContext:
 
     @classmethod
     def of(cls, public: Public, base: Base | None) -> ServerContext:
-        """Return the context of a federation."""
+        """Return the context of a federation, whose users' data is all on other machines.
+
+        Args:
+            public: Public part of the federation.
+            base: The base model; None if users train networks from scratch.
+        """
         recipe = public.whole_recipe()
         return cls(
             recipe=recipe,
@@ -252,29 +257,38 @@ class ServerContext:
         return training.local_epochs * steps_per_epoch
 
     def check_steps(self, steps: int, max_samples: int) -> None:
-        """Check the number of local steps per round that a user reports, from which the schedule of a run follows.
+        """Check the number of local steps per round that a user reports.
+
+        The learning rate's schedule of the run follows from the largest number of all users.
+
+        For text the recipe sets the number. For samples and conversations it follows from how many of them the user
+        has, so only an upper limit is known.
 
         Args:
             steps: The number.
-            max_samples: Largest number of samples or conversations of a user.
+            max_samples: Largest number of samples or conversations that a user may have.
 
         Raises:
-            MessageError: It differs from the recipe's, or is too large if it follows from the user's data.
+            MessageError: The number differs from the recipe's, or is above the limit.
         """
         most = self.most_steps(max_samples)
-        if not counts_samples(self.recipe) and steps != most:
+        recipe_sets_steps = not counts_samples(self.recipe)
+        if recipe_sets_steps and steps != most:
             raise MessageError(f"answer: got {steps:,} local steps; allowed: {most:,}, as in the recipe")
-        if not steps <= most:
+        if steps > most:
             why = f"allowed: up to {most:,} (network.max_samples is {max_samples:,})"
             raise MessageError(f"answer: got {steps:,} local steps; {why}")
 
-    def works(self, examples: Mapping[str, int]) -> dict[str, Work]:
-        """Return, by user, the noised steps to account for if single examples are protected.
+    def work_by_user(self, examples: Mapping[str, int]) -> dict[str, Work]:
+        """Return each user's work, from which the epsilon of DP-SGD follows: examples, batch size, steps and rounds.
+
+        Only needed if privacy protects single examples.
 
         Args:
             examples: Number of examples by user.
         """
         return {
+            # A user with this many examples takes exactly the largest number of local steps that they allow.
             name: work_of(self.plan, name, examples=count, iterations=self.most_steps(count))
             for name, count in examples.items()
         }

@@ -18,6 +18,7 @@ from comingle.federation.flower.channel import Channel
 from comingle.federation.messages import Answer, Task, check_reported, unpack_answer
 from comingle.federation.public import Public, ServerContext
 from comingle.models.model import Model
+from comingle.privacy.accounting import Work
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
 from comingle.training.checkpoints import Clock
@@ -170,12 +171,13 @@ class ServerSession:
     ) -> dict[str, Answer]:
         """Send each client a task and return the answers that arrive in time, by user.
 
-        Records what each of these clients has done and the bytes of its messages.
+        Of each client that answers, records its last task, the version that it has downloaded, and that it has received
+        the verdict on its validation loss. Adds the bytes of the messages to the clock's counts.
 
         Args:
             steps: Steps of each client's task, by user. Steps that need the newest download begin with "receive".
             number: The round to train, from 0, or the number of rounds that are done.
-            arguments: Other values that the steps need, the same for all tasks.
+            arguments: Values that the steps need (:class:`Task`), the same for all tasks.
             seconds: Timeout; ``network.round_timeout`` by default.
             messages: Messages for steps other than "receive", by user.
         """
@@ -191,7 +193,7 @@ class ServerSession:
             client.serial = task.serial
             if "receive" in task.todo:
                 client.version = self.server.version
-            if "hear" in task.todo:  # the client has got the verdict on its validation loss
+            if "hear" in task.todo:  # the step with which the client receives the verdict
                 client.verdict = None
             self.clock.download_bytes += _message_bytes(task)
             self.clock.upload_bytes += _message_bytes(answer)
@@ -202,14 +204,15 @@ class ServerSession:
     ) -> Task:
         """Return a client's next task, with a download and a verdict on validation losses if they are due.
 
-        The step "receive" gets a download, or is left out if the client has the newest version. If the client has not
-        received the last verdict, it is added with the step "hear", which comes first.
+        The step "receive" gets a download, or is left out if the client has the newest version. The verdict says
+        whether the mean validation loss of the last evaluation is the lowest so far, so that the client keeps its model
+        as the best one. If the client has not received it, it is added with the step "hear", which comes first.
 
         Args:
             name: The user.
             todo: Steps of the task.
             number: The round, from 0.
-            arguments: Other values for the task.
+            arguments: Values that the steps need (:class:`Task`).
             other_messages: Messages for steps other than "receive" and "hear".
         """
         messages, steps = list(other_messages), list(todo)  # messages are in the order of the steps that need them
@@ -248,17 +251,20 @@ class ServerSession:
         arguments: Mapping[str, Any],
         messages: tuple[bytes, ...] = (),
     ) -> Task:
-        """Return a task of this run; it tells the client the run's number of local steps, once that is known.
+        """Return a task of this run, which also sends the client the run's number of local steps, once it is known.
+
+        It is known once clients have joined: for some kinds of data it is the largest number of any client.
 
         Args:
             name: The user.
             todo: Names of the steps.
             serial: Number of the task among the client's tasks; 0 for a join task.
             number: The round, from 0.
-            arguments: Other values that the steps need.
+            arguments: Values that the steps need (:class:`Task`), without the number of local steps.
             messages: Downloads that the steps need, in their order.
         """
-        arguments = {**arguments, "local_steps": self.local_steps} if self.local_steps else arguments
+        if self.local_steps:
+            arguments = {**arguments, "local_steps": self.local_steps}
         return Task(
             run=self.run, serial=serial, user=name, todo=todo, round=number, arguments=arguments, messages=messages
         )
@@ -348,20 +354,23 @@ class ServerSession:
         logger.warning("user %r: %s", name, what)
         self.observe({"event": "noted", "user": name, "what": what})
 
-    def log_failure(self, name: str, why: str, *, known: str | None, gone: bool = False) -> None:
-        """Log why a client failed, once for each reason.
+    def log_failure(self, name: str, why: str, *, last_logged: str | None, is_left_out: bool = False) -> None:
+        """Log why a client failed, as a warning and as an event of the run.
+
+        A client may fail at each try with the same reason, which is logged only once.
 
         Args:
             name: Name of the user.
             why: The reason.
-            known: The reason that was logged last.
-            gone: Whether the round continues without this client, which is always logged as a warning.
+            last_logged: The reason that was logged last for this client; None if there is none.
+            is_left_out: Whether the round continues without this client. The warning then says so, and is logged even
+                if the reason is the same.
         """
-        if gone or why != known:
-            logger.warning(
-                "user %r: %s", name, f"{why}; the round continues without it" if gone else why, extra=AN_EVENT
-            )
-        if why != known:
+        is_new = why != last_logged
+        if is_new or is_left_out:
+            consequence = "; the round continues without it" if is_left_out else ""
+            logger.warning("user %r: %s", name, f"{why}{consequence}", extra=AN_EVENT)
+        if is_new:
             self.observe({"event": "failed", "user": name, "reason": why})
 
 
@@ -407,12 +416,13 @@ class TaskQueue:
         """
         session = self.session
         while self.pending:
+            # The channel reads the requests again and again, as clients connect, join and may be asked again.
             requests = _DueRequests(self._due_requests)
             for name, got in session.channel.exchange(requests, timeout=self._remaining_seconds()):
                 self._process_reply(name, got)
             if self._has_just_joined():
                 continue  # A client that joined in time gets its task, even after the timeout.
-            if not self._awaited() or not self._may_retry():
+            if not self._awaited() or not self._may_retry():  # no client is worth waiting for, or no time is left
                 break
             time.sleep(RETRY_SECONDS)
         for name in sorted(self.pending):
@@ -420,7 +430,7 @@ class TaskQueue:
             if self._is_loading(name):
                 continue
             if not (client.is_away or client.refusal):
-                self._fail(name, self._reasons.get(name, f"no answer in {self.seconds:g} s"), gone=True)
+                self._fail(name, self._reasons.get(name, f"no answer in {self.seconds:g} s"), is_left_out=True)
             client.is_away = True
         return self.answers
 
@@ -466,20 +476,23 @@ class TaskQueue:
     def _due_requests(self) -> dict[str, bytes]:
         """Return the request of each present client that gets a task now or has not answered yet.
 
-        Also updates which clients are present. One that has just connected is not away any more and may join at once;
-        in the queue of join tasks it extends the timeout.
+        Before that, updates ``is_present`` and ``is_away`` of all clients. A client is away if an earlier task timed
+        out; it is awaited again once it has reconnected, or is present and has joined. After it has reconnected, it may
+        join at once, without the pause after a failure. If this queue sends only join tasks, it also gets the full
+        timeout from now on.
         """
         session, now = self.session, time.monotonic()
         present = set(session.channel.present())
-        connected = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
+        just_connected = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
         for name, client in session.clients.items():
             client.is_present = name in present
-            if name in connected or (name in present & self.pending and client.joined is not None):
+            can_answer = name in present & self.pending and client.joined is not None
+            if name in just_connected or can_answer:
                 client.is_away = False
-        for name in connected & self.pending:
+        for name in just_connected & self.pending:
             session.clients[name].reset_join()
             self._paused.pop(name, None)
-        if connected and self._sends_only_joins:
+        if just_connected and self._sends_only_joins:
             self._deadline = max(self._deadline, now + self.seconds)
         return {
             name: self._request(name)
@@ -493,13 +506,15 @@ class TaskQueue:
     def _request(self, name: str) -> bytes:
         """Return the bytes of a client's join task if it has not joined, otherwise of its task.
 
-        A repeated request has the same bytes: the channel still awaits the reply to the first one then.
+        The bytes are made once. The channel recognises them as the request to which it awaits a reply, so calling this
+        again does not send them twice.
         """
-        if self.task_of is None or not self._has_joined(name):
+        if self.task_of is None or not self._has_joined(name):  # without `task_of` only join tasks are sent
             if name not in self._join_sent:
                 self._join_sent[name] = time.monotonic()
                 client = self.session.clients[name]
-                client.join_asked = self._join_sent[name] if client.join_asked is None else client.join_asked
+                if client.join_asked is None:  # its first join task since it connected
+                    client.join_asked = self._join_sent[name]
                 self._packed[name] = self.session.join_task(name).pack()
         elif name not in self.tasks:
             self.tasks[name] = self.task_of(name)
@@ -530,12 +545,16 @@ class TaskQueue:
         if client.join_asked is None or self._is_loading(name):
             return True
         # It has had its time to load.
-        self._fail(name, f"has not joined in {self._loading_seconds:g} s", gone=True)
+        self._fail(name, f"has not joined in {self._loading_seconds:g} s", is_left_out=True)
         client.is_away, client.join_reminded = True, now
         return False
 
     def _is_loading(self, name: str) -> bool:
-        """Return whether a client that connected during the rounds still has time to join."""
+        """Return whether a client is joining during a round, and still has time for it.
+
+        It then loads its base model and data, for which it has several times ``network.join_timeout`` from its first
+        join task. Before the first round this is False: :meth:`_may_retry` extends the timeout of the queue instead.
+        """
         client = self.session.clients[name]
         if self._sends_only_joins or client.joined is not None:
             return False
@@ -550,20 +569,24 @@ class TaskQueue:
 
     # ---------------------------------------------------------------- answers
 
-    def _process_reply(self, name: str, got: bytes | str) -> None:
-        """Process a client's reply, or the line that says why there is none.
+    def _process_reply(self, name: str, reply: bytes | str) -> None:
+        """Process a client's reply to its join task or task.
 
-        Lost messages are sent again after a pause. A client that refuses a task does so because its state does not fit
-        it; it is left out of this queue and joins again.
+        If request or reply was lost, the request is sent again after a pause. A client refuses a task if the task does
+        not fit its state. It is then left out of this queue and joins again, and reports its state.
+
+        Args:
+            name: Name of the user.
+            reply: The reply, or one line that says why there is none.
         """
         if name not in self.pending:
             return
         is_join = name not in self.tasks
         task = self.session.join_task(name) if is_join else self.tasks[name]
-        answer = self.session.read_answer(name, task, got)
-        if isinstance(answer, str):  # The request or the reply was lost.
+        answer = self.session.read_answer(name, task, reply)
+        if isinstance(answer, str):  # The request or the reply was lost; this is the reason.
             self._reasons[name] = answer
-            if self._remaining_seconds():
+            if self._remaining_seconds():  # Otherwise `run` logs the reason when it gives up.
                 self._pause(name, RETRY_SECONDS)
                 self._fail(name, answer)
             return
@@ -573,15 +596,24 @@ class TaskQueue:
         elif answer.refused:
             self.pending.discard(name)
             self.session.clients[name].joined = None  # It gets a join task again, and reports its last task.
-            self._fail(name, answer.refused, gone=True)
+            self._fail(name, answer.refused, is_left_out=True)
         else:
             self._finish(name, task, answer)
 
     def _process_join(self, name: str, task: Task, answer: Answer) -> None:
-        """Record that a client has joined, or why it refuses; a round does not wait for a client that refuses."""
+        """Process the answer to a join task: record that the client has joined, or why it refuses to.
+
+        During a round, a client that refuses is marked as away, so that the round does not wait for it. In a later
+        round it gets another join task. A client that has joined then gets its task of the round.
+
+        Args:
+            name: Name of the user.
+            task: The join task.
+            answer: The client's answer.
+        """
         client = self.session.clients[name]
         if answer.refused:
-            self.session.log_failure(name, answer.refused, known=client.refusal)
+            self.session.log_failure(name, answer.refused, last_logged=client.refusal)
             client.refusal = answer.refused
             self._pause(name, _REFUSED_SECONDS)
             if not self._sends_only_joins:
@@ -591,12 +623,12 @@ class TaskQueue:
         client.reset_join()
         client.is_away = False
         self.session.record_join(name, answer.reported)
-        if self._sends_only_joins:
+        if self._sends_only_joins:  # The join task is all that this queue sends.
             self._deadline = max(self._deadline, time.monotonic() + self.seconds)
             self._finish(name, task, answer)
 
-    def _fail(self, name: str, why: str, *, gone: bool = False) -> None:
-        self.session.log_failure(name, why, known=self._failed.get(name), gone=gone)
+    def _fail(self, name: str, why: str, *, is_left_out: bool = False) -> None:
+        self.session.log_failure(name, why, last_logged=self._failed.get(name), is_left_out=is_left_out)
         self._failed[name] = why
 
     def _finish(self, name: str, task: Task, answer: Answer) -> None:
@@ -644,7 +676,9 @@ def _message_bytes(message: Task | Answer) -> int:
 def start_session(
     run: str, public: Public, context: ServerContext, channel: Channel, observe: Observer, network: NetworkSection
 ) -> ServerSession:
-    """Return the session of a server before its first round.
+    """Return the session of a server before its first round, in which no client has joined.
+
+    Warns if the noise for privacy exceeds the updates of users.
 
     Args:
         run: Name of the run in messages to clients.
@@ -655,7 +689,7 @@ def start_session(
         network: Section ``network`` of the server's file.
 
     Raises:
-        RecipeError: The method's server does not support these users.
+        RecipeError: The method's server does not support these users, or rounds are too small for the privacy.
     """
     model = context.model()
     server = start_server(model, public.users, context.plan)
@@ -674,8 +708,10 @@ def start_session(
     session.clients = {name: ClientSession(version=session.first_version) for name in public.users}
     clients = session.clients
 
-    def examples() -> dict[str, int]:
-        return {name: one.examples for name, one in clients.items() if one.examples is not None}
+    def work_by_user() -> dict[str, Work]:
+        reported = {name: client.examples for name, client in clients.items() if client.examples is not None}
+        return context.work_by_user(reported)
 
-    server.mechanisms.set_works(lambda: context.works(examples()))
+    # Epsilon depends on numbers of examples, which clients report only when they join. So it is a function.
+    server.mechanisms.set_works(work_by_user)
     return session
