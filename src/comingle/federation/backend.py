@@ -92,18 +92,23 @@ def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Map
 def _aggregate(session: ServerSession, upload: Upload) -> None:
     """Aggregate a round's uploads, and check that the result is finite before it is stored or sent.
 
+    Args:
+        session: The session.
+        upload: Valid uploads of all participants, joined in tensors ``(users, *shape)``.
+
     Raises:
-        RunError: It is not finite. The previous round's checkpoint remains the newest.
+        RunError: The result is not finite; names the user with the largest value as a likely cause. The previous
+            round's checkpoint remains the newest.
     """
     server = session.server
     try:
         server.aggregate(upload)
-        not_finite = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]
+        not_finite = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]  # the method's state
         why = f"{not_finite[0]!r} is not finite" if not_finite else ""
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  (of methods with an SVD)
         why = " ".join(str(error).split())
     if why:
-        largest_values = []
+        largest_values = []  # by user
         for i in range(len(upload.users)):
             largest_values.append(max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0))
         value, user = max(zip(largest_values, upload.users, strict=True))
@@ -151,15 +156,17 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
 
 
 def validation_losses(session: ServerSession, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
-    """Return users' validation losses if they are used to select the best round, otherwise nothing.
+    """Return the validation losses that users report, if the recipe selects the best round by them.
+
+    Losses of another round, or that are not finite, are skipped with a warning.
 
     Args:
         session: The session.
-        answers: Answers by name.
-        done: The number of rounds that the validated models have had.
+        answers: Answers to a task with the step "evaluate", by name.
+        done: Number of rounds that were done before this evaluation.
 
     Returns:
-        Losses in nats by name.
+        Losses in nats by name; empty if the recipe does not select the best round.
     """
     losses: dict[str, float] = {}
     if session.context.plan.evaluation.select != "best":
@@ -167,7 +174,7 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
     for name in session.public.users:
         if name not in answers or not answers[name].messages:
             continue
-        last_message = answers[name].messages[-1]  # after the upload, if there is one
+        last_message = answers[name].messages[-1]  # a task may train, too; then the upload is before it
         try:
             loss = validation_loss(unpack(last_message), user=name, done=done)
         except MessageError as error:
@@ -179,13 +186,14 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
 
 
 def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], done: int) -> list[str]:
-    """Sum the uploads of a round behind masks and aggregate the sum.
+    """Compute the sum of a round's uploads by secure aggregation, and aggregate it.
 
-    If too few users remain, nothing is unmasked, the model stays unchanged, and an event gives the reason.
+    The server sees masked uploads and, once it gets the shares that remove the masks, their sum. If too few users
+    answer, no sum is computed, the model stays unchanged, and an event ("no_sum") gives the reason.
 
     Args:
         session: The session.
-        answers: Answers to the step "advertise" by name.
+        answers: Answers to the step "advertise", with which a secure sum begins, by name.
         done: The round, from 1.
 
     Returns:
@@ -193,11 +201,14 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     """
     server = session.server
     assert server.sums is not None
-    terms = terms_of(session.context.plan, session.run, done, server.size)
+    num_entries = server.size  # of all shared tensors of a user
+    terms = terms_of(session.context.plan, session.run, done, num_entries)
     collector = SumCollector(terms=terms)
     secure_sum = _SecureSum(session=session, collector=collector)
+    # Users round each entry to a grid of integers, of which this is the largest.
+    largest_integer = server.sums.grid(done).largest
     try:
-        total = secure_sum.total(answers, server.sums.grid(done).largest)
+        total = secure_sum.total(answers, largest_integer)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": done, "reason": str(error)})
@@ -205,7 +216,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
             server.mechanisms.charge([server.users.index(user) for user in collector.survivors])
         server.skip_round(done)
         return []
-    survivors = collector.survivors
+    survivors = collector.survivors  # the users in the sum
     if why := keep_model_if_few(session, survivors, answers, done):
         session.observe({"event": "no_sum", "round": done, "reason": why})
         return []
@@ -374,13 +385,17 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the weights with which each user mixes several models, as fields of an evaluation event.
 
-    These are the server's weights if it merges models for each user, else those that users report with the right
-    number of models; empty without any.
+    If the server merges models for each user, it knows the weights. Otherwise users may report theirs ("mixture");
+    reports with a wrong number of weights are left out. Empty if there are no weights.
+
+    Args:
+        session: The session.
+        reported: Metrics that clients have reported, by user.
     """
     method, server = session.context.method, session.server
-    merging = method.server.merging_weights(server.kept)
-    if merging is not None:
-        return mixtures_event(session.public.users, merging.double().cpu(), method)
+    merging_weights = method.server.merging_weights(server.kept)  # (users, models)
+    if merging_weights is not None:
+        return mixtures_event(session.public.users, merging_weights.double().cpu(), method)
     mixture = method.placement.mixture
     num_models = method.server.server_models if mixture is None else mixture.clusters
     weights = {
@@ -446,9 +461,15 @@ class NetworkBackend(Backend[ClientReports]):
         return participants
 
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
-        """Send participants a task to download, train and upload; if local models are evaluated, send all users one.
+        """Send participants the task of a round: download, train, and upload if the server aggregates in this round.
 
-        A secure sum is aggregated at once, so that its bytes count for this round.
+        If the plan evaluates local models, participants evaluate after training, and all other users get a task to
+        evaluate. A secure sum is completed and aggregated here, so that its bytes count for this round; plain uploads
+        are aggregated by :meth:`aggregate`.
+
+        Args:
+            plan: Plan of the round.
+            participants: Numbers of the users.
 
         Raises:
             RunError: Too few participants answered in time.
@@ -475,14 +496,18 @@ class NetworkBackend(Backend[ClientReports]):
             losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
             users=len([report for report in reports.values() if "left_out" not in report]),
             tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
+            # Clients train in parallel, so the slowest one counts.
             seconds=max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0),
         )
 
     def aggregate(self) -> str:
-        """Aggregate the valid uploads of the round; return why none were aggregated, or an empty string.
+        """Aggregate the valid uploads of the round; secure sums were aggregated in :meth:`train` already.
 
-        A secure sum was aggregated in :meth:`train` already. In a peer-to-peer method the server only passes uploads
-        on: clients download those of all senders.
+        In a peer-to-peer method the server only passes uploads on. The senders download them at once, and the server
+        deletes them.
+
+        Returns:
+            Why no uploads were aggregated; an empty string if they were.
 
         Raises:
             RunError: No upload is valid, or the result is not finite.
@@ -490,6 +515,7 @@ class NetworkBackend(Backend[ClientReports]):
         assert self._plan is not None
         why = ""
         if self.server.sums is None:
+            # Messages to clients have the round counted from 0 (`number`), uploads have it from 1 (`done`).
             self._senders, why = aggregate_uploads(self.session, self._training_answers, self._plan.done)
         if self.server.method.server.peer_to_peer:
             self.session.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
@@ -532,18 +558,21 @@ class NetworkBackend(Backend[ClientReports]):
         }
         event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
         if not silent and (losses := validation_losses(self.session, answers, done)):
-            event["mean_valid_loss"] = self._judge(losses, done)
+            event["mean_valid_loss"] = self._compare_validation_losses(losses, done)
         return reported or None, event | routing_event(self.session, reported)
 
-    def _judge(self, losses: dict[str, float], done: int) -> float:
-        """Compare the mean validation loss with the lowest so far, and return it.
+    def _compare_validation_losses(self, losses: dict[str, float], done: int) -> float:
+        """Compare the mean of users' validation losses with the lowest mean so far.
 
-        Each user gets the verdict with its next task. If the loss is the lowest, the user then keeps its model as the
-        best.
+        The verdict, whether the mean is the lowest, is sent to each user with its next task. The user then keeps its
+        model as the best one.
 
         Args:
             losses: Validation losses in nats, by name.
             done: Number of rounds that are done.
+
+        Returns:
+            The mean in nats.
         """
         lowest_before = self.server.lowest_loss
         verdict = self.server.judge(validation_report(losses, done), self._names)
@@ -554,19 +583,24 @@ class NetworkBackend(Backend[ClientReports]):
         return fmean(losses.values())
 
     def choose(self, rounds: int, scores: ClientReports | None) -> ClientReports | None:
-        """Make clients restore the models of the best round, if the recipe selects it, and return their scores.
+        """Make clients restore the models of the best round, if the recipe selects it, and return their metrics.
 
         Args:
             rounds: Number of rounds of the run.
-            scores: Metrics of the last evaluation, which are those of the best round if that is the last one. Otherwise
-                clients evaluate again.
+            scores: Metrics of the evaluation after the last round. They are returned unless an earlier round is
+                selected, whose models clients then evaluate again.
+
+        Returns:
+            Metrics of the final models, by user; None if no user reports any.
         """
         if self.session.context.plan.evaluation.select != "best":
             return scores
         evaluates_again = self.session.best_round != rounds
         steps = ("choose", "evaluate") if evaluates_again else ("choose",)
         answers = self.session.ask(dict.fromkeys(self._names, steps), rounds)
-        return {name: answer.reported for name, answer in answers.items()} or None if evaluates_again else scores
+        if not evaluates_again:
+            return scores
+        return {name: answer.reported for name, answer in answers.items()} or None
 
     def summarise(self, reported: ClientReports | None) -> Metrics:
         """Return the metrics of the finished run, for the users who report theirs.

@@ -98,10 +98,16 @@ def _run_supernode(participant: Participant) -> None:
 def _run_clients(participants: Sequence[Participant], say: Callable[[str], None], *, stays: bool) -> None:
     """Run the clients of some users in this process until all have ended.
 
+    Args:
+        participants: The users.
+        say: Called with each line to show; lines of several users begin with the user's name.
+        stays: Whether clients wait for the next federation when one has ended.
+
     Raises:
         RunError: A user cannot take part; the others have ended.
     """
-    calls, bases = CallQueue(), dict[Any, Any]()
+    calls = CallQueue()  # All clients' tasks are carried out in this thread.
+    bases: dict[Any, Any] = {}  # base models by their settings, so that the users share them in memory
     endings = [EndCondition(stays=stays) for _ in participants]
     clients = []
     for participant, ending in zip(participants, endings, strict=True):
@@ -135,8 +141,8 @@ def _fleet_client(
     Args:
         participant: The user.
         calls: Queue of calls of this process.
-        ending: Told when the federation has ended for this user.
-        bases: Base models of this process by their settings.
+        ending: Records when the federation has ended for this user.
+        bases: Base models that this process has loaded, by their settings; the client adds those that it loads.
         say: Called with each line to show to the user.
     """
 

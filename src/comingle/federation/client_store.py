@@ -57,7 +57,11 @@ class Sessions:
     folder: Path
 
     def begin(self, terms: Terms, name: str) -> Session:
-        """Begin a sum with new keys and discard the previous one.
+        """Return a new secure sum with new secrets, which replaces the stored one as soon as its first step is saved.
+
+        Args:
+            terms: Round, users and threshold of the sum.
+            name: Name of the user.
 
         Raises:
             MessageError: The sum of this round, or of a later one, has been unmasked.
@@ -69,10 +73,13 @@ class Sessions:
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=self._save)
 
     def current(self, terms: Terms) -> Session:
-        """Return the sum that has begun.
+        """Return the stored sum, which an earlier step has begun.
+
+        Args:
+            terms: Expected round, users and threshold of the sum.
 
         Raises:
-            MessageError: It is of another round, or there is none.
+            MessageError: There is none, or it has other terms, for example of another round.
         """
         record = self._read()["session"]
         if record is None or (session := Session.of(record, self._save)).terms != terms:
@@ -110,15 +117,16 @@ class Sessions:
     def _save(self, record: Record) -> None:
         """Write the record of the current sum, before a message that depends on it is sent.
 
-        Once the user helps to unmask a round, its number is recorded, as no other sum of that round may be unmasked.
+        Also stores the last round that this user has helped to unmask. :meth:`begin` then refuses another sum of that
+        round: the difference of two sums over different users may be a single user's upload.
 
         Args:
-            record: Terms, secrets and completed steps of the sum.
+            record: Terms, secrets and completed steps ("done") of the sum.
         """
         last_unmasked = self._read()["unmasked"]
-        unmasked = record["terms"]["round"] if "unmask" in record["done"] else 0
+        unmasked_now = record["terms"]["round"] if "unmask" in record["done"] else 0  # rounds count from 1
         with convert_disk_errors(self.folder):
-            text = json.dumps({"unmasked": max(last_unmasked, unmasked), "session": record})
+            text = json.dumps({"unmasked": max(last_unmasked, unmasked_now), "session": record})
             write_text(self._path, text, private=True)
 
 
@@ -185,25 +193,28 @@ class ClientStore:
         return [number for number in stored if 0 <= self.serial - number <= self.num_revertible] or [self.serial]
 
     def revert_to(self, serial: int) -> None:
-        """Restore the state after a task and discard later ones.
+        """Restore the state after a task; delete states and answers of later tasks.
+
+        Args:
+            serial: Number of the task; 0 for the state before the first one.
 
         Raises:
             MessageError: That state is not stored any more.
         """
-        if serial not in (back := self.revertible_tasks()):
+        if serial not in (stored := self.revertible_tasks()):
             raise MessageError(
                 f"task {serial + 1}: got another task with this number; user {self.clients.users[0].name!r} can revert "
-                f"only to the state after task {', '.join(map(str, back))}"
+                f"only to the state after task {', '.join(map(str, stored))}"
             )
-        known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
+        checkpoints = {_number(folder): folder for folder in list_checkpoints(self.folder)}
         for path in (self.folder / "answers").glob("*.bin"):
             if int(path.name.partition("-")[0]) > serial:  # Delete answers first: each must have its state.
                 path.unlink()
-        for number, folder in known.items():
-            if number > serial:
+        for number, folder in checkpoints.items():
+            if number > serial:  # A renamed folder is no checkpoint any more, even if its deletion is interrupted.
                 folder.rename(folder.with_name(f".{folder.name}.undone"))
-        prune_checkpoints(self.folder, self.num_revertible)
-        self._restore(known.get(serial))
+        prune_checkpoints(self.folder, self.num_revertible)  # deletes the renamed folders, too
+        self._restore(checkpoints.get(serial))
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
@@ -256,12 +267,12 @@ class ClientStore:
 
     @property
     def public_counts(self) -> dict[str, int]:
-        """Number of examples, if single examples are protected.
+        """Number of the user's examples under the key "examples"; empty unless privacy protects single examples.
 
-        Epsilon depends on it, and accounting treats it as public.
+        The server computes epsilon from this number, so it is reported even if the user reports nothing else.
         """
         private = self.clients.steps.private
-        return {} if private is None else {"examples": private.work(self.clients.batch_source, 0).examples}
+        return {} if private is None else {"examples": private.work(self.clients.batch_source, trainer=0).examples}
 
     def tells(self, own: Own) -> Tells:
         """Return how much the user reports: as its own file says; by default scores, or nothing with privacy."""
@@ -289,24 +300,25 @@ class ClientStore:
         return ""
 
     def charge_steps(self, number: int) -> str:
-        """Charge a round's local steps to the privacy budget before they are taken, if the privacy is per example.
+        """Charge a round's local steps to the privacy budget before they are taken, if privacy protects examples.
 
-        A round that is repeated from the same state is charged once.
+        With DP-SGD the local steps are what is released. The same steps from the same state have the same noise and
+        reveal nothing more, so a repeated round is charged only if its number, steps or state differ.
 
         Args:
             number: The round, from 0.
 
         Returns:
-            Why they may not be taken; an empty string if they may.
+            Why the local steps may not be taken; an empty string if they may.
         """
         clients = self.clients
         if (private := clients.steps.private) is None:
             return ""
-        work, account = private.work(clients.batch_source, 0), private.mechanism.account
+        work, account = private.work(clients.batch_source, trainer=0), private.mechanism.account
         assert account is not None
-        start = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
-        release = hashlib.sha256(start.encode()).hexdigest()
-        return self._charge(release, lambda rounds: account.own_epsilon(rounds, work))
+        identity = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
+        release = hashlib.sha256(identity.encode()).hexdigest()
+        return self._charge(release, lambda num_rounds: account.own_epsilon(num_rounds, work))
 
     def _charge(self, release: str, epsilon: Callable[[int], float]) -> str:
         """Add a release to the ledger if the budget allows; a release that is in it already costs nothing.
@@ -359,14 +371,15 @@ MODEL = "model"
 
 
 def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
-    """Write the user's model as a run folder of one user, without padding to the ranks and experts of others.
+    """Write the user's model, at the end of a federation, as the run folder of a run with this user alone.
 
-    The model is evaluated again, from the tensors that are written.
+    In the federation the user's tensors are padded to the largest LoRA rank and number of experts of all users; here
+    they are not. The model is evaluated again, from the tensors that are written.
 
     Args:
         store: The user's part of the run.
         own: The user's settings.
-        rounds: Number of rounds after which the federation ended.
+        rounds: Number of rounds after which the federation ended; fewer than planned if the privacy budget was spent.
 
     Returns:
         The folder.
@@ -380,6 +393,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     _copy_without_padding(clients, store.clients)
     clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
     with finetuned(clients):
+        # The new clock has no times and bytes: only the server has counted those of the whole run.
         metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
     folder = store.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)

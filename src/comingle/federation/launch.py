@@ -13,7 +13,6 @@ from typing import Any
 
 from comingle.config import Recipe
 from comingle.federation.files import save_plan, split_recipe
-from comingle.federation.flower.app_status import FOLDER
 from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.certificates import make_key, read_certificates
 from comingle.federation.flower.client import ClientProcess
@@ -70,8 +69,9 @@ def serve(
                 f"`comingle server {file} --make-certificates {certificates}`"
             )
         keys = {name: files.users[name] for name in plan.users}
-    (folder / FOLDER).mkdir(exist_ok=True)
-    with locked(folder / FOLDER):  # Two servers must not share a run folder.
+    flower_folder = folder / FLOWER  # status and logs of the server process
+    flower_folder.mkdir(exist_ok=True)
+    with locked(flower_folder):  # Two servers must not share a run folder.
         link = SuperLink(
             folder=folder,
             say=say,
@@ -81,7 +81,7 @@ def serve(
             keys=keys,
             run_config={"federation": str(file.absolute()), "users": encode_names(plan.users)},
         )
-        if port:
+        if port:  # A free port that the system has chosen is bound already.
             _require_free_port(link.host, link.port)
         listening = join_address(link.host, link.port)
         say(f"listening on {listening} for {len(plan.users)} users: {', '.join(plan.users)}")

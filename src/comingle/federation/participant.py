@@ -177,30 +177,33 @@ def _beside(folder: Path, value: str) -> str:
 FILE = "participant.yaml"
 """File of a participant in its state folder, read when the same command is typed again with the name alone."""
 
-_OF_ONE_USER = ("data", "state", "key")
+_OPTIONS_OF_ONE_USER = ("data", "state", "key")
+"""Options of a command that several users must not share."""
 
 
 def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapping[str, Any]) -> list[Participant]:
-    """Return the participants of a command line.
+    """Return the participants of a command line, which names either files of participants or users.
 
     Args:
-        files: Their files.
-        names: Their names, without files; each one's file is then ``NAME/participant.yaml``. With one file, the name
-            replaces that of the file.
-        options: Values that replace those of the files; None where there is none.
+        files: Files of the participants; empty if users are named.
+        names: Names of the users, whose files are ``NAME/participant.yaml``. With a single file, a single name may be
+            given, which replaces that in the file.
+        options: Options of the command by key, None for those that are not given. They replace values of all files.
 
     Raises:
-        RecipeError: There is no participant, a setting is missing or wrong, or several would share a setting of one.
+        RecipeError: There is no participant, a setting is missing or wrong, or an option for a single user, such as
+            its data, is given for several.
     """
     count = max(len(files), len(names))
     if not count:
         raise RecipeError("client: no user; give a participant's file, or --name and --data")
     if files and len(names) > 1:
         raise RecipeError(f"client: got {len(files)} files and {len(names)} names; give files or --name")
-    if count > 1 and (single := next((key for key in _OF_ONE_USER if options.get(key) is not None), None)):
+    if count > 1 and (single := next((key for key in _OPTIONS_OF_ONE_USER if options.get(key) is not None), None)):
         raise RecipeError(f"client: got --{single} for {count} users; set `{single}` in each user's file")
     if files:
-        participants = [load_participant(file, **{**options, "name": next(iter(names), None)}) for file in files]
+        name = next(iter(names), None)  # None keeps the name in the file
+        participants = [load_participant(file, **{**options, "name": name}) for file in files]
     else:
         participants = [_named_participant(name, options) for name in names]
     if problem := name_problem([one.name for one in participants]):

@@ -237,7 +237,7 @@ def _run_rounds(
     Returns:
         The metrics.
     """
-    run, has_begun = _name_of(folder, public)
+    run, has_begun = _read_or_create_name(folder, public)
     newest_checkpoint = list_checkpoints(folder)[-1:] if has_begun else []  # a list of one, or empty
     progress = read_progress(newest_checkpoint[0]) if newest_checkpoint else None
     path, rounds_are_done = folder / "events.jsonl", _is_ending(folder)
@@ -301,10 +301,15 @@ def _is_ending(folder: Path) -> bool:
     return bool(reported.get(_ENDING)) and (folder / "metrics.json").exists()
 
 
-def _name_of(folder: Path, public: Public) -> tuple[str, bool]:
-    """Return the name of this run in messages to clients, and whether the run existed before.
+def _read_or_create_name(folder: Path, public: Public) -> tuple[str, bool]:
+    """Return the run's name in messages to clients, which is stored in the run folder; a new run gets a random one.
 
-    A new run gets a random name, which is written to the folder.
+    Args:
+        folder: The run folder.
+        public: Public part of the federation, stored with the name.
+
+    Returns:
+        The name, and whether it was stored before.
 
     Raises:
         RunError: The folder belongs to a run of another federation.
@@ -327,19 +332,23 @@ def _write_identity(folder: Path, run: str, public: Public, *, ending: bool = Fa
 
 
 def _resolve_eval_interval(session: ServerSession) -> None:
-    """Replace ``evaluation.every: auto`` with an interval, as a local run does.
+    """Replace ``evaluation.every: auto`` with a number of rounds, as a local run does.
 
-    The interval limits evaluation to a share of the training, so it depends on how much data clients train on in a
-    round and score in an evaluation. Without clients that report this, the setting stays as it is.
+    Evaluation may take only a share of the training time. So the number depends on how many tokens or samples clients
+    train on in a round, and how many they score in an evaluation. Clients may report both when they join ("works").
+    Without clients that do, the setting stays as it is.
     """
-    plan, users = session.context.plan, len(session.public.users)
-    # Pairs (amount trained on, amount scored); clients that do not report have (0, 0).
-    works = [values["works"] for values in session.joined.values() if values.get("works", (0, 0))[0]]
-    if plan.evaluation.every == AUTO and session.context.method.trains and works:
-        trained, scored = map(sum, zip(*works, strict=True))
-        evaluated_users = min(plan.evaluation.users or users, users)
-        amounts = [len(works), trained, scored * evaluated_users // len(works)]
-        _evaluate_every(session, period(plan, amounts, users))
+    plan, num_users = session.context.plan, len(session.public.users)
+    reported = [values.get("works", (0, 0)) for values in session.joined.values()]  # (0, 0): not reported
+    trained_and_scored = [(trained, scored) for trained, scored in reported if trained]
+    if plan.evaluation.every == AUTO and session.context.method.trains and trained_and_scored:
+        num_reporting = len(trained_and_scored)
+        trained_amount = sum(trained for trained, _ in trained_and_scored)
+        scored_amount = sum(scored for _, scored in trained_and_scored)
+        # An evaluation scores all users, or as many as `evaluation.users`, not only those that report.
+        num_evaluated = min(plan.evaluation.users or num_users, num_users)
+        scored_in_evaluation = scored_amount * num_evaluated // num_reporting
+        _evaluate_every(session, period(plan, [num_reporting, trained_amount, scored_in_evaluation], num_users))
 
 
 def _evaluate_every(session: ServerSession, rounds: int) -> None:
@@ -409,7 +418,7 @@ def _session_tensors(session: ServerSession) -> Tree:
 
 
 def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> None:
-    """Restore server and session from a checkpoint.
+    """Restore the server's state and the session's numbers (:func:`_session_tensors`) from a checkpoint.
 
     Args:
         session: The session of a server before its first round, which is changed.
@@ -417,20 +426,24 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
         progress: Its progress: rounds, clock, and whether the privacy budget was spent.
     """
     server, names = session.server, session.public.users
-    like = server.state | _session_tensors(session)
-    _, kept = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), like)
-    own_names = [name for name in kept if name.startswith(_SESSION_PREFIX)]
-    numbers = {name.removeprefix(_SESSION_PREFIX): kept.pop(name) for name in own_names}
-    server.restore(kept)
+    expected = server.state | _session_tensors(session)  # names and shapes of the stored tensors
+    _, stored = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), expected)
+    session_names = [name for name in stored if name.startswith(_SESSION_PREFIX)]
+    numbers = {name.removeprefix(_SESSION_PREFIX): stored.pop(name) for name in session_names}
+    server.restore(stored)
     if progress.round < session.context.plan.training.rounds and not progress.stopped:
-        # The next round may have been released already, and will be again, perhaps with other participants.
+        # Users may have uploaded in the round after the checkpoint, which is now repeated, perhaps with other
+        # participants. Their uploads were revealed twice, so a round is charged to the privacy budgets of all users.
         server.mechanisms.charge(range(len(names)))
     session.local_steps, session.best_round = int(numbers["local_steps"]), int(numbers["best_round"])
     _evaluate_every(session, int(numbers["evaluate_every"]))
     per_client = (numbers[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))
-    for (name, client), serial, version, flag, done in zip(session.clients.items(), *per_client, strict=True):
-        client.serial, client.version = serial, version - 1  # as encoded by _session_tensors
-        client.verdict = validation_reply([name], done, lowest=flag > 1) if flag else None
+    for (name, client), serial, version, verdict, verdict_round in zip(
+        session.clients.items(), *per_client, strict=True
+    ):
+        # Stored are the version plus 1, and the verdict as 0 (none), 1 (not the lowest loss) or 2 (the lowest).
+        client.serial, client.version = serial, version - 1
+        client.verdict = validation_reply([name], verdict_round, lowest=verdict == 2) if verdict else None
     session.clock = progress.clock
 
 

@@ -79,13 +79,17 @@ def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
         say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")
     elif kind == "round":
         say(f"round {event['round']}: {event['upload_bytes']:,} bytes up, {event['download_bytes']:,} down")
-    elif kind == "evaluation" and (mean := _mean(event)):
-        say(f"after round {event['round']}: {mean}")
+    elif kind == "evaluation" and (mean_score := _mean_score_text(event)):
+        say(f"after round {event['round']}: {mean_score}")
 
 
-def _mean(event: Mapping[str, Any]) -> str:
-    """Return the mean test score of an evaluation event as text; empty if no user reported one."""
+def _mean_score_text(event: Mapping[str, Any]) -> str:
+    """Return the mean test score in an evaluation event as text, such as "mean test loss 2.1 over 3 users".
+
+    Empty if no user has reported a score. The event has the scores by user ("users"), and their mean under a key that
+    ends with the name of the measure, such as "mean_test_loss".
+    """
     if not event["users"]:
         return ""
-    name = next(key for key in event if key.startswith("mean_test_"))
-    return f"mean test {name.removeprefix('mean_test_')} {event[name]:.4g} over {len(event['users'])} users"
+    key = next(key for key in event if key.startswith("mean_test_"))
+    return f"mean test {key.removeprefix('mean_test_')} {event[key]:.4g} over {len(event['users'])} users"
