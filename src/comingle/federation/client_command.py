@@ -174,13 +174,13 @@ class EndCondition:
 
     def __init__(self, *, stays: bool) -> None:
         self._stays = stays
-        self._since: float | None = None
+        self._ended_at: float | None = None  # on the monotonic clock
         self.reason = ""
         """Why the user cannot take part; empty if it can."""
 
     def end(self) -> None:
         """Record that the federation has ended."""
-        self._since = self._since or time.monotonic()
+        self._ended_at = self._ended_at or time.monotonic()
 
     def refuse(self, reason: str) -> None:
         """Record why the user's settings do not fit the federation."""
@@ -188,7 +188,10 @@ class EndCondition:
         self.end()
 
     def has_ended(self, refusal: str) -> bool:
-        """Return whether the client may end.
+        """Return whether the client may end: it is refused, or its federation has ended some seconds ago.
+
+        In these :data:`LINGER_SECONDS` the server receives the client's last reply. A refusal is recorded in
+        ``reason``.
 
         Args:
             refusal: Why the server or the connection refuses the client; empty if they do not.
@@ -196,7 +199,9 @@ class EndCondition:
         if refusal:
             self.reason = refusal
             return True
-        return not self._stays and self._since is not None and time.monotonic() - self._since > LINGER_SECONDS
+        if self._stays or self._ended_at is None:
+            return False
+        return time.monotonic() - self._ended_at > LINGER_SECONDS
 
 
 def _check_server(participant: Participant, say: Callable[[str], None]) -> None:

@@ -36,7 +36,7 @@ class AppStatus:
 
 
 def read_status(folder: Path) -> AppStatus | None:
-    """Return the status of a run folder's app; None before its first start."""
+    """Return the status of a run folder's app; None before its first start, or if the file is damaged."""
     try:
         content = json.loads((folder / FOLDER / STATE).read_text(encoding="utf-8"))
         return AppStatus(**(content | {"process": ProcessId(**content["process"])}))
@@ -73,8 +73,8 @@ class StatusWriter:
         self.say(line)
         self._write(FAILED, line)
 
-    def break_off(self, line: str) -> None:
-        """Record any other failure; a restart may succeed."""
+    def fail_unexpectedly(self, line: str) -> None:
+        """Record a failure that is no mistake of the operator; a restart may succeed."""
         self.say(line)
         self._write(BROKEN, line)
 

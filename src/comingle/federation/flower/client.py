@@ -94,7 +94,10 @@ class FleetClient:
         self._connection.close()
 
     def _answer(self, request: bytes) -> bytes:
-        """Answer a request, after loading what that needs."""
+        """Return the answer to a request of the server.
+
+        The first one loads torch and the code that answers. If this fails, the client cannot take part.
+        """
         if self._handle is None:
             try:
                 self._handle = self._load()

@@ -111,11 +111,11 @@ class Failure:
 
     Args:
         line: The reason, in one line.
-        accident: Whether a retry may succeed; False for a refusal.
+        is_transient: Whether a retry may succeed; False for a refusal.
     """
 
     line: str
-    accident: bool
+    is_transient: bool
 
 
 def wrap(data: bytes) -> RecordDict:
@@ -141,36 +141,40 @@ _LOST = {
 
 
 def unwrap(message: Message) -> bytes | Failure:
-    """Return the bytes or the failure in a message; an error from Flower itself counts as an accident."""
+    """Return the bytes or the failure in a message; an error from Flower itself is transient."""
     if message.has_error():
         line = _LOST.get(message.error.code) or _one_line(f"{message.error.reason or message.error.code}")
-        return Failure(line=line, accident=True)
+        return Failure(line=line, is_transient=True)
     content = message.content
     if (record := content.config_records.get(_LINE)) is not None:
-        return Failure(line=_one_line(record.get("line")), accident=False)
+        return Failure(line=_one_line(record.get("line")), is_transient=False)
     try:
         return content.array_records[_BYTES][_KEY].data
     except KeyError:
-        return Failure(line=_one_line(f"message: got {sorted(content)}; needed: {_BYTES!r}"), accident=False)
+        return Failure(line=_one_line(f"message: got {sorted(content)}; needed: {_BYTES!r}"), is_transient=False)
 
 
 def unwrap_hello(message: Message) -> Hello | Failure:
-    """Return a node's answer to :data:`HELLO`, or why there is none."""
-    if message.has_error() or _LINE in message.content.config_records:
+    """Return the name that a node has sent in answer to :data:`HELLO`, or why it has sent none.
+
+    The node may be faulty or hostile, so types and lengths are checked.
+    """
+    if message.has_error() or _LINE in message.content.config_records:  # an error of Flower, or the client's reason
         failure = unwrap(message)
         assert isinstance(failure, Failure)
         return failure
+    not_a_client = Failure(line="not a client of comingle", is_transient=False)
     try:
         record = message.content.config_records[_HELLO]
         name, instance, version = record["name"], record["instance"], record["format"]
     except KeyError:
-        return Failure(line="not a client of comingle", accident=False)
+        return not_a_client
     if not (isinstance(name, str) and isinstance(instance, str) and isinstance(version, int)):
-        return Failure(line="not a client of comingle", accident=False)
+        return not_a_client
     hello = Hello(name=name, instance=instance, format=version)
     if name_problem([hello.name]) or max(len(hello.name), len(hello.instance)) > _LONGEST:
         line = f"node name: got {hello.name[:70]!r}; allowed: one line of up to {_LONGEST} characters"
-        return Failure(line=_one_line(line), accident=False)
+        return Failure(line=_one_line(line), is_transient=False)
     return hello
 
 
@@ -267,15 +271,19 @@ Ask = Callable[[User, bytes], bytes]
 
 
 def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
-    """Return the client app.
+    """Return the Flower app of a client, which answers three types of messages from the server.
+
+    They are "query.hello" (which user does this node belong to?), "query.refused" (the reason why the server refuses
+    this node) and "train" (a request, such as a task). If the name or the answer to a request cannot be given, one line
+    is sent that says why. The user is configured in ``--node-config``.
 
     Args:
-        ask: Answers a request; the text of a ComingleError is sent to the server in place of an answer.
+        ask: Answers a request of a user. Raises a ComingleError if it cannot; its text is sent to the server.
         refuse: Called with the reason if the server refuses this node.
     """
-    made = ClientApp()
+    client_app = ClientApp()
 
-    @made.query("hello")
+    @client_app.query("hello")
     def hello(message: Message, context: Context) -> Message:
         """Return the name of this node's user."""
         try:
@@ -285,13 +293,14 @@ def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
             content = wrap_failure(str(error))
         return Message(content, reply_to=message)
 
-    @made.query("refused")
+    @client_app.query("refused")
     def refused(message: Message, context: Context) -> Message:
-        """Pass on the reason why the server refuses this node."""
-        refuse(printable(" ".join(request_of(message)[:_SHOWN_BYTES].decode(errors="replace").split())))
+        """Pass on the reason why the server refuses this node, as one short line."""
+        reason = request_of(message)[:_SHOWN_BYTES].decode(errors="replace")
+        refuse(printable(" ".join(reason.split())))
         return Message(wrap(b""), reply_to=message)
 
-    @made.train()
+    @client_app.train()
     def train(message: Message, context: Context) -> Message:
         """Answer a request."""
         try:
@@ -300,4 +309,4 @@ def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
             content = wrap_failure(str(error))
         return Message(content, reply_to=message)
 
-    return made
+    return client_app

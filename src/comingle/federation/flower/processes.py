@@ -31,14 +31,15 @@ _LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, first with SIGTERM, then with SIGKILL.
+    """End this process when its parent ends: with SIGTERM, and 8 s later with SIGKILL.
 
     A thread watches the parent, so this also works if the parent is killed.
     """
+    # The parent passes its PID in the environment, as it may have ended before this process asks for it.
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent:  # A process whose parent has ended gets another parent.
             time.sleep(_LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_SECONDS)
@@ -147,7 +148,7 @@ def interrupt_on_sigterm() -> Iterator[threading.Event]:
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield received  # Python allows signal handlers only in the main thread.
         return
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

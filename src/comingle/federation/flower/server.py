@@ -139,11 +139,11 @@ class ServerWatch:
 
     Args:
         link: The server process.
-        _read: Number of bytes of the app's log that have been shown.
+        _shown_bytes: Number of bytes of the app's log that have been shown.
     """
 
     link: SuperLink
-    _read: int = 0
+    _shown_bytes: int = 0
 
     def look(self) -> bool:
         """Restart the process if it has died, show new lines of the app's log, and return whether the run is finished.
@@ -167,32 +167,36 @@ class ServerWatch:
         return False
 
     def _show_log(self) -> None:
-        """Show new lines of the app's log."""
+        """Show the lines that the app has added to its log since the last call, without their times."""
         log = self.link.folder / FOLDER / LOG
         if not log.exists():
             return
         with log.open("rb") as file:
-            file.seek(self._read)
+            file.seek(self._shown_bytes)
             content = file.read()
         complete_lines = content[: content.rfind(b"\n") + 1]  # the rest is shown when its line is complete
-        self._read += len(complete_lines)
+        self._shown_bytes += len(complete_lines)
         for line in complete_lines.decode(errors="replace").splitlines():
             self.link.say(line[len("2000-01-01 00:00:00 ") :])  # without the time, as `say` may add its own
 
 
-def supervise(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
-    """Run the server to its end; call ``beside`` repeatedly in the meantime.
+def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Run the server process until the run is finished, restart it if it dies, and show the lines of its log.
+
+    Args:
+        link: The server process.
+        meanwhile: Called five times per second while the server runs, for example to restart clients; may raise.
 
     Raises:
-        RunError: As for :meth:`ServerWatch.look`.
+        RunError: The server reports an error that the operator has to fix, or dies repeatedly.
     """
     (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # from an earlier process
     log = link.folder / FOLDER / LOG
-    watch = ServerWatch(link, log.stat().st_size if log.exists() else 0)
+    watch = ServerWatch(link, log.stat().st_size if log.exists() else 0)  # shows only new lines
     try:
         with interrupt_on_sigterm():
             while not watch.look():
-                beside()
+                meanwhile()
                 time.sleep(_LOOK_SECONDS)
     finally:
         link.stop()

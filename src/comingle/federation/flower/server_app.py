@@ -28,12 +28,19 @@ RunFunction = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]]
 
 
 def make_server_app(run: RunFunction) -> ServerApp:
-    """Return the app around a function that runs the rounds; a ComingleError is recorded as one line."""
-    made = ServerApp()
+    """Return the Flower app that calls ``run`` for the rounds and writes its status to the run folder.
 
-    @made.main()
+    The status says whether the app has finished, and otherwise in one line why not: after a ComingleError the operator
+    has to fix something, after any other exception a restart may succeed.
+
+    Args:
+        run: Runs the rounds.
+    """
+    server_app = ServerApp()
+
+    @server_app.main()
     def main(grid: Grid, context: Context) -> None:
-        """Run the federation."""
+        """Run the federation, and record how it ends."""
         folder = _folder(context.run_config)
         status = StatusWriter.begin(folder)
         try:
@@ -43,11 +50,11 @@ def make_server_app(run: RunFunction) -> ServerApp:
             status.fail(str(error))
             raise
         except Exception as error:
-            status.break_off(f"{type(error).__name__}: {error}")
+            status.fail_unexpectedly(f"{type(error).__name__}: {error}")
             raise
         status.finish()
 
-    return made
+    return server_app
 
 
 def _folder(run_config: Mapping[str, object]) -> Path:
