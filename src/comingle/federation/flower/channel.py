@@ -132,7 +132,8 @@ class MessageSender:
 
 
 _HELLO_SECONDS = 60.0
-_ROSTER_SECONDS = 0.5
+_REFRESH_SECONDS = 0.5
+"""Shortest time between two requests for the connected nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +160,11 @@ class ConnectedNodes:
         self._grid, self._sender, self._say = grid, sender, say
         self._allowed = frozenset(allowed)
         self._replies: queue.SimpleQueue[tuple[Node, Message | NoReply]] = queue.SimpleQueue()
-        self._asked: dict[Node, float] = {}
-        self._hellos: dict[Node, Hello] = {}
-        self._refused: dict[Node, str] = {}
+        self._asked: dict[Node, float] = {}  # when a node was asked for its name
+        self._hellos: dict[Node, Hello] = {}  # its answer
+        self._refused: dict[Node, str] = {}  # why it is refused
         self._holders: dict[str, str] = {}  # name -> instance
-        self._looked = -_ROSTER_SECONDS
+        self._refreshed_at = -_REFRESH_SECONDS  # on the monotonic clock
         self.nodes: dict[str, Node] = {}
 
     def waiting(self, seconds: float) -> bool:
@@ -172,21 +173,22 @@ class ConnectedNodes:
         answered = self._hellos.keys() | self._refused.keys()
         return any(asked_at > since for node, asked_at in self._asked.items() if node not in answered)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Update ``nodes`` from the nodes that Flower's server knows; at most twice per second.
 
-        Forgets nodes that have disconnected, and asks new ones for their names.
+        Nodes that have disconnected are forgotten. New ones are asked which user they belong to, and are added to
+        ``nodes`` by a later call, after they have answered.
         """
-        if time.monotonic() - self._looked < _ROSTER_SECONDS:
+        if time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._refreshed_at = time.monotonic()
         connected = [
             Node(number=info.node_id, since=info.last_activated_at, registered=info.name)
             for info in self._grid.get_nodes()
         ]
-        for record in (self._asked, self._hellos, self._refused):
-            for node in set(record) - set(connected):
-                del record[node]
+        for nodes in (self._asked, self._hellos, self._refused):
+            for disconnected in set(nodes) - set(connected):
+                del nodes[disconnected]
         for node in connected:
             if node not in self._asked:
                 self._ask_name(node)
@@ -204,12 +206,12 @@ class ConnectedNodes:
         """Process the replies that have arrived; a node with a transient failure is asked again, others are refused."""
         while not self._replies.empty():
             node, reply = self._replies.get()
-            hello = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap_hello(reply)
+            hello = Failure(line=reply.line, is_transient=True) if isinstance(reply, NoReply) else unwrap_hello(reply)
             if node not in self._asked:
                 continue
             if isinstance(hello, Hello):
                 self._hellos[node] = hello
-            elif hello.accident:
+            elif hello.is_transient:
                 del self._asked[node]
             else:
                 self._refuse(node, hello.line)
@@ -272,7 +274,7 @@ class _Request:
         request: The bytes.
         node: The node to which it was sent; None if it has to be sent.
         disconnected_since: When the client disconnected, in seconds of the monotonic clock; None if it has not.
-        accidents: How often it failed.
+        num_failures: How often it failed for a reason that a retry may remove.
         line: Why it failed last.
         done: Whether its reply is not awaited any more.
     """
@@ -280,7 +282,7 @@ class _Request:
     request: bytes
     node: Node | None = None
     disconnected_since: float | None = None
-    accidents: int = 0
+    num_failures: int = 0
     line: str = "not connected"
     done: bool = False
 
@@ -310,15 +312,19 @@ class GridChannel:
         self._sender = MessageSender(grid)
         self._nodes = ConnectedNodes(grid, self._sender, say, allowed=allowed)
         self._hello_seconds, self._grace = patience, grace
-        self._waits = True
+        self._may_wait_for_names = True
 
     def present(self) -> Sequence[str]:
-        """Return the names of connected users, after a short wait for nodes that have just connected."""
+        """Return the names of connected users.
+
+        A node that has just connected is asked for its user's name. Its answer is awaited for up to ``patience``
+        seconds, except while :meth:`_update` reads the requests.
+        """
         until = time.monotonic() + self._hello_seconds
-        self._nodes.look()
-        while self._waits and self._nodes.waiting(self._hello_seconds) and time.monotonic() < until:
+        self._nodes.refresh()
+        while self._may_wait_for_names and self._nodes.waiting(self._hello_seconds) and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-            self._nodes.look()
+            self._nodes.refresh()
         return sorted(self._nodes.nodes)
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
@@ -336,7 +342,7 @@ class GridChannel:
         in_flight: dict[str, _Request] = {}
         try:
             while self._update(in_flight, requests) and (left := until - time.monotonic()) > 0:
-                self._nodes.look()
+                self._nodes.refresh()
                 for name, sent in in_flight.items():
                     if sent.done:
                         continue
@@ -363,14 +369,20 @@ class GridChannel:
             yield name, f"no reply within {round(timeout, 1):g} s"
 
     def _update(self, in_flight: dict[str, _Request], requests: Mapping[str, bytes]) -> bool:
-        """Update the requests in flight; return whether a reply is still awaited.
+        """Update the requests in flight to those that the caller wants now; return whether a reply is still awaited.
 
-        A request that is due no more, or that another one has replaced, is not awaited any longer. New requests are
-        added, to be sent by :meth:`_forward`.
+        Replies to requests that the caller has removed or replaced are not awaited any longer. New requests are added,
+        and sent later by :meth:`_forward`.
+
+        Args:
+            in_flight: Requests by user, which is changed.
+            requests: The bytes of the requests by user. The mapping may compute them when it is read, and call
+                :meth:`present`.
         """
-        self._waits = False  # Reading the requests calls `present`, which must not wait here.
+        # A wait in `present` would delay the replies of all clients.
+        self._may_wait_for_names = False
         due = dict(requests)
-        self._waits = True
+        self._may_wait_for_names = True
         for name in [name for name, sent in in_flight.items() if due.get(name) is not sent.request]:
             in_flight.pop(name).done = True
         for name in due.keys() - in_flight.keys():
@@ -405,8 +417,8 @@ class GridChannel:
             )
 
     def _failure(self, sent: _Request) -> str | None:
-        """Return why a request has failed: too many accidents, or too long without a connection; None if it has not."""
-        if sent.accidents >= _MAX_TRIES:
+        """Return why a request has failed: too many failures, or too long without a connection; None if it has not."""
+        if sent.num_failures >= _MAX_TRIES:
             return sent.line
         if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:
             return f"unreachable for {self._grace:g} s"
@@ -415,10 +427,10 @@ class GridChannel:
 
 def _read_reply(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
     """Return a client's reply, or why it failed; None if its request is to be sent again."""
-    outcome = Failure(line=reply.line, accident=True) if isinstance(reply, NoReply) else unwrap(reply)
+    outcome = Failure(line=reply.line, is_transient=True) if isinstance(reply, NoReply) else unwrap(reply)
     if isinstance(outcome, bytes):
         return outcome
-    if not outcome.accident:
+    if not outcome.is_transient:
         return outcome.line
-    sent.accidents, sent.node, sent.line = sent.accidents + 1, None, outcome.line
+    sent.num_failures, sent.node, sent.line = sent.num_failures + 1, None, outcome.line
     return None

@@ -80,7 +80,7 @@ _FINAL = (*_UNKNOWN, *_INACTIVE, *_OVER)
 _POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_FRACTION = 0.2, 5.0, 0.03
 """Interval between polls: a fraction of the time since the last message, within these limits."""
 
-_TRIES = 100
+_MAX_REJECTIONS = 100
 """Retries of a request that the server rejects, up to 5 s apart: outlasts a few minutes of gateway errors."""
 
 
@@ -214,14 +214,20 @@ class FleetConnection:
         self._call_active("ConfirmMessageReceived", request)
 
     def send(self, reply: Message, seconds: float) -> None:
-        """Send a reply; ``seconds`` is how long the app took."""
+        """Send a reply: first the message without its content, then the objects of the content that the server lacks.
+
+        Args:
+            reply: The reply.
+            seconds: How long the app took to answer.
+        """
+        # Flower's own client also sets the ID of a message in this way: it is that of its root object.
         reply.metadata.__dict__["_message_id"] = reply.object_id
-        with no_object_id_recompute():
-            parts = get_all_nested_objects(reply)
-            bare = remove_content_from_message(reply) if reply.has_content() else reply
+        with no_object_id_recompute():  # An ID is a hash of all bytes, which do not change here.
+            objects = get_all_nested_objects(reply)  # by ID
+            without_content = remove_content_from_message(reply) if reply.has_content() else reply
             request = PushMessagesRequest(
                 node=self._node,
-                messages_list=[message_to_proto(bare)],
+                messages_list=[message_to_proto(without_content)],
                 message_object_trees=[get_object_tree(reply)],
                 clientapp_runtime_list=[seconds],
             )
@@ -229,7 +235,7 @@ class FleetConnection:
             push = make_push_object_fn_protobuf(
                 self._object_call("PushObject"), self._node, reply.metadata.run_id, response.session_id
             )
-            push_objects(parts, push, object_ids_to_push=set(response.objects_to_push))
+            push_objects(objects, push, object_ids_to_push=set(response.objects_to_push))
 
     def close(self) -> None:
         """Unregister from the server, if it can be reached now."""
@@ -284,7 +290,11 @@ class FleetConnection:
             self._call("DeactivateNode", DeactivateNodeRequest(node_id=int(self._place.read_text(encoding="utf-8"))))
 
     def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
-        """Call the Fleet API, with retries until the server responds.
+        """Call the Fleet API; retry with growing pauses, up to 5 s, until the server responds.
+
+        Without a connection it retries without limit, and says so once. A response with an error status is retried up
+        to 100 times, as it may come from a gateway, unless its status is one of the server's final refusals
+        (:data:`_FINAL`).
 
         Args:
             method: Name of the Fleet API's method.
@@ -295,28 +305,29 @@ class FleetConnection:
             MissedMessageError: The response to a request that must not be repeated was lost.
             RunError: The server's certificate is not trusted.
             httpx.HTTPStatusError: The server refuses the request.
+            NotActiveError: This client has closed the connection.
         """
-        wait, said, refused = _FIRST_RETRY_SECONDS, False, 0
+        pause, has_shown_line, num_rejections = _FIRST_RETRY_SECONDS, False, 0
         while not self.closed.is_set():
             try:
                 return getattr(self._http, method)(request)
             except httpx.HTTPStatusError as error:
-                refused += 1
-                if error.response.status_code in _FINAL or refused >= _TRIES:
+                num_rejections += 1
+                if error.response.status_code in _FINAL or num_rejections >= _MAX_REJECTIONS:
                     raise
                 if once and error.response.status_code >= 500:
                     raise MissedMessageError from None
             except (httpx.TransportError, ValueError) as error:  # A ValueError means a corrupted response.
-                self._undisturbed_since = time.monotonic()
+                self._undisturbed_since = time.monotonic()  # The lost request may have activated a node.
                 if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
                     raise RunError(problem) from None
                 if once and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-                    raise MissedMessageError from None
-            if not said and wait >= _LAST_RETRY_SECONDS:
+                    raise MissedMessageError from None  # There was a connection, so the request may have arrived.
+            if not has_shown_line and pause >= _LAST_RETRY_SECONDS:
                 self._say(f"{self._server.address} cannot be reached; retrying")
-                said = True
-            self.closed.wait(wait)
-            wait = min(2 * wait, _LAST_RETRY_SECONDS)
+                has_shown_line = True
+            self.closed.wait(pause)
+            pause = min(2 * pause, _LAST_RETRY_SECONDS)
         raise NotActiveError
 
     def _certificate_problem(self) -> str:
@@ -347,7 +358,14 @@ class FleetConnection:
         return lambda request: self._call_active(method, request)
 
     def _keep_alive(self, node: Node) -> None:
-        """Send heartbeats over a separate connection for as long as this is the client's node."""
+        """Send heartbeats every 7 s, in a thread of their own, until the client closes or gets another node.
+
+        They have their own connection, as the other one is in use by the thread that exchanges messages. If the server
+        does not know the node any more, ``lost`` is set, so that the client reactivates.
+
+        Args:
+            node: The node that the server has activated for this client.
+        """
         http = self._connect()
         request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
         while not self.closed.is_set() and node is self._node:

@@ -127,17 +127,21 @@ class LimitedLinkState(InMemoryLinkState):
     ) -> None:
         super().__init__(federation_manager, object_store)
         self._limits = limits or UploadLimits()
-        self._uploads: dict[str, _UntakenReply] = {}  # by the ID of the root object
+        self._uploads: dict[str, _UntakenReply] = {}  # by the ID of the reply, which is that of its root object
 
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message and register its objects; refuse a reply that exceeds the limits.
+        """Store a message without its content, and register the objects of the content, which are uploaded later.
+
+        A client's reply is refused if it exceeds the limits. Otherwise it is tracked until the app reads it: an
+        incomplete one is dropped if no object arrives for ``idle_seconds``, a complete one some time after the message
+        that it answers has expired. The server's own messages have no limits.
 
         Args:
             message: The message.
-            object_tree: The tree of its objects.
-            session_id: The push session.
+            object_tree: IDs of its objects.
+            session_id: Flower's push session, through which the client uploads the objects.
 
         Returns:
             Whether it is stored, and the IDs of the objects to upload.
@@ -148,22 +152,22 @@ class LimitedLinkState(InMemoryLinkState):
             self._expire()
             if problem := self._problem(message, object_tree):
                 self._refuse(node_id, problem)
-                stored, pending = False, list[str]()
+                stored, to_upload = False, list[str]()
             else:
-                stored, pending = super().store_message_and_object_tree(message, object_tree, session_id)
+                stored, to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
             if stored:
-                asked = self.message_ins_store[message.metadata.reply_to_message_id].metadata
+                answered = self.message_ins_store[message.metadata.reply_to_message_id].metadata
                 self._uploads[object_tree.object_id] = _UntakenReply(
                     node_id=node_id,
                     session_id=session_id,
                     objects=frozenset(part.object_id for part in iterate_object_tree(object_tree)),
-                    missing=set(pending),
-                    expires_at_unix=asked.created_at + asked.ttl + _SPARE_SECONDS,
+                    missing=set(to_upload),
+                    expires_at_unix=answered.created_at + answered.ttl + _SPARE_SECONDS,
                     stalled_at_monotonic=time.monotonic() + self._limits.idle_seconds,
                 )
-            if not pending:
+            if not to_upload:  # The reply was refused, or all its objects are here already.
                 self._cleanup_push_session(session_id, cleanup_messages=False)
-            return stored, pending
+            return stored, to_upload
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         """Store an object of a registered reply; drop the reply if its client exceeds the limit of bytes.
@@ -252,23 +256,31 @@ class LimitedLinkState(InMemoryLinkState):
         return sum(len(self.object_store.get(object_id) or b"") for object_id in objects)
 
     def _expire(self) -> None:
-        """Forget replies that were read; drop those that have expired and those that are not completed in time."""
-        for name, upload in list(self._uploads.items()):
-            if name not in self.object_store:
-                self._drop(name)
+        """Stop tracking replies that the app has read; delete those that have expired or are not completed in time.
+
+        A client whose reply was not completed is named on stderr.
+        """
+        for reply_id, upload in list(self._uploads.items()):
+            was_read = reply_id not in self.object_store  # Flower deletes the objects of a reply that was read.
+            if was_read:
+                self._drop(reply_id)
             elif upload.missing and time.monotonic() > upload.stalled_at_monotonic:
-                self._drop(name)
+                self._drop(reply_id)
                 self._refuse(upload.node_id, f"not completed within {self._limits.idle_seconds:g} s")
             elif time.time() > upload.expires_at_unix:
-                self._drop(name)
+                self._drop(reply_id)
 
-    def _drop(self, name: str) -> None:
-        """Delete a reply and its objects."""
-        upload = self._uploads.pop(name)
+    def _drop(self, reply_id: str) -> None:
+        """Stop tracking a client's reply, end its push session, and delete the reply and its objects if still here.
+
+        Args:
+            reply_id: ID of the reply, which is that of its root object.
+        """
+        upload = self._uploads.pop(reply_id)
         self._cleanup_push_session(upload.session_id, cleanup_messages=False)
-        if name in self.object_store:
-            self.object_store.delete(name)
-            self._on_push_session_expired({name})
+        if reply_id in self.object_store:
+            self.object_store.delete(reply_id)
+            self._on_push_session_expired({reply_id})  # Flower's method that deletes the message itself
 
     def _refuse(self, node_id: int, problem: str) -> None:
         node = self.nodes.get(node_id)
@@ -582,7 +594,7 @@ def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
 
 
 def main() -> None:
-    """Serve clients and run the federation to its end.
+    """Serve clients in a thread, and run the app that carries out the rounds in this one.
 
     The exit status is 0 after the last round, 2 after a mistake of the operator, 1 after any other failure; the run
     folder says which (:mod:`comingle.federation.flower.app_status`).
@@ -598,14 +610,16 @@ def main() -> None:
     parser.add_argument("--app", required=True, help="Import path of the ServerApp.")
     options = parser.parse_args()
     end_with_parent()
-    states = make_states()
-    state = states.state()
+    state_factory = make_states()
+    state = state_factory.state()  # nodes, runs and messages, in memory
     try:
         register_keys(state, {name: Path(path) for name, path in options.keys.items()})
         run_id = create_active_run(state)
-        api = make_fleet_api(states, keys_only=bool(options.keys))
-        bound = None if options.socket is None else socket.socket(fileno=options.socket)
-        serve_fleet_api(api, options.host, options.port, options.certificate, options.private_key, bound=bound)
+        api = make_fleet_api(state_factory, keys_only=bool(options.keys))
+        inherited_socket = None if options.socket is None else socket.socket(fileno=options.socket)
+        serve_fleet_api(
+            api, options.host, options.port, options.certificate, options.private_key, bound=inherited_socket
+        )
         context = Context(
             run_id=run_id,
             node_id=SUPERLINK_NODE_ID,
@@ -613,7 +627,8 @@ def main() -> None:
             state=RecordDict(),
             run_config=options.run_config,
         )
-        load_app(options.app)(InProcessGrid(state, run_id), context)
+        server_app = load_app(options.app)
+        server_app(InProcessGrid(state, run_id), context)  # returns after the last round
     except ComingleError as error:
         print(f"comingle: {error}", file=sys.stderr)
         raise SystemExit(2) from None
