@@ -136,7 +136,8 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
         message = unpack(answer.messages[0])
         if not isinstance(message, Upload):
             raise MessageError("upload: got a download")
-        limits = {"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}
+        # Aggregation weights follow from the amounts of data that clients report, so the server limits these amounts.
+        limit = {"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}
         check_upload(
             replace(message, tensors=expand(message.tensors, server.uploads)),  # decompressed for the checks only
             session.model.layout,
@@ -146,7 +147,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
             rank=session.largest_rank(name),
             weighted=server.weighted,
             adaptive=server.mechanisms.adaptive,
-            **limits,
+            **limit,
         )
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))

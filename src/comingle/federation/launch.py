@@ -148,15 +148,15 @@ def federate(
     """
     recipe = with_bos_of_run(folder, recipe, resume=resume)  # begin-of-text tokens as in the run to resume
     plan, settings_of_users = split_recipe(recipe, network)
-    without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
-    check_folder(folder, without_data, resume=resume, force=force)
+    server_recipe = public_part(recipe, plan.users, plan.settings, None).whole_recipe()  # without data sources
+    check_folder(folder, server_recipe, resume=resume, force=force)
     if force:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_plan(folder / PLAN, plan)
     # Clients share this machine's cores.
     threads = {"threads": max(1, (os.cpu_count() or 1) // len(settings_of_users))}
-    state_folders = {own.name: (folder / USERS / as_folder(own.name)).absolute() for own in settings_of_users}
+    state_folders = {user.name: (folder / USERS / as_folder(user.name)).absolute() for user in settings_of_users}
     # Files of a private and a public key for each user, so that no other program on this machine can take part.
     keys = {name: make_key(state_folder / FLOWER, name) for name, state_folder in state_folders.items()}
     link = SuperLink(
@@ -165,14 +165,14 @@ def federate(
         keys={name: public for name, (_, public) in keys.items()},
         run_config={"federation": str((folder / PLAN).absolute()), "users": encode_names(plan.users)},
     )
-    for own in settings_of_users:
-        own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
-        private, _ = keys[own.name]
-        content: dict[str, Any] = own.model_dump(exclude_defaults=True) | {
+    for user in settings_of_users:
+        user_settings = user if recipe.runtime.threads else user.model_copy(update={"runtime": threads})
+        private, _ = keys[user.name]
+        content: dict[str, Any] = user_settings.model_dump(exclude_defaults=True) | {
             "server": link.address,
             "key": str(private.absolute()),
         }
-        save_participant(state_folders[own.name] / FILE, Participant(**content, state="."))
+        save_participant(state_folders[user.name] / FILE, Participant(**content, state="."))
     clients = [_client_process(name, state_folder, say) for name, state_folder in state_folders.items()]
     try:
         supervise(link, lambda: _restart_clients(clients, plan.network.min_participants))

@@ -201,7 +201,8 @@ def run_federation(
     kind, base, settings = kind_of(plan.recipe), None, dict(plan.settings)
     if kind.needs_base:
         base = Given(date=date).load_base(plan.recipe)
-        settings |= kind.settings(kind.reopened(base, (), plan.settings))  # those that follow from the base
+        # Settings that follow from the base, such as the date in prompts. They need no user's data.
+        settings |= kind.settings(kind.reopened(base, (), plan.settings))
     public = public_part(plan.recipe, plan.users, settings, base)
     context = ServerContext.of(public, base)
     unknown_data = UserInputs(counts={}, digests=dict.fromkeys(SPLITS, ""))  # the server has no user's data
@@ -252,6 +253,7 @@ def _run_rounds(
 
     try:
         session = start_session(run, public, context, channel, observe, plan.network)
+        # The key seeds privacy noise. A resumed run must have its old key, so that a repeated round has the same noise.
         keep_key(folder, *session.server.mechanisms, anew=not has_begun, begun=progress is not None)
         if progress is not None:
             _restore(session, newest_checkpoint[0], progress)
@@ -263,7 +265,8 @@ def _run_rounds(
             observe(started | _skipped_rows(session))
 
         start = progress.round if progress else 0
-        backend = NetworkBackend(session, stopped_after=start if progress and progress.stopped else None)
+        budget_is_spent = progress is not None and progress.stopped  # then the run has ended after `start` rounds
+        backend = NetworkBackend(session, stopped_after=start if budget_is_spent else None)
 
         def save(done: int, clock: Clock) -> None:
             log.to_disk()
@@ -272,11 +275,7 @@ def _run_rounds(
         if not rounds_are_done:
             clock = session.clock
             reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
-            metrics = backend.summarise(reported).as_dict()
-            metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
-            metrics |= outcome_warnings(context.method, evaluations, metrics)
-            if unreported := [name for name in plan.users if name not in metrics["users"]]:
-                metrics["untold"] = unreported  # users who keep their metrics private, or have not answered
+            metrics = _final_metrics(session, backend.summarise(reported).as_dict(), evaluations)
             observe(end_event(metrics))
             log.to_disk()
             _write_identity(folder, run, public, ending=True)  # until the clients are notified
@@ -286,6 +285,24 @@ def _run_rounds(
         _write_identity(folder, run, public)
     finally:
         log.close()
+    return metrics
+
+
+def _final_metrics(session: ServerSession, metrics: dict[str, Any], evaluations: Evaluations) -> dict[str, Any]:
+    """Complete the metrics of a finished run and return them.
+
+    Added are the number of skipped rows, the privacy spent, warnings about the outcome, and under ``untold`` the users
+    without metrics, who keep theirs private or have not answered.
+
+    Args:
+        session: The session.
+        metrics: Metrics of the users and the run, which are changed.
+        evaluations: First and last evaluation events of the run.
+    """
+    metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
+    metrics |= outcome_warnings(session.context.method, evaluations, metrics)
+    if without_metrics := [name for name in session.public.users if name not in metrics["users"]]:
+        metrics["untold"] = without_metrics
     return metrics
 
 

@@ -274,7 +274,7 @@ class ServerSession:
     def read_answer(self, name: str, task: Task, got: bytes | str) -> Answer | str:
         """Return a client's answer to a task after checking it, or one line that says what is wrong with it.
 
-        Checked are its format, the values that it reports, and that it answers this task. Before a client joins, its
+        Checked are its format, the values that it reports, and that it answers this task. When a client joins, its
         number of local steps is checked too, as the learning rate's schedule of all clients depends on it.
 
         Args:
@@ -446,7 +446,8 @@ class TaskQueue:
         """Return whether there is time for another try before the timeout.
 
         In the queue of join tasks, the timeout is extended first if it is nearly over and clients are still loading.
-        That is done only if enough clients could join with them, and not for longer than ``_loading_seconds`` in all.
+        That is done only if enough clients have joined together with those that are loading, and for at most
+        ``_loading_seconds`` (10 times ``network.join_timeout``) in all.
         """
         now, session = time.monotonic(), self.session
         if self._sends_only_joins and now + RETRY_SECONDS > self._deadline:

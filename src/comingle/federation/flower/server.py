@@ -185,7 +185,7 @@ def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> 
 
     Args:
         link: The server process.
-        meanwhile: Called five times per second while the server runs, for example to restart clients; may raise.
+        meanwhile: Called several times per second while the server runs, for example to restart clients; may raise.
 
     Raises:
         RunError: The server reports an error that the operator has to fix, or dies repeatedly.
