@@ -591,7 +591,7 @@ class TaskRunner:
         return message
 
     def _receive(self) -> None:
-        """Check the next message, a download, and copy its tensors into the user's model."""
+        """Check the download that is the next message of the task, and copy its tensors into the user's model."""
         download, clients = self._next(), self.clients
         check_download(
             download,

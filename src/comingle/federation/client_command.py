@@ -65,7 +65,7 @@ def take_part(
         for participant in participants:
             state = Path(participant.state)
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
-            locks.enter_context(locked(state))
+            locks.enter_context(locked(state))  # Two processes must not share a user's state.
             save_participant(state / FILE, participant)
         if supernode:
             _run_supernode(participants[0])
@@ -188,10 +188,10 @@ class EndCondition:
         self.end()
 
     def has_ended(self, refusal: str) -> bool:
-        """Return whether the client may end: it is refused, or its federation has ended some seconds ago.
+        """Return whether the client may end, and record why if it is refused.
 
-        In these :data:`LINGER_SECONDS` the server receives the client's last reply. A refusal is recorded in
-        ``reason``.
+        It may if it is refused, or if its federation has ended and the server has had :data:`LINGER_SECONDS` to receive
+        its last reply.
 
         Args:
             refusal: Why the server or the connection refuses the client; empty if they do not.

@@ -248,7 +248,8 @@ def check_address(task: Task, user: str) -> None:
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bool) -> None:
     """Check that a task has known steps, each once, as many messages as they read, and numbers that the run allows.
 
-    The numbers are the round, the number of rounds that are done, and the number of local steps per round.
+    The numbers are the round, the number of rounds that are done, and the number of local steps per round. Tasks to
+    join are not checked here, as a client does not know the run's settings before it has joined.
 
     Args:
         task: The task.

@@ -315,7 +315,7 @@ class FleetConnection:
                 num_rejections += 1
                 if error.response.status_code in _FINAL or num_rejections >= _MAX_REJECTIONS:
                     raise
-                if once and error.response.status_code >= 500:
+                if once and error.response.status_code >= 500:  # A gateway may have passed the request on.
                     raise MissedMessageError from None
             except (httpx.TransportError, ValueError) as error:  # A ValueError means a corrupted response.
                 self._undisturbed_since = time.monotonic()  # The lost request may have activated a node.
@@ -348,9 +348,9 @@ class FleetConnection:
         try:
             return self._call(method, request, once=once)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code in _UNKNOWN:
+            if error.response.status_code in _UNKNOWN:  # 401
                 raise NotActiveError from None
-            if error.response.status_code in _OVER:
+            if error.response.status_code in _OVER:  # 403, 404
                 raise RunOverError from None
             raise
 

@@ -90,8 +90,8 @@ def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS)
         ):
             return ""
     except ssl.SSLCertVerificationError as error:
-        return _untrusted(server, authority, error)
-    except (OSError, UnicodeError):
+        return _why_untrusted(server, authority, error)
+    except (OSError, UnicodeError):  # no connection, or an invalid host name
         return ""
 
 
@@ -99,7 +99,7 @@ _EXPIRED, _NOT_YET_VALID = 10, 9
 """OpenSSL's codes of these errors (X509_V_ERR)."""
 
 
-def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> str:
+def _why_untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> str:
     """Return why a certificate is not trusted, and what to do: it has expired, is not valid yet, or has another signer.
 
     Args:
