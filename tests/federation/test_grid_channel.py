@@ -190,13 +190,13 @@ def test_reading_the_requests_does_not_wait_for_new_nodes(grid: LocalGrid, tmp_p
 
     class Computed(UserDict[str, bytes]):
         def __iter__(self) -> Iterator[str]:
-            waits.append(channel._waits)
+            waits.append(channel._may_wait_for_names)
             return super().__iter__()
 
     assert dict(channel.exchange(Computed(ada=request), timeout=10)) == {"ada": b"ada: ONE"}
     assert waits
     assert not any(waits)
-    assert channel._waits
+    assert channel._may_wait_for_names
 
 
 @pytest.mark.slow
