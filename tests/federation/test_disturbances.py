@@ -122,7 +122,7 @@ def test_a_client_waits_for_the_node_of_its_own_lost_activation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server activates the node at the end of a disturbance; until its heartbeats time out the key is in use."""
-    monkeypatch.setattr(fleet_client, "_TAKEN_SECONDS", 22.0)
+    monkeypatch.setattr(fleet_client, "_KEY_IN_USE_SECONDS", 22.0)
     states = make_states()
     create_active_run(states.state())
     port = free_port()

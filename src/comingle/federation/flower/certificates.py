@@ -106,9 +106,10 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
 
 
 def _make_server(folder: Path, hosts: Sequence[str]) -> None:
-    """Create an authority, and a certificate for the server that it signs, for the given hosts and for loopback.
+    """Create a certificate authority, and with it sign a certificate of the server for the given hosts and loopback.
 
-    Writes both certificates and the server's private key. The authority's private key is dropped.
+    Writes both certificates and the server's private key. The authority's private key is not stored, so it cannot be
+    stolen to sign a certificate of another server.
 
     Args:
         folder: Where to write.
@@ -145,7 +146,7 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def make_key(folder: Path, user: str) -> tuple[Path, Path]:
-    """Return the files of a user's private and public key; create them if they do not exist."""
+    """Return the paths of a user's private and public key; create the files if they do not exist."""
     private, public = (folder / f"{quote_name(user)}.{ending}" for ending in ("key", "pub"))
     if not public.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -68,13 +68,16 @@ from comingle.utils.terminal import printable
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 5.0
 _HEARTBEAT_SECONDS, _LOOK_SECONDS = 7.0, 0.5
-_TAKEN_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
-"""A killed client stays active on the server for 2 heartbeat intervals, which blocks other clients with its key."""
+_KEY_IN_USE_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
+"""Time after which another client with the same key counts as alive.
 
-_UNKNOWN, _INACTIVE, _OVER = (401,), (412,), (403, 404)
+A killed client stays active on the server for 2 heartbeat intervals, which blocks other clients with its key.
+"""
+
+_NOT_AUTHENTICATED, _KEY_IN_USE, _RUN_HAS_ENDED = (401,), (412,), (403, 404)
 """HTTP statuses: client not authenticated; node cannot be activated (key in use); run of the message has ended."""
 
-_FINAL = (*_UNKNOWN, *_INACTIVE, *_OVER)
+_NOT_RETRIED = (*_NOT_AUTHENTICATED, *_KEY_IN_USE, *_RUN_HAS_ENDED)
 """Statuses that are not retried. Others come from a gateway, a server that is starting, or a corrupted request."""
 
 _POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_FRACTION = 0.2, 5.0, 0.03
@@ -116,18 +119,18 @@ class FleetConnection:
 
     Args:
         server: Where to connect.
-        place: File that stores the node ID. After a crash the next process reads it to deactivate the old node, so
-            it need not wait for that node's heartbeats to time out.
+        node_id_file: File that stores the node ID. After a crash the next process reads it to deactivate the old node,
+            so it need not wait for that node's heartbeats to time out.
         say: Called with each line to show the user.
     """
 
-    def __init__(self, server: Server, place: Path, say: Callable[[str], None]) -> None:
-        self._server, self._place, self._say = server, place, say
+    def __init__(self, server: Server, node_id_file: Path, say: Callable[[str], None]) -> None:
+        self._server, self._node_id_file, self._say = server, node_id_file, say
         self._private, self._public = _read_key(server.key) if server.key else generate_key_pairs()
         self._http = self._connect()
         self._node = Node()
-        self._apps: dict[int, str] = {}
-        self._undisturbed_since = time.monotonic()
+        self._app_digests: dict[int, str] = {}  # by run ID
+        self._reachable_since = time.monotonic()  # no request or response was lost since then
         self.closed = threading.Event()
         """Set once this client has closed the connection."""
         self.lost = threading.Event()
@@ -139,15 +142,16 @@ class FleetConnection:
         return self._node.node_id
 
     def activate(self) -> None:
-        """Activate this node on the server, after registering a generated key if the user has none.
+        """Make this client an active node of the server, and start the thread that sends its heartbeats.
 
-        Retries while another node with the same key is active. Then starts the heartbeat thread.
+        A client without a key registers a generated one first. While another node with the same key is active, which
+        may be that of a killed process of this client, activation is tried again.
 
         Raises:
             RunError: The key is not registered, or another active client uses it.
         """
         public = public_key_to_bytes(self._public)
-        self._undisturbed_since = time.monotonic()
+        self._reachable_since = time.monotonic()
         self._deactivate_previous()
         while True:
             try:
@@ -158,17 +162,19 @@ class FleetConnection:
                 break
             except httpx.HTTPStatusError as error:
                 status = error.response.status_code
-                if status in _UNKNOWN and (why := self._why_unknown(error)):
+                if status in _NOT_AUTHENTICATED and (why := self._why_not_authenticated(error)):
                     raise RunError(f"{self._server.address}: {why}") from None
-                # A lost reply may have activated the node, which then blocks this client as well.
-                if status in _INACTIVE and time.monotonic() > self._undisturbed_since + _TAKEN_SECONDS:
+                # If the response to an activation is lost, the node may be active and block this client itself. So the
+                # time counts from the last loss.
+                is_in_use = time.monotonic() > self._reachable_since + _KEY_IN_USE_SECONDS
+                if status in _KEY_IN_USE and is_in_use:
                     raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
-                if status not in _FINAL:
+                if status not in _NOT_RETRIED:  # `_call` has retried it already
                     raise
             time.sleep(1.0)
-        write_text(self._place, str(self.node_id))
+        write_text(self._node_id_file, str(self.node_id))
         self.lost.clear()
-        self._apps.clear()
+        self._app_digests.clear()  # a restarted server has other runs
         threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
 
     def receive(self) -> tuple[Message, ObjectTree] | None:
@@ -183,25 +189,36 @@ class FleetConnection:
         return message_from_proto(response.messages_list[0]), response.message_object_trees[0]
 
     def digest_of(self, run_id: int) -> str:
-        """Return the digest of a run's app as announced by the server."""
-        if run_id not in self._apps:
+        """Return the SHA-256 of a run's app bundle, as announced by the server."""
+        if run_id not in self._app_digests:
             request = GetRunRequest(node=self._node, run_id=run_id)
-            self._apps[run_id] = self._call_active("GetRun", request).run.fab_hash
-        return self._apps[run_id]
+            self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
+        return self._app_digests[run_id]
 
     def download(self, message: Message, tree: ObjectTree) -> Message:
-        """Return the message with its content, and confirm that it has arrived."""
+        """Download a message's content, which Flower splits into objects, and confirm that it has arrived.
+
+        Args:
+            message: The message without its content.
+            tree: IDs of the objects.
+
+        Returns:
+            The message with its content.
+
+        Raises:
+            ObjectPullError: An object cannot be downloaded, or the objects are not those of a message.
+        """
         run_id, message_id = message.metadata.run_id, message.metadata.message_id
-        parts = [part.object_id for part in iterate_object_tree(tree)]
+        object_ids = [node.object_id for node in iterate_object_tree(tree)]
         pull = make_pull_object_fn_protobuf(self._object_call("PullObject"), self._node, run_id)
-        contents = pull_objects(parts, pull)
+        contents = pull_objects(object_ids, pull)
         try:
             whole = inflate_object_from_contents(message_id, contents)
         except (KeyError, ValueError, TypeError) as error:
             raise ObjectPullError(message_id, f"malformed ({type(error).__name__})") from None
         if not isinstance(whole, Message):
             raise ObjectPullError(message_id, "not a message")
-        whole.metadata.__dict__["_message_id"] = message_id
+        whole.metadata.__dict__["_message_id"] = message_id  # not part of the content; a reply needs it
         self.confirm(message)
         return whole
 
@@ -238,11 +255,11 @@ class FleetConnection:
             push_objects(objects, push, object_ids_to_push=set(response.objects_to_push))
 
     def close(self) -> None:
-        """Unregister from the server, if it can be reached now."""
+        """Close the connection, and deactivate this node if the server can be reached now."""
         self.closed.set()
         with suppress(httpx.HTTPError, ValueError):
             self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
-            if self._server.key is None:
+            if self._server.key is None:  # A generated key is not used again; one of the user stays registered.
                 self._http.UnregisterNode(UnregisterNodeFleetRequest(node_id=self.node_id))
         self._http.close()
 
@@ -261,22 +278,29 @@ class FleetConnection:
         return client
 
     def _register(self, public: bytes) -> None:
-        """Register a generated key with the server."""
+        """Register this client's generated public key with the server, unless it is registered already."""
         try:
             self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public))
         except httpx.HTTPStatusError as error:
-            if (
-                "already in use" not in error.response.text
-            ):  # This process has registered it before it lost the connection.
+            # This process has registered the key before, and then lost the connection.
+            is_registered = "already in use" in error.response.text
+            if not is_registered:
                 raise
 
-    def _why_unknown(self, error: httpx.HTTPStatusError) -> str:
-        """Return why this client is refused; an empty string if its request was only corrupted on the way."""
+    def _why_not_authenticated(self, error: httpx.HTTPStatusError) -> str:
+        """Return why the server does not authenticate this client, if a retry cannot help; otherwise an empty string.
+
+        The key may be unknown, or a clock wrong, as clients sign the time. Any other response with this status means
+        that the request was corrupted on the way.
+
+        Args:
+            error: The response, with status 401.
+        """
         try:
             detail = str(error.response.json()["detail"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):  # not a response of a server of comingle
             return ""
-        if "clock" in detail:
+        if "clock" in detail:  # the server's text says to set the clocks
             return printable(detail)[:400]
         if detail != UNKNOWN_KEY:
             return ""
@@ -287,14 +311,15 @@ class FleetConnection:
     def _deactivate_previous(self) -> None:
         """Deactivate the node left active by a previous process of this user that was killed."""
         with suppress(OSError, ValueError, httpx.HTTPStatusError):
-            self._call("DeactivateNode", DeactivateNodeRequest(node_id=int(self._place.read_text(encoding="utf-8"))))
+            node_id = int(self._node_id_file.read_text(encoding="utf-8"))
+            self._call("DeactivateNode", DeactivateNodeRequest(node_id=node_id))
 
     def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
         """Call the Fleet API; retry with growing pauses, up to 5 s, until the server responds.
 
         Without a connection it retries without limit, and says so once. A response with an error status is retried up
         to 100 times, as it may come from a gateway, unless its status is one of the server's final refusals
-        (:data:`_FINAL`).
+        (:data:`_NOT_RETRIED`).
 
         Args:
             method: Name of the Fleet API's method.
@@ -313,12 +338,12 @@ class FleetConnection:
                 return getattr(self._http, method)(request)
             except httpx.HTTPStatusError as error:
                 num_rejections += 1
-                if error.response.status_code in _FINAL or num_rejections >= _MAX_REJECTIONS:
+                if error.response.status_code in _NOT_RETRIED or num_rejections >= _MAX_REJECTIONS:
                     raise
                 if once and error.response.status_code >= 500:  # A gateway may have passed the request on.
                     raise MissedMessageError from None
             except (httpx.TransportError, ValueError) as error:  # A ValueError means a corrupted response.
-                self._undisturbed_since = time.monotonic()  # The lost request may have activated a node.
+                self._reachable_since = time.monotonic()  # The lost request may have activated a node.
                 if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
                     raise RunError(problem) from None
                 if once and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
@@ -348,9 +373,9 @@ class FleetConnection:
         try:
             return self._call(method, request, once=once)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code in _UNKNOWN:  # 401
+            if error.response.status_code in _NOT_AUTHENTICATED:  # 401
                 raise NotActiveError from None
-            if error.response.status_code in _OVER:  # 403, 404
+            if error.response.status_code in _RUN_HAS_ENDED:  # 403, 404
                 raise RunOverError from None
             raise
 
@@ -372,7 +397,7 @@ class FleetConnection:
             try:
                 http.SendNodeHeartbeat(request)
             except httpx.HTTPStatusError as error:
-                if error.response.status_code in _UNKNOWN and node is self._node:
+                if error.response.status_code in _NOT_AUTHENTICATED and node is self._node:
                     self.lost.set()
             except (httpx.TransportError, ValueError):
                 pass  # The next one may arrive.
@@ -432,13 +457,18 @@ class MessageLoop:
                     if self._step():
                         last_message = time.monotonic()
                         continue
+                    # Poll less often the longer no message has come: an idle client costs the server little.
                     wait = (time.monotonic() - last_message) * _POLL_FRACTION
                     self._connection.closed.wait(min(max(wait, _POLL_SECONDS), _LAST_POLL_SECONDS))
             except NotActiveError:
                 continue  # Reactivate; the server resends a message that was lost.
 
     def _step(self) -> bool:
-        """Answer one message; return False if there was none."""
+        """Poll for a message and answer it; return False if there was none.
+
+        Raises:
+            NotActiveError: The client has to activate again, as the server does not know it or the message any more.
+        """
         received = self._connection.receive()
         if received is None:
             return False
@@ -449,8 +479,8 @@ class MessageLoop:
             self._connection.send(reply, time.monotonic() - began)
         except (ObjectPullError, ObjectPushError) as error:  # The server has dropped the message, and will resend it.
             self._say(f"run {message.metadata.run_id}: {error}")
-        except RunOverError:
-            raise NotActiveError from None  # Or a request was corrupted; the server resends what it still needs.
+        except RunOverError:  # The run has ended, or the request was corrupted so that it names an unknown run.
+            raise NotActiveError from None  # In both cases: activate again; the server resends what it still needs.
         return True
 
     def _answer_in_thread(self, message: Message) -> Message:
@@ -470,7 +500,10 @@ class MessageLoop:
         raise NotActiveError
 
     def _refusal(self, message: Message) -> Message | None:
-        """Return an error reply to a message of another app; None for this federation's."""
+        """Return an error reply to a message of another app than the one that is installed here; otherwise None.
+
+        The app that a run announces is never downloaded or run. The user is shown each refused run once.
+        """
         run_id = message.metadata.run_id
         digest = self._connection.digest_of(run_id)
         if digest == DIGEST:
@@ -479,7 +512,7 @@ class MessageLoop:
         if run_id not in self._refused:
             self._refused.add(run_id)
             self._say(f"refused: {line}; the app was not run")
-        self._connection.confirm(message)
+        self._connection.confirm(message)  # The server then drops the content, which is not downloaded.
         return Message(Error(ErrorCode.INVALID_FAB, line), reply_to=message)
 
     def _run_app(self, message: Message) -> Message:

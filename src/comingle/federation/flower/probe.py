@@ -33,24 +33,33 @@ class ProbeResult(Enum):
 
 
 def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
-    """Probe ``HOST:PORT``; each step takes at most ``seconds``."""
+    """Find out what listens at an address: first with an HTTP request without TLS, then with a TLS handshake.
+
+    The request is one that a server of comingle refuses with status 401, as it is not signed.
+
+    Args:
+        server: The address, ``HOST:PORT``.
+        seconds: Timeout of each step.
+    """
     try:
         received = _first_bytes(server, seconds)
         if received == _REFUSAL:
             return ProbeResult.PLAIN
-        if received.startswith(b"HTTP/"):
+        if received.startswith(b"HTTP/"):  # any other answer in HTTP
             return ProbeResult.OTHER
         if _is_secure(server, seconds):  # A TLS server takes the request for a broken handshake and may send an alert.
             return ProbeResult.SECURE
+        # No HTTP and no TLS. A few bytes may be what is left of a lost response, so they count as none.
         return ProbeResult.OTHER if len(received) >= len(_REFUSAL) else ProbeResult.NO_RESPONSE
     except (OSError, UnicodeError):  # No connection, a timeout, or an invalid host name.
         return ProbeResult.NO_RESPONSE
 
 
 def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
-    """Return why a client cannot use what it has ``found`` at the address; an empty string if it can, or may later.
+    """Return why client and server cannot talk to each other: only one of them uses TLS.
 
-    Another service that answers may be a gateway whose federation server has not started yet.
+    An empty string if both use it, or neither. Also if another service or none answers: the address may be that of a
+    gateway whose federation server has not started yet, so the client tries again later.
 
     Args:
         server: The address.
@@ -62,7 +71,7 @@ def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
             return f"{server} uses TLS; give the certificate of the server or its authority with --certificates FILE"
         case ProbeResult.PLAIN if secure:
             return f"{server} does not use TLS; omit --certificates and --key, or start the server with --certificates"
-        case _:
+        case _:  # both or neither use TLS, another service, or no response
             return ""
 
 
@@ -116,7 +125,14 @@ def _why_untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationE
 
 
 def _first_bytes(server: str, seconds: float) -> bytes:
-    """Return the first bytes of the response to a request of the Fleet API."""
+    """Return the first bytes of the response to an unsigned HTTP request of the Fleet API, sent without TLS.
+
+    At most as many as are needed to recognise a server of comingle by its refusal; fewer if the server sends fewer.
+
+    Args:
+        server: The address.
+        seconds: Timeout of the connection and of each read.
+    """
     with socket.create_connection(split_address(server), timeout=seconds) as connection:
         connection.sendall(_REQUEST)
         received = b""
