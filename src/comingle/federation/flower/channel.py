@@ -55,6 +55,9 @@ _FIRST_SECONDS, _LAST_SECONDS = 0.1, 2.0
 _POLL_FRACTION = 0.03
 """Interval between polls for a reply, as a fraction of the time waited so far."""
 
+_UNSLOWED_POLLERS = 16
+"""Number of messages in flight above which each is polled for less often."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoReply:
@@ -117,6 +120,7 @@ class MessageSender:
             seconds: Timeout for the reply.
             wanted: Polling ends once this returns False.
         """
+        # Flower rejects a message whose `ttl` (in seconds) is over before it is stored, so it is not close to 0.
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))
         with self._pushing:
             names = list(self._grid.push_messages([message]))
@@ -126,7 +130,9 @@ class MessageSender:
         while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):
                 return reply
-            interval = max(_FIRST_SECONDS, waited * _POLL_FRACTION) * max(1.0, self._in_flight / 16)
+            # Many threads poll at once, so that together they poll about as often as 16 of them would.
+            crowding = max(1.0, self._in_flight / _UNSLOWED_POLLERS)
+            interval = max(_FIRST_SECONDS, waited * _POLL_FRACTION) * crowding
             time.sleep(min(interval, _LAST_SECONDS))
         return NoReply(line=f"no reply within {round(seconds, 1):g} s")
 
@@ -192,7 +198,7 @@ class ConnectedNodes:
         for node in connected:
             if node not in self._asked:
                 self._ask_name(node)
-        self._read_names()
+        self._process_hellos()
         self._assign_names()
 
     def _ask_name(self, node: Node) -> None:
@@ -202,17 +208,20 @@ class ConnectedNodes:
             RecordDict(), node=node.number, kind=HELLO, seconds=_HELLO_SECONDS, tag=node, put=self._replies.put
         )
 
-    def _read_names(self) -> None:
-        """Process the replies that have arrived; a node with a transient failure is asked again, others are refused."""
+    def _process_hellos(self) -> None:
+        """Store the answers of nodes that were asked for their users' names.
+
+        A node that does not answer is asked again if the failure is transient, and refused otherwise.
+        """
         while not self._replies.empty():
             node, reply = self._replies.get()
             hello = Failure(line=reply.line, is_transient=True) if isinstance(reply, NoReply) else unwrap_hello(reply)
-            if node not in self._asked:
+            if node not in self._asked:  # It has disconnected since.
                 continue
             if isinstance(hello, Hello):
                 self._hellos[node] = hello
             elif hello.is_transient:
-                del self._asked[node]
+                del self._asked[node]  # The next `refresh` asks it again.
             else:
                 self._refuse(node, hello.line)
 
@@ -251,13 +260,23 @@ class ConnectedNodes:
         return ""
 
     def _refuse(self, node: Node, line: str) -> None:
-        """Refuse a node, and report the reason once on both sides."""
+        """Refuse a node, and show the reason to the operator and, in a message, to the client.
+
+        Args:
+            node: The node, which is refused again at each :meth:`refresh`; the same reason is shown only once.
+            line: The reason.
+        """
         if self._refused.get(node) == line:
             return
         self._refused[node] = line
         self._say(f"refused: {line}")
         self._sender.send(
-            wrap(line.encode()), node=node.number, kind=REFUSED, seconds=_HELLO_SECONDS, tag=node, put=lambda _: None
+            wrap(line.encode()),
+            node=node.number,
+            kind=REFUSED,
+            seconds=_HELLO_SECONDS,
+            tag=node,
+            put=lambda _: None,  # The client's reply to a refusal does not matter.
         )
 
 
@@ -330,6 +349,9 @@ class GridChannel:
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
         """Send each client its request; yield replies, or reasons of failures, for ``timeout`` seconds.
 
+        A request waits until its client is connected. It is sent again if the client has reconnected or failed for a
+        transient reason.
+
         Args:
             requests: The requests by user; read again at each iteration, as they may change.
             timeout: Seconds after which clients without a reply have failed.
@@ -341,6 +363,7 @@ class GridChannel:
         replies: queue.SimpleQueue[tuple[tuple[str, _Request, Node], Message | NoReply]] = queue.SimpleQueue()
         in_flight: dict[str, _Request] = {}
         try:
+            # `_update` returns whether a reply is still awaited.
             while self._update(in_flight, requests) and (left := until - time.monotonic()) > 0:
                 self._nodes.refresh()
                 for name, sent in in_flight.items():
@@ -350,7 +373,7 @@ class GridChannel:
                         sent.done = True
                         yield name, reason
                     else:
-                        self._forward(name, sent, left, replies)
+                        self._send_if_needed(name, sent, left, replies)
                 try:
                     (name, sent, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
                 except queue.Empty:
@@ -358,7 +381,7 @@ class GridChannel:
                 if sent.done or sent.node != node or in_flight.get(name) is not sent:
                     continue  # The node was restarted since, or the request is not awaited any more.
                 answer = _read_reply(sent, reply)
-                if answer is not None:
+                if answer is not None:  # None: the request is sent again in the next iteration.
                     sent.done = True
                     yield name, answer
             late = [name for name, sent in in_flight.items() if not sent.done]
@@ -372,7 +395,7 @@ class GridChannel:
         """Update the requests in flight to those that the caller wants now; return whether a reply is still awaited.
 
         Replies to requests that the caller has removed or replaced are not awaited any longer. New requests are added,
-        and sent later by :meth:`_forward`.
+        and sent later by :meth:`_send_if_needed`.
 
         Args:
             in_flight: Requests by user, which is changed.
@@ -389,10 +412,10 @@ class GridChannel:
             in_flight[name] = _Request(due[name])
         return any(not sent.done for sent in in_flight.values())
 
-    def _forward(self, name: str, sent: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
-        """Send a request that has not been sent yet, or that was sent to a node that has disconnected.
+    def _send_if_needed(self, name: str, sent: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
+        """Send a request that has not been sent yet, or that was sent to a node that has disconnected or restarted.
 
-        If the client is not connected, note since when.
+        If the client is not connected, record since when; it gets the request once it has connected.
 
         Args:
             name: Name of the user.
@@ -417,7 +440,10 @@ class GridChannel:
             )
 
     def _failure(self, sent: _Request) -> str | None:
-        """Return why a request has failed: too many failures, or too long without a connection; None if it has not."""
+        """Return why a request counts as failed; None if it may still succeed.
+
+        It counts as failed after too many transient failures, or if the client has been disconnected for too long.
+        """
         if sent.num_failures >= _MAX_TRIES:
             return sent.line
         if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:
@@ -426,11 +452,20 @@ class GridChannel:
 
 
 def _read_reply(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
-    """Return a client's reply, or why it failed; None if its request is to be sent again."""
+    """Return the bytes of a client's reply, or one line that says why the request has failed for good.
+
+    After a transient failure, count and record it in ``sent``, mark the request as not sent, and return None. It is
+    then sent again.
+
+    Args:
+        sent: The request.
+        reply: The reply, or why there is none.
+    """
     outcome = Failure(line=reply.line, is_transient=True) if isinstance(reply, NoReply) else unwrap(reply)
     if isinstance(outcome, bytes):
         return outcome
     if not outcome.is_transient:
         return outcome.line
-    sent.num_failures, sent.node, sent.line = sent.num_failures + 1, None, outcome.line
+    sent.num_failures, sent.line = sent.num_failures + 1, outcome.line
+    sent.node = None
     return None

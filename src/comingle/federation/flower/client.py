@@ -127,19 +127,25 @@ class FleetClient:
 
 
 def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callable[[], bool]) -> None:
-    """Exchange messages and carry out tasks until ``until`` returns True or the process is interrupted.
+    """Exchange the messages of all clients of this process and carry out their tasks, one at a time.
+
+    Each client exchanges messages in a thread of its own and puts its tasks into ``calls``; this thread carries them
+    out. Returns once ``until`` is true, and then closes all clients.
 
     Args:
         clients: Clients of this process.
         calls: Their queue.
-        until: Asked between two tasks; may raise.
+        until: Called between two tasks. Errors that it raises end the clients, too.
+
+    Raises:
+        KeyboardInterrupt: The process was interrupted, or got SIGTERM.
     """
     try:
         with interrupt_on_sigterm() as interrupted:
             for client in clients:
                 client.start()
             while not until():
-                if interrupted.is_set():
+                if interrupted.is_set():  # by SIGTERM, whose KeyboardInterrupt may have been lost in a callback
                     raise KeyboardInterrupt
                 calls.serve(_LOOK_SECONDS)
     finally:
@@ -156,7 +162,8 @@ class ClientProcess:
         state: The user's state folder; its log is in it.
         command: The command.
         say: Called with each line to show to the user.
-        refusal: Why the process has ended for good; empty while it has not.
+        refusal: Why the process has ended and is not restarted, as it has failed too often or a user has to fix
+            something; empty while it runs or may be restarted.
     """
 
     name: str
@@ -167,22 +174,28 @@ class ClientProcess:
     service: Service = field(init=False)
 
     def __post_init__(self) -> None:
+        """Create the state folder and prepare the child process, which :meth:`tend` starts."""
         self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flower_folder = self.state / FOLDER  # logs, and settings of Flower
         self.service = Service(
             name=f"{self.name}'s client",
-            arguments=lambda: self.command,
-            log=self.state / FOLDER / LOG,
-            environment=environment(self.state / FOLDER),
+            arguments=lambda: self.command,  # a service asks for its command at each start
+            log=flower_folder / LOG,
+            environment=environment(flower_folder),
             say=self.say,
         )
 
     def tend(self) -> None:
-        """Start the process, or restart it, unless it has ended for good."""
+        """Start the process, or restart it if it has died; call this repeatedly.
+
+        If it has failed too often, or with an error that a user has to fix, the reason is stored in ``refusal``. The
+        process is not restarted then, and the clients of other users continue.
+        """
         if self.refusal:
             return
         try:
             self.service.tend()
-        except RunError as error:
+        except RunError as error:  # A restart would not help.
             self.refusal = str(error)
 
     def stop(self) -> None:

@@ -61,9 +61,14 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 
 def build_bundle() -> bytes:
-    """Return the bundle: a ZIP file of :data:`PROJECT` and its manifest, the same bytes on every machine."""
+    """Return Flower's bundle (FAB) of this app: a ZIP file of :data:`PROJECT` and its manifest.
+
+    The bytes are the same on every machine, so that server and clients compute the same digest. Files have a fixed
+    date and are not compressed for this reason.
+    """
     project = PROJECT.encode()
-    manifest = f"pyproject.toml,{hashlib.sha256(project).hexdigest()},{8 * len(project)}"
+    size_bits = 8 * len(project)  # Flower's manifest has a line "path,SHA-256,size in bits" for each file.
+    manifest = f"pyproject.toml,{hashlib.sha256(project).hexdigest()},{size_bits}"
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as bundle:
         for name, content in (("pyproject.toml", project), (".info/CONTENT", manifest.encode())):
@@ -141,7 +146,11 @@ _LOST = {
 
 
 def unwrap(message: Message) -> bytes | Failure:
-    """Return the bytes or the failure in a message; an error from Flower itself is transient."""
+    """Return the bytes in a message, or the reason why it has none.
+
+    Bytes are in a record of arrays, the client's own reason in a record of settings, as written by :func:`wrap` and
+    :func:`wrap_failure`. An error of Flower, for example after a lost connection, is transient: a retry may succeed.
+    """
     if message.has_error():
         line = _LOST.get(message.error.code) or _one_line(f"{message.error.reason or message.error.code}")
         return Failure(line=line, is_transient=True)
@@ -214,7 +223,8 @@ class User:
 def read_user(node_config: Mapping[str, object]) -> User:
     """Return the user that ``--node-config`` describes: ``name="ada" state="FOLDER"`` or ``config="ada.yaml"``.
 
-    Values of ``name`` and ``state`` take priority over those in the file.
+    Values of ``name`` and ``state`` take priority over those in the file. "client-key" and "state-dir" are other names
+    of these keys.
 
     Raises:
         RecipeError: The name or the folder is missing, or the file cannot be read.
@@ -233,7 +243,10 @@ def read_user(node_config: Mapping[str, object]) -> User:
 
 
 def instance_of(state: Path) -> str:
-    """Return the random text of a state folder, and create it at the first call."""
+    """Return a random text that identifies a state folder, stored in the folder by the first call.
+
+    By it the server recognises a client that reconnects, and tells it from another one that claims the same name.
+    """
     state.mkdir(parents=True, exist_ok=True)
     path = state / INSTANCE
     if not path.exists():

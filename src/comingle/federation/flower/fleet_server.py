@@ -170,11 +170,13 @@ class LimitedLinkState(InMemoryLinkState):
             return stored, to_upload
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object of a registered reply; drop the reply if its client exceeds the limit of bytes.
+        """Store an object, a part of a message's content; drop a client's reply if it exceeds the limit of bytes.
+
+        The objects of a message are registered before they arrive (:meth:`store_message_and_object_tree`).
 
         Args:
             run_id: The run.
-            session_id: The reply's push session.
+            session_id: The push session in which the message was registered.
             object_id: The object's SHA-256.
             object_content: Its bytes.
 
@@ -182,13 +184,14 @@ class LimitedLinkState(InMemoryLinkState):
             Whether it is stored.
         """
         with self.lock:  # Prevents a deadlock: Flower's methods acquire its two locks in different orders.
-            name = next((name for name, reply in self._uploads.items() if reply.session_id == session_id), None)
-            if name is None:  # not of a client's reply: the server's own messages are not limited
-                return super().store_object(run_id, session_id, object_id, object_content) if session_id else False
-            upload = self._uploads[name]
+            reply_id = next((key for key, reply in self._uploads.items() if reply.session_id == session_id), None)
+            if reply_id is None:  # A message of the server, which is not limited, or an object without a session.
+                # Flower would look for the session of such an object, and a client could evade its limit.
+                return bool(session_id) and super().store_object(run_id, session_id, object_id, object_content)
+            upload = self._uploads[reply_id]
             limit = self._limits.total_bytes
             if self._bytes_of(upload.node_id) + len(object_content) > limit:
-                self._drop(name)
+                self._drop(reply_id)
                 self._refuse(upload.node_id, f"more than {limit} bytes pending; allowed: {limit}")
                 return False
             if not super().store_object(run_id, session_id, object_id, object_content):
@@ -217,7 +220,8 @@ class LimitedLinkState(InMemoryLinkState):
     def _problem(self, message: Message, tree: ObjectTree) -> str:
         """Return why a reply is refused, before its content is sent; an empty string if it is accepted.
 
-        Checks the client's number of pending replies, and the number, IDs and children of the reply's objects.
+        Checks the client's number of pending replies, and the number, IDs and children of the reply's objects. Flower
+        splits the content into objects, each named by its SHA-256, and an object lists the IDs of its children.
 
         Args:
             message: The reply, without its content.
@@ -235,9 +239,12 @@ class LimitedLinkState(InMemoryLinkState):
                 return f"more than {limits.objects} objects; allowed: {limits.objects}"
             if not is_valid_sha256_hash(part.object_id):
                 return "an object ID is not a SHA-256 hash"
-            # An object registered with other children could expand to a tree of any size when read.
+            # Each object must have the same children wherever it occurs, here and in earlier messages. Otherwise it
+            # could expand to a tree of any size when the reply is read.
             declared = [child.object_id for child in part.children]
-            if children.setdefault(part.object_id, self._registered(part.object_id, declared)) != declared:
+            if part.object_id not in children:
+                children[part.object_id] = self._registered(part.object_id, declared)
+            if children[part.object_id] != declared:
                 return f"object {part.object_id[:12]} has two different lists of children"
         return ""
 
@@ -322,14 +329,14 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or respond with the status that refuses it."""
-        if scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":  # start or end of the server, no request
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
+            await send({"type": "websocket.close", "code": 1008})  # "policy violation": the Fleet API has none
         elif (refusal := self._refusal(scope)) is not None:
             await refusal(scope, receive, send)
         else:
-            await self._pass(scope, receive, send)
+            await self._forward_with_limit(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the response that refuses a request; None if the request may pass."""
@@ -338,6 +345,7 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         if len(headers) != len(scope["headers"]):  # The gate and Flower might read different values.
             return PlainTextResponse("repeated header\n", status_code=400)
+        # Without registered keys, any signature would do: each client registers a key of its own.
         if self._state is not None and (problem := self._signature_problem(self._state, headers)):
             return JSONResponse({"detail": problem}, status_code=401)
         if int(headers.get("content-length") or 0) > _max_body_bytes(scope):
@@ -347,8 +355,13 @@ class Gate:
     def _signature_problem(self, state: LinkState, headers: Mapping[str, bytes]) -> str:
         """Return why the request's signature is refused; an empty string if it is valid.
 
-        A client signs the time of its request. A signature is accepted once, so that a recorded one cannot be replayed,
-        even after a restart. It does not name the server: a key belongs to one federation.
+        A client signs the time of its request. Each signature is accepted once, so that a recorded request cannot be
+        replayed. The signed text does not name the server, so a request could be replayed at another server with the
+        same key. Therefore each federation needs keys of its own.
+
+        Args:
+            state: Where keys are registered.
+            headers: Headers of the request, with public key, signature and signed time.
         """
         try:
             key = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
@@ -366,7 +379,7 @@ class Gate:
         age = time.time() - signed_at
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
             return f"signed {age:.0f} s ago by this server's clock; set the clocks of client and server"
-        # An earlier process of this server may have accepted it. The client retries with a new signature.
+        # An earlier process of this server may have accepted it already. The client retries with a new signature.
         if signed_at < self._started:
             return "signed before this server started; sign again"
         return "" if self._is_new((key, r)) else "the signature was used before"
@@ -382,6 +395,8 @@ class Gate:
         now = time.monotonic()
         with self._lock:
             for old, seen in list(self._seen.items())[:2]:  # Oldest first. Removing two per addition bounds the size.
+                # A signature is accepted from SYSTEM_TIME_TOLERANCE before the signed time, as clocks differ, until
+                # TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE after it.
                 if now - seen > TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE:
                     del self._seen[old]
             if signature in self._seen:
@@ -389,17 +404,26 @@ class Gate:
             self._seen[signature] = now
             return True
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; cut a body that is longer than allowed, whatever its header says."""
-        left = _max_body_bytes(scope)
+    async def _forward_with_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the Fleet API, which reads its body in parts, until the parts exceed the limit.
 
-        async def bounded() -> types.Message:
-            nonlocal left
+        The header may declare a smaller length, or none. To the Fleet API it then looks as if the client had
+        disconnected.
+
+        Args:
+            scope: The request without its body.
+            receive: Returns the next part of the body.
+            send: Sends the response.
+        """
+        bytes_left = _max_body_bytes(scope)
+
+        async def receive_with_limit() -> types.Message:
+            nonlocal bytes_left
             message = await receive()
-            left -= len(message.get("body", b""))
-            return message if left >= 0 else {"type": "http.disconnect"}
+            bytes_left -= len(message.get("body", b""))
+            return message if bytes_left >= 0 else {"type": "http.disconnect"}
 
-        await self._app(scope, bounded, send)
+        await self._app(scope, receive_with_limit, send)
 
 
 def _max_body_bytes(scope: Scope) -> int:
@@ -493,17 +517,28 @@ class InProcessGrid(HttpGrid):
 
 
 def create_active_run(state: LinkState) -> int:
-    """Create the federation's only run and activate its task.
+    """Create the federation's only run in Flower's state, so that this process can send messages to clients.
 
-    Also sets the :class:`TaskIdentity` of this process, which Flower's grid reads, and starts a daemon thread that
-    sends the task's heartbeats.
+    In Flower, a ServerApp is a task of a run, which an executor claims and keeps alive with heartbeats. Here this
+    process does so itself. Also sets the :class:`TaskIdentity` of this process, which Flower's grid reads.
+
+    Args:
+        state: Flower's state of nodes, runs and messages.
 
     Returns:
         The ID of the run.
     """
+    # Clients accept messages only of a run that announces this bundle's digest.
     state.store_fab(Fab(DIGEST, build_bundle(), {}))
     run_id = state.create_run(
-        APP_ID, APP_VERSION, DIGEST, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+        fab_id=APP_ID,
+        fab_version=APP_VERSION,
+        fab_hash=DIGEST,
+        override_config={},
+        federation_id=NOOP_FEDERATION_ID,
+        federation_config=None,
+        flwr_aid=NOOP_FLWR_AID,
+        primary_task_type=TaskType.SERVER_APP,
     )
     (run,) = state.get_run_info(run_ids=[run_id])
     task = run.primary_task_id
@@ -582,15 +617,18 @@ def serve_fleet_api(
 
 
 def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
-    """Return an empty in-memory state of nodes, runs and messages.
+    """Return Flower's factory of server states, whose only state is in memory and has limits on clients' replies.
+
+    The state holds nodes, runs and messages.
 
     Args:
         limits: Limits on each client; None for the defaults.
     """
     objects, manager = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME), NoOpFederationManager()
-    states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
-    states.state_instance = LimitedLinkState(manager, objects.store(), limits)
-    return states
+    factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
+    # The factory would make a state without limits at its first call; it returns this one instead.
+    factory.state_instance = LimitedLinkState(manager, objects.store(), limits)
+    return factory
 
 
 def main() -> None:

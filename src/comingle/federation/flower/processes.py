@@ -61,9 +61,10 @@ class ProcessId:
     began: float
 
     def is_alive(self) -> bool:
-        """Return whether this process still runs."""
+        """Return whether this process still runs, and no other one has got its PID since."""
         try:
             process = psutil.Process(self.pid)
+            # Start times are rounded, and no PID is used again within a second.
             return abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
@@ -267,7 +268,12 @@ class Service:
             self._process.wait()
 
     def _record_exit(self, now: float) -> None:
-        """Record that the child has ended, and say why.
+        """Record that the child has ended, and show the user why; :meth:`tend` restarts it after a pause.
+
+        The reason is the last line of the child's log, or its signal or exit code.
+
+        Args:
+            now: Time on the monotonic clock.
 
         Raises:
             RunError: It has ended too often, or with an error that a user has to fix.
@@ -275,7 +281,7 @@ class Service:
         assert self._process is not None
         code, self._process, self._died = self._process.returncode, None, now
         why = f"killed by signal {-code}" if code < 0 else last_line(self.log) or f"exited with code {code}"
-        if code == REFUSED:
+        if code == REFUSED:  # The child has printed an error that a user has to fix.
             raise RunError(f"{self.name}: {why.removeprefix(SAYS)}")
         if self.starts >= _STARTS:
             raise RunError(f"{self.name}: ended {self.starts} times, giving up ({why}); see {self.log}")

@@ -74,6 +74,10 @@ class SuperLink:
     _socket: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        """Check that clients on other machines can only connect with TLS and keys, and prepare the server process.
+
+        Without a port, bind a free one now, so that it is known before the process starts (:meth:`tend`).
+        """
         self.host = bare_host(self.host)
         if self.host not in LOCAL_HOSTS and not (self.certificates and self.keys):
             what = f"no {'user keys' if self.certificates else 'certificates'} for listening on {self.host}"
@@ -108,7 +112,7 @@ class SuperLink:
         Raises:
             RunError: It does not start, or dies repeatedly.
         """
-        if not self.service.tend():
+        if not self.service.tend():  # True if it was started now
             return
         until = time.monotonic() + _LISTEN_SECONDS
         while not listens(self.address):
