@@ -565,8 +565,8 @@ class NetworkBackend(Backend[ClientReports]):
     def _compare_validation_losses(self, losses: dict[str, float], done: int) -> float:
         """Compare the mean of users' validation losses with the lowest mean so far.
 
-        The verdict, whether the mean is the lowest, is sent to each user with its next task. The user then keeps its
-        model as the best one.
+        The verdict, whether the new mean is the lowest, is sent to each user with its next task. If it is, the user
+        keeps its model as the best one.
 
         Args:
             losses: Validation losses in nats, by name.

@@ -138,7 +138,7 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
 def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
     """Return the shares of other users' secrets with which the server removes the masks from the sum.
 
-    Refuses if fewer users than the threshold of the secure sum are in it, as it would then hide them less.
+    Refuses if fewer users than the threshold are in the sum, as such a sum reveals more of each upload.
 
     Args:
         store: The user's part of the run.
@@ -180,7 +180,7 @@ def _terms(store: ClientStore, task: Task) -> Terms:
 def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | None = None) -> ClientStore:
     """Open the user's part of a run, in its state after the last task.
 
-    Checks that server and user agree on the recipe, the base model, and shapes and labels, then reads the user's data.
+    Reads the user's data and base model, and checks that recipe, base, and shapes and labels are those of the server.
 
     Args:
         folder: Folder of the run; created if it is new.
@@ -287,7 +287,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     """
     if own.name not in public.users:
         raise MessageError(f"user {own.name!r}: not a user of this federation; allowed: {', '.join(public.users)}")
-    content: dict[str, Any] = dict(complete_older(public.recipe))  # Older recipes lack a key.
+    content: dict[str, Any] = dict(complete_older(public.recipe))  # adds a key that older recipes lack
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base
@@ -678,8 +678,9 @@ class TaskRunner:
     def _evaluate(self) -> None:
         """Score the model on the user's own test data, and report as much as the user's setting ``tells`` allows.
 
-        If the recipe selects the best round, the loss on the validation data is sent, too. A method may fine-tune the
-        model for the evaluation only.
+        With "scores" these are test scores and metrics, with "all" also the mean weights of experts or components. If
+        the recipe selects the best round, the loss on the validation data is sent in any case. A method may fine-tune
+        the model for the evaluation only.
         """
         clients, rounds_done = self.clients, self.task.arguments.get("done")
         settle(clients)  # computes tensors that follow from trained ones
@@ -727,7 +728,7 @@ def upload_notice(store: ClientStore) -> str:
     stays = f"; {', '.join([*local_roles, 'text and optimiser state'])} stay"
     if not clients.shares:
         return f"user {name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
-    shared_roles = ", ".join(sorted(method.shared & roles) or sorted(method.shared))
+    shared_roles = ", ".join(sorted(method.shared & roles))
     upload_bytes = clients.upload_bytes()[0]  # a client has a single user
     how = "" if clients.plan.sums is None else ", masked,"
     size = f"{upload_bytes:,} bytes"

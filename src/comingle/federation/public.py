@@ -259,10 +259,9 @@ class ServerContext:
     def check_steps(self, steps: int, max_samples: int) -> None:
         """Check the number of local steps per round that a user reports.
 
-        The learning rate's schedule of the run follows from the largest number of all users.
-
-        For text the recipe sets the number. For samples and conversations it follows from how many of them the user
-        has, so only an upper limit is known.
+        The learning rate's schedule of the run follows from the largest number of all users. For text the recipe sets
+        the number. For samples and conversations it follows from how many of them the user has, so only an upper limit
+        is known.
 
         Args:
             steps: The number.

@@ -479,8 +479,7 @@ class TaskQueue:
 
         Before that, updates ``is_present`` and ``is_away`` of all clients. A client is away if an earlier task timed
         out; it is awaited again once it has reconnected, or is present and has joined. After it has reconnected, it may
-        join at once, without the pause after a failure. If this queue sends only join tasks, it also gets the full
-        timeout from now on.
+        join at once, without the pause after a failure. Before the first round, the timeout also starts again.
         """
         session, now = self.session, time.monotonic()
         present = set(session.channel.present())
@@ -713,6 +712,6 @@ def start_session(
         reported = {name: client.examples for name, client in clients.items() if client.examples is not None}
         return context.work_by_user(reported)
 
-    # Epsilon depends on numbers of examples, which clients report only when they join. So it is a function.
+    # The privacy account calls this function later: clients report their numbers of examples when they join.
     server.mechanisms.set_works(work_by_user)
     return session

@@ -130,7 +130,7 @@ class MessageSender:
         while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):
                 return reply
-            # Many threads poll at once, so that together they poll about as often as 16 of them would.
+            # Each message in flight has a thread that polls. If they are many, each polls less often.
             crowding = max(1.0, self._in_flight / _UNSLOWED_POLLERS)
             interval = max(_FIRST_SECONDS, waited * _POLL_FRACTION) * crowding
             time.sleep(min(interval, _LAST_SECONDS))
@@ -248,7 +248,15 @@ class ConnectedNodes:
         self.nodes = nodes
 
     def _objection(self, node: Node, hello: Hello) -> str:
-        """Return why a node may not use the name that it claims; an empty string if it may."""
+        """Return why a node may not use the name that it claims; an empty string if it may.
+
+        A name belongs to the first client that claims it, as long as this client is connected. It is recognised by
+        ``instance``, a random text in its state folder.
+
+        Args:
+            node: The node.
+            hello: Its answer, with name, instance and version of the message format.
+        """
         if hello.format != FORMAT:
             return f"{hello.name}: got message format {hello.format}; allowed: {FORMAT}"
         if node.registered and node.registered != hello.name:
@@ -467,5 +475,5 @@ def _read_reply(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
     if not outcome.is_transient:
         return outcome.line
     sent.num_failures, sent.line = sent.num_failures + 1, outcome.line
-    sent.node = None
+    sent.node = None  # not sent
     return None

@@ -332,7 +332,7 @@ class Gate:
         if scope["type"] == "lifespan":  # start or end of the server, no request
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # "policy violation": the Fleet API has none
+            await send({"type": "websocket.close", "code": 1008})  # "policy violation": no WebSockets
         elif (refusal := self._refusal(scope)) is not None:
             await refusal(scope, receive, send)
         else:
@@ -345,7 +345,7 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         if len(headers) != len(scope["headers"]):  # The gate and Flower might read different values.
             return PlainTextResponse("repeated header\n", status_code=400)
-        # Without registered keys, any signature would do: each client registers a key of its own.
+        # `_state` is None if clients register keys of their own, as a signature then proves nothing.
         if self._state is not None and (problem := self._signature_problem(self._state, headers)):
             return JSONResponse({"detail": problem}, status_code=401)
         if int(headers.get("content-length") or 0) > _max_body_bytes(scope):

@@ -281,7 +281,7 @@ class Service:
         assert self._process is not None
         code, self._process, self._died = self._process.returncode, None, now
         why = f"killed by signal {-code}" if code < 0 else last_line(self.log) or f"exited with code {code}"
-        if code == REFUSED:  # The child has printed an error that a user has to fix.
+        if code == REFUSED:  # The child has printed an error that a user has to fix, after the prefix of its lines.
             raise RunError(f"{self.name}: {why.removeprefix(SAYS)}")
         if self.starts >= _STARTS:
             raise RunError(f"{self.name}: ended {self.starts} times, giving up ({why}); see {self.log}")
