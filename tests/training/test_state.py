@@ -18,7 +18,7 @@ def test_a_compact_copy_is_equal_and_keeps_no_zeros() -> None:
         ranks=torch.full((users,), 8),
         versions=torch.zeros(users, dtype=torch.int64),
     )
-    compact = state.compact()
+    compact = state.copy(compact=True)
     assert all(torch.equal(t, compact.tensors()[name]) for name, t in state.tensors().items())
     assert compact.first.untyped_storage().nbytes() == compact.first.element_size()
     restored = compact.copy()

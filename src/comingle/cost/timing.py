@@ -528,7 +528,7 @@ def skip_local_steps() -> Iterator[None]:
     Replaces the function ``comingle.training.backends.local.train`` until the end of the block.
     """
 
-    def skip_steps(clients: Clients, members: Sequence[int], *_: Any) -> LocalRound:
+    def skip_steps(clients: Clients, members: Sequence[int], *_: object) -> LocalRound:
         """Return a round's result without training, as if every participant had a loss of 1."""
         return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
 

@@ -211,7 +211,7 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
     store = ClientStore(
-        folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.compact()
+        folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy(compact=True)
     )
     begun = any((folder / "answers").glob("*.bin"))  # A task was answered, so uploads may have been sent.
     _check_inputs(folder, own, describe(read, recipe), begun=begun)

@@ -126,7 +126,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def parse_section(kind: type[Model], content: Any, where: str) -> Model:
+def parse_section(kind: type[Model], content: object, where: str) -> Model:
     """Return an object of a pydantic class, with the first mistake as a one-line error.
 
     Args:

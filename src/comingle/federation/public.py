@@ -96,7 +96,7 @@ class Public:
 _TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokenizer": str, "version": str, "format": int}
 
 
-def read_public(content: Any) -> Public:
+def read_public(content: object) -> Public:
     """Return the public part that :meth:`Public.as_dict` has written, after checking its form.
 
     Args:

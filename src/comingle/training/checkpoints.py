@@ -295,7 +295,7 @@ def read_progress(folder: Path) -> Progress:
         raise RunError(f"{folder}: not a comingle checkpoint ({error}); {advise(folder)}") from None
 
 
-def _has_type(value: Any, kind: Any) -> bool:
+def _has_type(value: object, kind: Any) -> bool:
     """Return whether a JSON value has the type of an attribute of :class:`Progress`; integers count as floats."""
     if kind in (list[str], list[int]):
         return isinstance(value, list) and all(isinstance(one, get_args(kind)) for one in value)

@@ -78,15 +78,17 @@ class State:
         kept = {name.removeprefix(_KEPT_PREFIX): t for name, t in tensors.items() if name.startswith(_KEPT_PREFIX)}
         return replace(self, **{name: tensors[name] for name in _USER_TENSORS}, kept=kept)
 
-    def copy(self) -> State:
-        """Return a deep copy."""
-        return self._with_tensors({name: t.clone() for name, t in self.tensors().items()})
+    def copy(self, *, compact: bool = False) -> State:
+        """Return a deep copy.
 
-    def compact(self) -> State:
-        """Return a deep copy in which a tensor of zeros takes no memory. It is to be copied again, not updated."""
-        return self._with_tensors(
-            {name: t.clone() if t.any() else t.new_zeros(()).expand(t.shape) for name, t in self.tensors().items()}
-        )
+        Args:
+            compact: Whether a tensor of zeros takes no memory. Such a copy is to be copied again, not updated.
+        """
+
+        def copy_of(t: Tensor) -> Tensor:
+            return t.new_zeros(()).expand(t.shape) if compact and not t.any() else t.clone()
+
+        return self._with_tensors({name: copy_of(t) for name, t in self.tensors().items()})
 
     def without_moments(self) -> State:
         """Return a state that shares all tensors except the moments, which are empty; for work without steps."""

@@ -149,8 +149,12 @@ class OnDisk(State):
         """Return a view of this store that neither reads nor writes moments."""
         return _WithoutMoments(self)
 
-    def copy(self) -> OnDisk:
-        """Return a copy that reads the same files but writes its changes to temporary ones."""
+    def copy(self, *, compact: bool = False) -> OnDisk:
+        """Return a copy that reads the same files but writes its changes to temporary ones.
+
+        Args:
+            compact: Ignored; the tensors are not in memory.
+        """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._table, other._prefetched = self._table.copy(), None
