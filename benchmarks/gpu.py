@@ -38,7 +38,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
-from comingle.cost.counts import Shape, own_entries
+from comingle.cost.counts import Shape, unpadded_entries
 from comingle.models.base import Base
 from comingle.models.gpu import recorded, triton_backend, with_triton
 from comingle.models.hardware import keep_buffers, resolve_device
@@ -238,7 +238,7 @@ def flops_per_token(clients: Clients) -> float:
     """
     layout = clients.model.layout
     names = (slot.name for slot in layout.slots)
-    shape = Shape(clients, 0, dict(zip(names, own_entries(clients)[0].tolist(), strict=True)))
+    shape = Shape(clients, 0, dict(zip(names, unpadded_entries(clients)[0].tolist(), strict=True)))
     return sum(shape.training(phase).total for phase in clients.phases if phase.every == 1)
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from comingle.config import load_recipe
-from comingle.cost.records import counted
+from comingle.cost.records import count_flops
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
 from comingle_papers.questions import LABELS, NOTE, QUESTIONS, build_prompt
@@ -132,7 +132,7 @@ def test_questions_cost_at_most_what_text_does(comingle: Any, recipe: Path) -> N
     assert {one["upload_bytes_per_round"] for one in metrics} == {user["upload_bytes"]}
     read = load_recipe(recipe).with_changes({"training.local_epochs": 2})
     clients = build(read, prepare(read)).clients
-    spent, most = counted(lambda: train(clients, [0], 0)), user["training_flops_per_round"]["total"]
+    spent, most = count_flops(lambda: train(clients, [0], 0)), user["training_flops_per_round"]["total"]
     assert 0.5 * most < spent < most
     assert NOTE in " ".join(comingle("cost", recipe).out.split())
 

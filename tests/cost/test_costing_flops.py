@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from comingle.cost.counts import Shape, count_users, own_entries
+from comingle.cost.counts import Shape, count_users, unpadded_entries
 from comingle.cost.records import Block, Flops, Linear, backward, forward
 from comingle.training.client import Clients, train
 
@@ -41,7 +41,7 @@ def counted(work: Any) -> int:
 
 def shape_of(clients: Clients, row: int = 0) -> Shape:
     names = [slot.name for slot in clients.model.layout.slots]
-    return Shape(clients, row, dict(zip(names, own_entries(clients)[row].tolist(), strict=True)))
+    return Shape(clients, row, dict(zip(names, unpadded_entries(clients)[row].tolist(), strict=True)))
 
 
 @pytest.mark.parametrize(("family", "mix", "method"), CASES)

@@ -9,7 +9,7 @@ import pytest
 from plans import planned, recipe_of
 
 from comingle.config import load_recipe
-from comingle.cost.memory import Writes, memory, storage_bytes
+from comingle.cost.memory import Writes, peak_memory, storage_bytes
 from comingle.cost.planning import method_cost, plan
 from comingle.cost.skeleton import load_skeleton
 from comingle.models.loading import load_base
@@ -47,7 +47,7 @@ def test_checkpointed_layers_hold_less() -> None:
     plain, checkpointed = (
         planned(recipe_of(name, "fedavg", **{"runtime.gradient_checkpointing": on})) for on in (False, True)
     )
-    assert memory(checkpointed).pass_bytes < memory(plain).pass_bytes / 2
+    assert peak_memory(checkpointed).pass_bytes < peak_memory(plain).pass_bytes / 2
 
 
 def on_disk(store: str, users: int, method: str = "fedavg", **changes: Any) -> Any:
@@ -89,8 +89,16 @@ def test_bytes_on_disk_are_those_of_whoever_took_part() -> None:
 )
 def test_records_that_checkpoints_name_are_counted(every: int, keep: int, rounds: int, times: int) -> None:
     """As many as real stores had after such runs of 8 users who all took part."""
-    writes = Writes(users=8, present=8, evaluated=0, rounds=rounds, evaluate_every=100, every=every, keep=keep)
-    assert writes.moments() == times * 8
+    writes = Writes(
+        users=8,
+        participants=8,
+        evaluated_users=0,
+        rounds=rounds,
+        evaluate_every=100,
+        checkpoint_every=every,
+        kept_checkpoints=keep,
+    )
+    assert writes.max_moment_records() == times * 8
 
 
 def test_a_store_is_no_larger_than_planned(recipe_file: Path, tmp_path: Path) -> None:
@@ -117,4 +125,4 @@ def test_the_best_round_is_kept_beside_the_last() -> None:
     state = best.federation.clients.state
     kept = sum(t.nbytes for t in state.best.values())
     assert kept > 3 * state.rows.nbytes
-    assert memory(best).adapters_bytes - memory(last).adapters_bytes == kept
+    assert peak_memory(best).adapters_bytes - peak_memory(last).adapters_bytes == kept

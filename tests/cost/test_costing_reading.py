@@ -13,7 +13,7 @@ import pytest
 
 from comingle.config import Recipe, parse_recipe
 from comingle.cost import planning
-from comingle.cost.memory import memory
+from comingle.cost.memory import peak_memory
 from comingle.cost.planning import data_bytes, fit, loads_of, plan, rehearse_nets
 from comingle.data import population_files
 from comingle.data.populations import LazyPopulation
@@ -139,8 +139,8 @@ def test_samples_cost_what_they_do_in_memory_but_those_of_a_cohort_are_held(tmp_
         assert isinstance(population.users, LazyPopulation) == (store == "disk")
         stage = rehearse_nets(recipe, population)
         loads.append(loads_of(stage.federation.clients, population))
-        sizes.append(memory(stage).data_bytes)
+        sizes.append(peak_memory(stage).data_bytes)
         assert stage.data_bytes == data_bytes(population, stage.steps.model.dtype)
-        assert memory(stage, alone=True).data_bytes == stage.data_bytes // 3
+        assert peak_memory(stage, alone=True).data_bytes == stage.data_bytes // 3
     assert loads[0] == loads[1]
     assert sizes == [90 * 2 * (5 * 4 + 8), 30 * 2 * (5 * 4 + 8)]

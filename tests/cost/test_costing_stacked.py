@@ -16,7 +16,7 @@ from comingle.config import Recipe, parse_recipe
 from comingle.cost.counts import count_stacked, count_users, measured_base, text_load
 from comingle.cost.memory import LiveBytes, rehearse, step_peak
 from comingle.cost.planning import federate_bare, loads_of, plan, rehearse_nets, with_method
-from comingle.cost.records import Flops, UserCost, counted, measure
+from comingle.cost.records import Flops, UserCost, count_flops, measure_flops
 from comingle.cost.skeleton import bare_mixture, load_skeleton
 from comingle.data.samples.samples import SPLITS
 from comingle.methods import make
@@ -86,10 +86,10 @@ def agrees(cost: UserCost, federation: InProcess, user: int = 0) -> None:
     assert cost.trainable_parameters == clients.trainable_parameters()[user]
     assert cost.upload_bytes == clients.upload_bytes()[user]
     assert (cost.upload_bytes, cost.download_bytes) == exchanged(federation, [user])
-    found = counted(lambda: train(clients, [user], 0)) if clients.method.trains else 0
+    found = count_flops(lambda: train(clients, [user], 0)) if clients.method.trains else 0
     if clients.shares:
         message = federation.server.download([clients.trainers[user].name])
-        found += counted(lambda: clients.receive(message))
+        found += count_flops(lambda: clients.receive(message))
     assert cost.round.total == pytest.approx(found, rel=1e-9)
 
 
@@ -107,7 +107,9 @@ def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     clients = federation.clients
     inputs = clients.users[0].train.inputs[None, :20]
     with torch.no_grad():
-        some, more = (counted(lambda n=n: clients.scorer.predict(clients.models, [0], inputs[:, :n])) for n in (10, 20))
+        some, more = (
+            count_flops(lambda n=n: clients.scorer.predict(clients.models, [0], inputs[:, :n])) for n in (10, 20)
+        )
     assert cost.forward.total * 10 == pytest.approx(more - some, rel=1e-9)
     plain = [p for p in make_net("mlp-norm", tuple(inputs.shape[2:]), 1).parameters() if p.dim() > 1]
     assert cost.forward.base == 2 * sum(p.numel() for p in plain)
@@ -156,7 +158,7 @@ def test_a_grouped_convolution_costs_what_its_groups_do() -> None:
         sum(F.conv2d(x[:, i * 2 :][:, :2], w[i * 3 :][:3], stride=2).sum() for i in range(3)).backward()  # pyright: ignore
 
     by_hand = 3 * 2 * (2 * 9 * 3 * 3) * (2 * 3 * 3)  # three products of out channels x places with in channels x kernel
-    assert counted(whole) == counted(apart) == by_hand
+    assert count_flops(whole) == count_flops(apart) == by_hand
 
 
 def test_work_is_a_line() -> None:
@@ -165,9 +167,9 @@ def test_work_is_a_line() -> None:
     def work(n: int) -> None:
         _ = fixed @ fixed, torch.randn(n, 3) @ each
 
-    line = measure(work)
+    line = measure_flops(work)
     assert (line.fixed, line.each) == (250, 18)
-    assert line.flops(2, 7) == counted(lambda: work(3)) + counted(lambda: work(4))
+    assert line.flops(2, 7) == count_flops(lambda: work(3)) + count_flops(lambda: work(4))
 
 
 @pytest.mark.parametrize(

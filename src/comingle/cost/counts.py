@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from comingle.cost.memory import Rehearsal, empty_batch, empty_inputs, ignore_grad_warning
-from comingle.cost.records import Block, Flops, Linear, UserCost, backward, forward, measure
+from comingle.cost.memory import Rehearsal, fake_batch, fake_inputs, ignore_grad_warning
+from comingle.cost.records import Block, Flops, Linear, UserCost, backward, forward, measure_flops
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.lora import IN, OUT, base_weight
@@ -30,12 +30,12 @@ from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree
 def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the bytes that each user uploads and downloads in one exchange, including messages of a secure sum.
 
-    A message contains the user's name and the round's number, which has one digit here. If the federation shares
-    nothing, all sizes are 0.
+    The sizes include the user's name and the round's number, which messages contain; the number has one digit here. If
+    the federation shares nothing, all sizes are 0.
 
     Args:
-        federation: The federation. If all users are alike it may have fewer users than there are names; its last user
-            then stands for the rest.
+        federation: The federation. If all users have tensors of the same sizes, it may have fewer users than there are
+            names; messages of its last user are then counted for all further names.
         names: Names of the users.
 
     Returns:
@@ -54,9 +54,9 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
         upload_bytes = packed_bytes(replace(upload, users=(name,)))[0]
         download_bytes = packed_bytes(replace(download, users=(name,)))[0]
         if (secure_sum := federation.server.sums) is not None:
-            entries = federation.server.size
-            upload_bytes = secure_sum.sent_bytes(name, entries)  # masked uploads replace the plain one
-            download_bytes += secure_sum.received_bytes(name, entries)
+            num_entries = federation.server.size  # of one upload
+            upload_bytes = secure_sum.sent_bytes(name, num_entries)  # masked messages replace the plain upload
+            download_bytes += secure_sum.received_bytes(name, num_entries)
         sizes.append((upload_bytes, download_bytes))
     return sizes
 
@@ -71,15 +71,15 @@ def mean_bytes(messages: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def upload_of(federation: InProcess, user: int) -> Upload:
-    """Return the message that a user uploads in an exchange."""
+    """Return the message that a user uploads in an exchange; its loss is 0, as the value does not change its size."""
     return federation.clients.upload([user], 1, {LOSS: torch.zeros(1)}, counts=True)
 
 
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
     """Return the message that a user downloads after an exchange of all users.
 
-    In a peer-to-peer method, which has no server, it contains the uploads of all participants. Its tensors then have
-    shapes but no data.
+    In a peer-to-peer method, which has no server, the message contains the uploads of all participants. Its tensors are
+    on the meta device then: they have shapes but no data.
 
     Args:
         federation: The federation.
@@ -106,34 +106,34 @@ ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
 
 
 def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]:
-    """Return the costs of the users of a language model, one entry for each group of users with equal tensors.
+    """Return the costs of the users of a language model, one entry for each group of users with equal tensor sizes.
 
     A pooled method, which trains one model on the data of all users, has one entry.
 
     Args:
-        federation: The federation. If all users are alike it may have fewer users than there are names; its last user
-            then stands for the rest.
+        federation: The federation. If all users have tensors of the same sizes, it may have fewer users than there are
+            names; the costs of its last user then are those of all further names.
         names: Names of the users.
     """
     clients = federation.clients
-    pooled = clients.method.placement.pooled
-    rows = clients.row_of if not pooled else clients.row_of[:1]
-    entries, parameters = own_entries(clients), _parameters_by_role(clients)
-    if pooled:
-        names = (f"all {len(names)} users as one",)
+    rows = clients.row_of  # row of each user's model in the state
+    if clients.method.placement.pooled:
+        rows, names = rows[:1], (f"all {len(names)} users as one",)
+    rows_by_name = [rows[min(i, len(rows) - 1)] for i in range(len(names))]
+    num_entries, parameters = unpadded_entries(clients), _parameters_by_role(clients)
     message_sizes = message_bytes(federation, names)
-    alike: dict[tuple[Any, ...], list[int]] = {}  # indices of users by their numbers of entries in each slot
-    for i in range(len(names)):
-        row = rows[min(i, len(rows) - 1)]
-        alike.setdefault(tuple(entries[row].tolist()), []).append(i)
+    groups: dict[tuple[int, ...], list[int]] = {}  # places in `names`, by the numbers of entries in the slots
+    for i, row in enumerate(rows_by_name):
+        groups.setdefault(tuple(num_entries[row].tolist()), []).append(i)
     costs = []
     slot_names = [slot.name for slot in clients.model.layout.slots]
-    for entries_of_slots, members in alike.items():
-        row = rows[min(members[0], len(rows) - 1)]
-        parameters_of_user = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
+    for entries_of_slots, places in groups.items():
+        row = rows_by_name[places[0]]
+        trainer = row % len(clients.trainers)  # with several copies per user, row copy * trainers + i is one of user i
+        parameters_of_user = {role: counts[trainer] for role, counts in parameters.items()}
         shape = Shape(clients, row, dict(zip(slot_names, entries_of_slots, strict=True)))
-        upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in members])
-        group_names = tuple(names[i] for i in members)
+        upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in places])
+        group_names = tuple(names[i] for i in places)
         costs.append(_user_cost(shape, group_names, parameters_of_user, upload_bytes, download_bytes))
     return costs
 
@@ -141,34 +141,36 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
 def _user_cost(
     shape: Shape, names: tuple[str, ...], parameters: dict[str, int], upload_bytes: int, download_bytes: int
 ) -> UserCost:
-    """Return the costs of users that are alike, from one of their rows.
+    """Return the costs of users with equal tensor sizes, from the model of one of them.
+
+    The FLOPs of a round are counted for one token per local step, and multiplied by the tokens of a batch:
+    ``batch_size * context * (sweep + sum over phases of steps * copies * training)``.
 
     Args:
-        shape: The matrix products of the row.
+        shape: The matrix products of that model.
         names: Names of the users.
         parameters: Their trained parameters by role.
         upload_bytes: Bytes that each of them uploads in an exchange.
         download_bytes: Bytes that each of them downloads in an exchange.
     """
-    clients, row = shape.clients, shape.row
-    plan, method = clients.plan, clients.method
-    # FLOPs of a round, for one token of each local step. Users that choose among several models first compute the loss
-    # of each on as much text as they train on.
-    passes = shape.forward() * (method.server.server_models * method.client.sweeps * plan.training.local_steps)
+    clients, plan, method = shape.clients, shape.clients.plan, shape.clients.method
+    # In a sweep, users that choose among several models compute the loss of each, on as much text as they train on.
+    num_models = method.server.server_models if method.client.sweeps else 0
+    flops = shape.forward() * (num_models * plan.training.local_steps)
     for phase in clients.phases:
         # Mean steps per round: a phase takes `steps` steps at every `every`-th local step, in some of the rounds.
         steps = plan.iterations // phase.every * phase.steps / plan.training.rounds
         steps *= phase.rounds_of(plan.training.rounds) / plan.training.rounds
-        passes += shape.training(phase) * (steps * method.placement.copies)
+        flops += shape.training(phase) * (steps * method.placement.copies)  # each copy of a user's model is trained
     return UserCost(
         names=names,
-        experts=int(shape.adapted.adapters.present[row % len(clients.trainers)].sum()),
+        experts=shape.num_experts,
         parameters=parameters,
         upload_bytes=upload_bytes,
         download_bytes=download_bytes,
         forward=shape.forward(),
-        training=passes * (1 / plan.training.local_steps),
-        round=passes * (clients.batch_size * plan.training.context),
+        training=flops * (1 / plan.training.local_steps),
+        round=flops * (clients.batch_size * plan.training.context),
     )
 
 
@@ -188,20 +190,29 @@ def _parameters_by_role(clients: Clients) -> dict[str, list[int]]:
     return {role: count for role, count in counts.items() if role in ROLES or any(count)}
 
 
-def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
-    """Return the number of entries in each slot (tensor) of each row, without padding.
+def unpadded_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
+    """Return the number of entries of each tensor of each user's model, without padding.
 
-    A row has one user's tensors side by side. Tensors of a smaller rank are padded to the largest, and the mask is
-    False at the padding.
+    A row of the state is one model: its tensors, called slots, flattened side by side. Tensors of a smaller LoRA rank
+    are padded to the largest rank; there the clients' mask ``(rows, columns)`` is False.
     """
     mask, layout = clients.mask.cpu(), clients.model.layout
-    masks_of_slots = [mask[:, layout.starts[slot.name] :][:, : slot.size] for slot in layout.slots]
-    return torch.stack([slot_mask.sum(1) for slot_mask in masks_of_slots], 1)
+    counts = []
+    for slot in layout.slots:
+        start = layout.starts[slot.name]
+        counts.append(mask[:, start : start + slot.size].sum(1))
+    return torch.stack(counts, 1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Matrix products of one row of a federation; ``entries`` maps each slot to its number of entries in this row."""
+    """Sizes of the matrices of one user's model: a frozen base with this user's adapters.
+
+    Args:
+        clients: Clients of the federation.
+        row: Row of the user's model in the state.
+        entries: Number of entries of each adapter tensor (slot), by name, without padding.
+    """
 
     clients: Clients
     row: int
@@ -212,86 +223,101 @@ class Shape:
         """The model, which is a base with adapters; no other model is counted here."""
         return cast(AdaptedModel, self.clients.model)
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts in each MLP of this user's model."""
+        trainer = self.row % len(self.clients.trainers)  # with several copies per user, row copy * trainers + i
+        return int(self.adapted.adapters.present[trainer].sum())
+
     def forward(self) -> Flops:
         """Return the FLOPs of one token's forward pass."""
-        return forward(self._to_blocks(frozenset()), outside(self.adapted))
+        return forward(self._to_blocks(frozenset()), head_entries(self.adapted))
 
     def training(self, phase: Phase) -> Flops:
         """Return the FLOPs of one token's forward and backward pass in a phase.
 
-        They are 0 if the phase trains nothing of the row. Roles in ``phase.without`` take no
-        part in the pass.
+        They are 0 if the phase trains no tensor of this model, since the pass is then left out.
         """
+        # A phase reaches the tensors for which it computes gradients, and leaves out roles (`without`) of the model.
         trained_slots = [slot.name for slot in self.clients.model.layout.touching(phase.reached).slots]
-        remaining = replace(self, entries=self._entries_without(phase.without)) if phase.without else self
-        blocks, head = remaining._to_blocks(frozenset(trained_slots)), outside(self.adapted)
+        used = replace(self, entries=self._entries_without(phase.without)) if phase.without else self
+        blocks, head = used._to_blocks(frozenset(trained_slots)), head_entries(self.adapted)
         backward_flops = backward(blocks, head)
         return forward(blocks, head) + backward_flops if backward_flops.total else backward_flops
 
     def _entries_without(self, without: frozenset[str]) -> dict[str, int]:
-        """Return the row's number of entries in each slot when some roles are left out of the pass."""
+        """Return the number of entries of each adapter tensor that take part in a pass without some roles.
+
+        Args:
+            without: Roles that are left out.
+        """
         layout = self.clients.model.layout
         remaining = self.clients.mask.cpu() & ~layout.mask(without)
         views = layout.views(remaining[self.row : self.row + 1].double())
         return {name: int(t.sum()) for name, t in views.items()}
 
     def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
-        """Return the model's decoder layers with their numbers of entries in this row.
+        """Return the sizes of the matrices in each decoder layer, with this user's adapters.
 
         Args:
-            trained: Names of the slots that the pass trains.
+            trained: Names of the adapter tensors (slots) that the pass trains.
         """
-        entries = self.entries
-
-        def linear(name: str, module: nn.Module) -> Linear:
-            """Return a linear with the row's LoRA on it; ``name`` is the prefix of the LoRA's slots."""
-            a, b = f"{name}.a", f"{name}.b"
-            weight = base_weight(module)[0].numel()
-            # The factors of a residual are fused into the products with A and B.
-            at_input, at_output = (entries.get(f"{name}.{end}", 0) for end in (IN, OUT))
-            return Linear(
-                weight=weight,
-                a=entries[a] + at_input,
-                b=entries[b] + at_output,
-                trains_a=a in trained,
-                trains_b=b in trained,
-            )
-
         adapters, blocks = self.adapted.adapters, []
         for name, mlp in adapters.experts.items():
-            layer = name.removesuffix("mlp")
+            layer = name.removesuffix("mlp")  # prefix of the names in this decoder layer
+            attention = [
+                self._to_linear(linear_name, adapter.linear, trained)
+                for linear_name, adapter in adapters.attention.items()
+                if linear_name.startswith(layer)
+            ]
             # In every known layout the output projection is the last of the attention's linears.
-            *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
-            router = entries.get(f"{name}.router", 0)  # 0 without a router
+            *reads, writes = attention
+            router = self.entries.get(f"{name}.router", 0)  # 0 without a router
             trains_router = router > 0 and f"{name}.router" in trained
             # Some gatings take products beyond those with the router's own matrix.
             if router and (count_products := getattr(mlp.router.gating, "multiply_adds", None)) is not None:
-                router += count_products(
-                    int(adapters.present[self.row % len(self.clients.trainers)].sum()),
-                    entries[f"{name}.up.a"],
-                    base_weight(mlp.first["up"])[0].shape[1],
-                )
+                input_width = base_weight(mlp.first["up"])[0].shape[1]
+                router += count_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
             blocks.append(
                 Block(
                     reads=tuple(reads),
                     writes=writes,
                     scores=self._score_products(),
-                    first=tuple(linear(f"{name}.{key}", inner) for key, inner in mlp.first.items()),
-                    last=linear(f"{name}.down", mlp.last),
+                    first=tuple(self._to_linear(f"{name}.{key}", m, trained) for key, m in mlp.first.items()),
+                    last=self._to_linear(f"{name}.down", mlp.last, trained),
                     router=router,
                     trains_router=trains_router,
-                    whole=mlp.mix == "output",
+                    whole=mlp.mix == "output",  # experts' outputs are mixed in a single autograd function
                     parallel=self._has_parallel_mlp(),
                 )
             )
         return blocks
 
+    def _to_linear(self, name: str, module: nn.Module, trained: frozenset[str]) -> Linear:
+        """Return the sizes of a linear layer of the base and of the LoRA on it.
+
+        Args:
+            name: Name of the layer, with which the names of its LoRA's tensors start: ``NAME.a`` and ``NAME.b``.
+            module: The linear layer.
+            trained: Names of the adapter tensors that the pass trains.
+        """
+        a, b = f"{name}.a", f"{name}.b"
+        # A frozen residual of the weight is a product of two factors, which are fused into those with A and B.
+        residual_in, residual_out = (self.entries.get(f"{name}.{end}", 0) for end in (IN, OUT))
+        return Linear(
+            weight=base_weight(module)[0].numel(),
+            a=self.entries[a] + residual_in,
+            b=self.entries[b] + residual_out,
+            trains_a=a in trained,
+            trains_b=b in trained,
+        )
+
     def _score_products(self) -> int:
         """Return the multiply-adds of one token's query with the keys of the whole context, masked keys included."""
         config = self.adapted.network.config
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return self.clients.plan.training.context * heads * size
+        num_heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        return self.clients.plan.training.context * num_heads * head_size
 
     def _has_parallel_mlp(self) -> bool:
         """Return whether the MLP reads the same input as the attention, as in GPT-NeoX and Phi."""
@@ -299,10 +325,10 @@ class Shape:
         return bool(getattr(config, "use_parallel_residual", config.model_type == "phi"))
 
 
-def outside(model: AdaptedModel) -> int:
-    """Return the number of entries of all matrices outside the decoder layers, that is of the head.
+def head_entries(model: AdaptedModel) -> int:
+    """Return the number of entries of all matrices outside the decoder layers, such as the head.
 
-    Embeddings are looked up, not multiplied, so they do not count.
+    These are the linear layers without adapters. Embeddings are looked up, not multiplied, so they do not count.
     """
     adapted = {id(m.linear) for m in model.adapters.attention.values()}
     for mlp in model.adapters.experts.values():
@@ -318,15 +344,15 @@ class Load:
     Args:
         sizes: Sizes of the batches of one epoch, in sequences or samples.
         epochs: Number of epochs.
-        sweeps: Number of batches in one sweep over all training data.
-        swept: Number of sequences or samples in one sweep.
+        sweep_batches: Number of batches in one sweep over all training data.
+        sweep_items: Number of sequences or samples in one sweep.
         unit: Tokens per sequence, or 1 for samples.
     """
 
     sizes: tuple[int, ...]
     epochs: int
-    sweeps: int
-    swept: int
+    sweep_batches: int
+    sweep_items: int
     unit: int = 1
 
     @property
@@ -349,31 +375,35 @@ BaseFlops = Callable[[Load], tuple[Flops, Flops]]
 
 
 def text_load(clients: Clients) -> Load:
-    """Return the local work of a user of a language model, which is the same for all users."""
+    """Return the local work of a user of a language model in a round, which is the same for all users.
+
+    Text has no epochs: each local step counts as an epoch of one batch. A sweep reads as much text as the local steps.
+    """
     steps, size = clients.plan.training.local_steps, clients.batch_size
-    return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=clients.plan.training.context)
+    context = clients.plan.training.context
+    return Load(sizes=(size,), epochs=steps, sweep_batches=steps, sweep_items=steps * size, unit=context)
 
 
-def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
-    """Return the costs of the users of a stacked model, one entry for each group of users with equal loads.
+def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
+    """Return the costs of the users of a net or of a client-level mixture, one entry for each group with equal loads.
 
-    A stacked model is a net, or a client-level mixture of adapters. Its FLOPs are measured, not derived from a formula.
+    Their models have no adapters per linear layer, for which there are formulas; their FLOPs are measured.
 
     Args:
-        stage: The rehearsal that is measured.
-        loads: Each user's local work by name.
-        base: FLOPs of the base alone, which are reported separately from those of the method.
+        rehearsal: The run's federation, on fake tensors.
+        loads: Each user's local work in a round, by name.
+        base: FLOPs of the base alone, which are reported separately. All further FLOPs count as the adapters'.
     """
-    clients, names_by_load = stage.federation.clients, dict[Load, list[str]]()
+    clients, names_by_load = rehearsal.federation.clients, dict[Load, list[str]]()
     for name, load in loads.items():
         names_by_load.setdefault(load, []).append(name)
-    measured, parameters = _MeasuredFlops(stage), _stacked_parameters(clients)
-    message_sizes = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
+    measured, parameters = _MeasuredFlops(rehearsal), _stacked_parameters(clients)
+    message_sizes = dict(zip(loads, message_bytes(rehearsal.federation, list(loads)), strict=True))
     costs = []
     for load, names in names_by_load.items():
         base_forward, base_round = base(load)
-        # Measured FLOPs beyond those of the base count as the adapters'.
-        forward = base_forward + Flops(lora=measured.forward.each / load.unit - base_forward.total)
+        forward_total = measured.forward.each / load.unit  # of one token, or of one sample
+        forward = base_forward + Flops(lora=forward_total - base_forward.total)
         round_total = measured.round(load)
         round_flops = base_round + Flops(lora=round_total - base_round.total) if round_total else Flops()
         upload_bytes, download_bytes = mean_bytes([message_sizes[name] for name in names])
@@ -387,44 +417,53 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) 
                 forward=forward,
                 training=round_flops * (1 / (load.items * load.unit)),
                 round=round_flops,
-                unit=stage.steps.batch_source.unit.removesuffix("s"),
+                unit=rehearsal.steps.batch_source.unit.removesuffix("s"),
             )
         )
     return costs
 
 
-def measured_base(stage: Rehearsal) -> BaseFlops:
-    """Return the FLOPs of a net alone, as FedAvg trains it."""
-    counts = _MeasuredFlops(stage)
-    return lambda load: (Flops(net=counts.forward.each / load.unit), Flops(net=counts.round(load)))
+def measured_base(rehearsal: Rehearsal) -> BaseFlops:
+    """Return a function from a user's local work in a round to the FLOPs of a net alone, as FedAvg trains it.
+
+    Args:
+        rehearsal: A federation with the method FedAvg, on fake tensors.
+    """
+    measured = _MeasuredFlops(rehearsal)
+    return lambda load: (Flops(net=measured.forward.each / load.unit), Flops(net=measured.round(load)))
 
 
 class _MeasuredFlops:
     """Measured FLOPs of one user, by kind of work.
 
     Args:
-        stage: The rehearsal, whose steps run on fake tensors.
+        rehearsal: The run's federation, on fake tensors.
     """
 
-    def __init__(self, stage: Rehearsal):
+    def __init__(self, rehearsal: Rehearsal):
         """Measure a forward pass, a step of each phase, and a sweep over all training data."""
-        self.stage, self.clients = stage, stage.federation.clients
-        self.cohort = stage.cohort([0])
-        self.forward = measure(self._predict)
-        self.steps = {phase: measure(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
+        self.rehearsal, self.clients = rehearsal, rehearsal.federation.clients
+        self.cohort = rehearsal.cohort([0])
+        self.forward = measure_flops(self._predict)
+        self.steps = {phase: measure_flops(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
         # A sweep computes losses on all training data: of each component, or of each model that the user chooses from.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
-            self.sweep = measure(self._sweep)
+            self.sweep = measure_flops(self._sweep)
         else:
             self.sweep = self.forward.times(method.server.server_models * method.client.sweeps)
 
     def round(self, load: Load) -> float:
-        """Return the FLOPs of a user's round: sweeps over its data, the steps of each phase, and those before them."""
-        total = self.sweep.flops(load.sweeps, load.swept)
+        """Return the FLOPs of a user's round: a sweep, the steps of each phase, and steps of hooks before the phases.
+
+        Args:
+            load: The user's local work in the round.
+        """
+        total = self.sweep.flops(load.sweep_batches, load.sweep_items)
         for phase in self.clients.phases:
-            calls = load.steps // phase.every * phase.steps
-            total += self.steps[phase].flops(calls, calls * load.items / load.steps)
+            # A phase takes `steps` steps after every `every`-th batch, on batches of mean size.
+            num_steps = load.steps // phase.every * phase.steps
+            total += self.steps[phase].flops(num_steps, num_steps * load.items / load.steps)
         for phase in self.clients.method.client.before:
             total += self.steps[phase].flops(phase.steps, load.first(phase.steps))
         return total
@@ -434,23 +473,24 @@ class _MeasuredFlops:
         return (*self.clients.phases, *self.clients.method.client.before)
 
     def _tensors(self) -> Tree:
-        return self.stage.steps.tensors(self.cohort.part.rows)
+        """Return the fake tensors of the one model that is measured, by name."""
+        return self.rehearsal.steps.tensors(self.cohort.part.rows)
 
     @torch.no_grad()
     def _predict(self, count: int) -> None:
         """Run a forward pass on ``count`` sequences or samples."""
-        self.stage.steps.model.predict(self._tensors(), [0], empty_inputs(self.stage, 1, count))
+        self.rehearsal.steps.model.predict(self._tensors(), [0], fake_inputs(self.rehearsal, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:
         """Compute a phase's gradients on ``count`` sequences or samples."""
         with ignore_grad_warning():
-            self.stage.steps.gradient(self.cohort, empty_batch(self.stage, 1, count), phase)
+            self.rehearsal.steps.gradient(self.cohort, fake_batch(self.rehearsal, 1, count), phase)
 
     @torch.no_grad()
     def _sweep(self, count: int) -> None:
-        """Compute each component's losses on ``count`` sequences or samples."""
-        model, batch_source = self.stage.steps.model, self.stage.steps.batch_source
-        batch = batch_source.read("train", [0], empty_batch(self.stage, 1, count))
+        """Compute the losses of each component of a mixture on ``count`` sequences or samples."""
+        model, batch_source = self.rehearsal.steps.model, self.rehearsal.steps.batch_source
+        batch = batch_source.read("train", [0], fake_batch(self.rehearsal, 1, count))
         model.component_losses(self._tensors(), [0], batch)
 
 

@@ -56,9 +56,10 @@ def as_text(
 ) -> tuple[list[Recipe], set[str], str]:
     """Return recipes with text that costs as much as the users' data.
 
-    Costs are counted for text, so other data, such as conversations, is replaced with text of equal length. It does the
-    same as :meth:`comingle.training.kinds.base.Kind.as_text`, but if the run keeps users on disk, at most one user's
-    data is in memory. Without a cached tokenizer of the base all users are read at once.
+    Costs are counted for text, so other data, such as conversations, is replaced with text of equal length. The result
+    is that of :meth:`comingle.training.kinds.base.Kind.as_text`, which loads all users into memory. If the run keeps
+    users on disk, they are read one after another instead. This needs the base's tokenizer; if it is not cached, all
+    users are loaded after all.
 
     Args:
         kind: The recipes' kind of data.
@@ -73,11 +74,11 @@ def as_text(
         DataError: A run would refuse data that is on this machine.
     """
     reads = users is None and is_read(kind, recipes[0])
-    run_data = _read_from_disk(kind, recipes, load_base) if reads else None
+    run_data = _read_one_by_one(kind, recipes, load_base) if reads else None
     if run_data is None or run_data.users.in_memory:
         return kind.as_text(recipes, users)
     note = NOTE if isinstance(kind, ConversationsKind) else ""
-    return as_long(kind, recipes, run_data.users), set(run_data.skipped), note
+    return conversations_as_text(kind, recipes, run_data.users), set(run_data.skipped), note
 
 
 @singledispatch
@@ -98,34 +99,42 @@ def _reads_text(kind: TextKind, recipe: Recipe) -> bool:
     return not recipe.data.given and check_local_text(section(recipe))[0]
 
 
-def _read_from_disk(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
-    """Read the data as a run of the first recipe does, if it keeps users on disk.
+def _read_one_by_one(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> RunData | None:
+    """Read users one after another, as a run that keeps its users on disk (``runtime.store``) does.
+
+    Args:
+        kind: The recipes' kind of data.
+        recipes: Recipes that differ in their method alone.
+        load_base: Returns the base; weights are not needed.
 
     Returns:
-        The data; None if the run keeps users in memory or the base's tokenizer is not cached.
+        The data; None if the recipes keep users in memory, or the base's tokenizer is not cached.
     """
     recipe = recipes[0]
     if recipe.runtime.store == MEMORY or (tokenizer := local_tokenizer(recipe.base)) is None:
         return None
     base = replace(load_base(), tokenizer=tokenizer)
+    # A user without validation data is refused only if one of the methods needs such data.
     request = DataRequest(recipe=recipe, load_base=lambda: base, validates=anybody_validates(recipes))
     return STORES[recipe.runtime.store].read(kind, request)
 
 
-def as_long(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> list[Recipe]:
-    """Return recipes in which conversations of counted users are replaced with text that costs as much.
+def conversations_as_text(kind: Kind, recipes: Sequence[Recipe], users: UserCollection) -> list[Recipe]:
+    """Return recipes in which conversations are replaced with text that costs as much: as many local steps per round.
 
-    Recipes of other kinds of data, or of users whose sizes are not counted, are returned unchanged.
+    The steps follow from the users' numbers of training conversations. The recipes are returned unchanged if their data
+    is of another kind, or if these numbers are unknown (``users.sizes`` is None).
 
     Args:
         kind: The recipes' kind of data.
         recipes: Recipes that differ in their method alone.
-        users: Users whose sizes have been counted.
+        users: The users who were read.
     """
     if not isinstance(kind, ConversationsKind) or users.sizes is None:
         return list(recipes)
-    counts = dict(zip(users.names, users.sizes[:, 0].tolist(), strict=True))
-    return [as_text_recipe(recipe, counts) for recipe in recipes]
+    train_sizes = users.sizes[:, 0].tolist()  # columns: train, valid and test
+    num_conversations = dict(zip(users.names, train_sizes, strict=True))
+    return [as_text_recipe(recipe, num_conversations) for recipe in recipes]
 
 
 PREFETCHED_COHORTS = 1
@@ -142,8 +151,8 @@ class UserBytes:
     Args:
         params: Bytes of the model and of the method's state.
         moments: Bytes of optimiser moments.
-        params_record: Bytes of the first on disk.
-        moments_record: Bytes of the second on disk.
+        params_record: Bytes of the model and of the method's state in a record on disk.
+        moments_record: Bytes of the optimiser moments in a record on disk.
     """
 
     params: int
@@ -158,9 +167,14 @@ class UserBytes:
 
 
 def user_bytes(state: State, store: str) -> UserBytes:
-    """Return the sizes of one user of a state that is in memory, with records in the format of ``store``."""
+    """Return the bytes of one user's tensors in memory, and of the records on disk to which a store would pack them.
+
+    Args:
+        state: Tensors of all users, in memory. All users have the same sizes.
+        store: ``runtime.store``, whose format the records have.
+    """
     forms: Mapping[str, Form] = forms_of(state, STORES[store].moments)
-    sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}
+    sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}  # the leading dimension is that of users
     moments = sum(size for name, size in sizes.items() if name in MOMENTS)
     return UserBytes(
         params=sum(sizes.values()) - moments,
@@ -170,82 +184,96 @@ def user_bytes(state: State, store: str) -> UserBytes:
     )
 
 
-def expected_participants(users: int, present: int, rounds: int) -> float:
+def expected_participants(users: int, participants: int, rounds: int) -> float:
     """Return the expected number of users that have taken part at least once.
 
-    ``U (1 - (1 - p)^R)`` with U users, R rounds and a fraction ``p = present / U`` drawn at random in each round.
+    ``U (1 - (1 - p)^R)`` with U users, R rounds and a fraction ``p = participants / U`` drawn at random in each round.
 
     Args:
         users: Size of the population.
-        present: Participants per round.
+        participants: Participants per round.
         rounds: Number of rounds.
     """
-    return users * (1 - (1 - present / users) ** rounds)
+    return users * (1 - (1 - participants / users) ** rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writes:
-    """How often a run writes records.
+    """How often a run that keeps users on disk writes their records.
+
+    A user has a record of its model and one of its optimiser moments. A changed record is written to a new place; the
+    overwritten one stays on disk as long as a checkpoint refers to it.
 
     Args:
         users: Size of the population.
-        present: Participants per round.
-        evaluated: Users in one evaluation.
+        participants: Participants per round.
+        evaluated_users: Users in one evaluation.
         rounds: Number of rounds.
         evaluate_every: Rounds between evaluations.
-        every: Rounds between checkpoints.
-        keep: Number of checkpoints that are kept.
+        checkpoint_every: Rounds between checkpoints.
+        kept_checkpoints: Number of checkpoints that are kept.
     """
 
     users: int
-    present: int
-    evaluated: int
+    participants: int
+    evaluated_users: int
     rounds: int
     evaluate_every: int
-    every: int
-    keep: int
+    checkpoint_every: int
+    kept_checkpoints: int
 
     @property
     def kept_rounds(self) -> int:
-        """Largest number of rounds for which overwritten records are kept.
+        """Largest number of rounds for which overwritten records stay on disk.
 
-        The space of a record is freed once no checkpoint refers to it, which is known when the next one is written.
+        ``min(checkpoint_every * (kept_checkpoints + 1), rounds - checkpoint_every)``: the records of a deleted
+        checkpoint are freed only when the next checkpoint is written, so those of one more than are kept exist. Before
+        the first checkpoint no overwritten record is kept.
         """
-        return min(self.every * (self.keep + 1), max(0, self.rounds - self.every))
+        rounds_after_first = max(0, self.rounds - self.checkpoint_every)
+        return min(self.checkpoint_every * (self.kept_checkpoints + 1), rounds_after_first)
 
-    def models(self) -> float:
+    def max_model_records(self) -> float:
         """Return the largest number of model records on disk at the same time.
 
-        These are the records of users that have trained or were evaluated, and overwritten records that checkpoints
-        still refer to.
+        These are the records of users that have trained or were evaluated, and overwritten records to which checkpoints
+        still refer. An evaluation writes the records of the users that it evaluates, too.
         """
-        current = expected_participants(self.users, self.present, self.rounds)
-        current += self.evaluated * (1 - current / self.users)  # evaluated users that never took part
-        evaluations = math.ceil(self.kept_rounds / self.evaluate_every)
-        # Evaluations overwrite records too, but each checkpoint refers to those of one evaluation at most.
-        from_evaluations = self.evaluated * min(evaluations, self.kept_rounds // self.every)
-        return current + self._num_overwritten(current) + from_evaluations
+        with_record = expected_participants(self.users, self.participants, self.rounds)
+        with_record += self.evaluated_users * (1 - with_record / self.users)  # evaluated users that never took part
+        num_evaluations = math.ceil(self.kept_rounds / self.evaluate_every)
+        num_checkpoints = self.kept_rounds // self.checkpoint_every
+        # Each checkpoint refers to the records of at most one evaluation, the last before it.
+        from_evaluations = self.evaluated_users * min(num_evaluations, num_checkpoints)
+        return with_record + self._num_overwritten(with_record) + from_evaluations
 
-    def moments(self) -> float:
-        """Return the largest number of records of optimiser moments, which only participants have."""
-        current = expected_participants(self.users, self.present, self.rounds)
-        return current + self._num_overwritten(current)
+    def max_moment_records(self) -> float:
+        """Return the largest number of records of optimiser moments on disk; only users who took part have one."""
+        with_record = expected_participants(self.users, self.participants, self.rounds)
+        return with_record + self._num_overwritten(with_record)
 
-    def _num_overwritten(self, current: float) -> float:
-        """Return the number of overwritten records that checkpoints still refer to.
+    def _num_overwritten(self, with_record: float) -> float:
+        """Return the number of records overwritten by local steps to which checkpoints still refer.
 
-        For the rounds between two checkpoints these are at most one for each user that has a record, and at most one
-        for each participant of each round.
+        ``kept_rounds / checkpoint_every * min(with_record, participants * checkpoint_every)``: between two checkpoints
+        each participant of each round overwrites its record, but a checkpoint refers to one record per user at most.
 
         Args:
-            current: Number of users with a record.
+            with_record: Number of users with a record.
         """
-        return self.kept_rounds / self.every * min(current, self.present * self.every)
+        num_checkpoints = self.kept_rounds / self.checkpoint_every
+        return num_checkpoints * min(with_record, self.participants * self.checkpoint_every)
 
 
 def store_bytes(user: UserBytes, writes: Writes) -> int:
-    """Return the largest size of the store at the end of a run, in bytes, for the expected number of participants."""
-    return int(user.params_record * writes.models() + user.moments_record * writes.moments())
+    """Return the largest size of the store at the end of a run, in bytes, for the expected number of participants.
+
+    Args:
+        user: Bytes of one user's records.
+        writes: How often the run writes records.
+    """
+    model_bytes = user.params_record * writes.max_model_records()
+    return int(model_bytes + user.moments_record * writes.max_moment_records())
 
 
 ProcessKind = Literal["text", "samples"]
@@ -264,7 +292,7 @@ def process_bytes(kind: ProcessKind, device: torch.device) -> int:
     first call takes several seconds.
 
     Args:
-        kind: Kind of the smallest model's data.
+        kind: Kind of data of the run that is planned, which decides which libraries are loaded.
         device: Device of the run that is planned. Memory of a GPU holds no Python.
     """
     return _measure_process(kind) if device.type == "cpu" else 0
@@ -273,6 +301,9 @@ def process_bytes(kind: ProcessKind, device: torch.device) -> int:
 @cache
 def _measure_process(kind: ProcessKind) -> int:
     """Run the smallest model in a process of its own and return its peak resident memory, in bytes.
+
+    Args:
+        kind: Kind of data on which the model is trained.
 
     Returns:
         The memory, or :data:`FALLBACK_BYTES` if the process fails or takes too long.
@@ -287,7 +318,7 @@ def _measure_process(kind: ProcessKind) -> int:
 
 
 def _smallest_recipe(kind: ProcessKind, folder: Path) -> dict[str, object]:
-    """Return a recipe of one FedAvg step with the smallest model of a kind.
+    """Return a recipe of one FedAvg step with the smallest model for a kind of data.
 
     Args:
         kind: The kind of data.
@@ -308,7 +339,10 @@ def _smallest_recipe(kind: ProcessKind, folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the smallest recipe of a kind and print the process's peak memory in bytes."""
+    """Run the smallest recipe and print the process's peak memory in bytes.
+
+    The only command-line argument is the recipe's kind of data, "text" or "samples".
+    """
     from comingle.config import parse_recipe
     from comingle.models.hardware import peak_memory_bytes
     from comingle.runs.api import run
@@ -414,21 +448,23 @@ TRACED_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A federation whose steps run on fake tensors instead of weights and data.
+    """A federation whose steps run on fake tensors (shapes without values) instead of weights and data.
+
+    If all users are alike, the federation has fewer users than the run: those of one pass.
 
     Args:
-        federation: The federation, with as many users as needed.
+        federation: The federation.
         steps: Its steps, with a model and data without values.
         fakes: The fake tensors.
         weights_bytes: Bytes of the frozen weights.
-        trainers: True number of trainers.
-        present: Largest number of participants in a round.
+        trainers: Number of trainers of the run; 1 if a pooled method trains one model on the data of all users.
+        participants: Largest number of participants in a round of the run.
         store: Where users are kept, as ``runtime.store``.
         checkpointed: Whether gradient checkpointing recomputes layers.
         data_bytes: Bytes of all users' samples in memory.
         reads_cohorts: Whether only the samples of the cohort in training are in memory.
         process_bytes: Bytes of a process without model and data.
-        known: Cache of peaks by rows and portions.
+        peaks: Cache of :func:`_peak_of_pass`, by its other arguments.
     """
 
     federation: InProcess
@@ -436,13 +472,13 @@ class Rehearsal:
     fakes: Fakes
     weights_bytes: int
     trainers: int
-    present: int
+    participants: int
     store: str = MEMORY
     checkpointed: bool = False
     data_bytes: int = 0
     reads_cohorts: bool = False
     process_bytes: int = 0
-    known: dict[tuple[tuple[int, ...], PassSize], tuple[int, int]] = field(default_factory=dict)
+    peaks: dict[tuple[tuple[int, ...], PassSize], tuple[int, int]] = field(default_factory=dict)
 
     def with_pass_size(self, pass_size: PassSize) -> Steps:
         """Return a copy of the steps with other numbers of users and sequences in a pass."""
@@ -451,10 +487,15 @@ class Rehearsal:
         return steps
 
     def cohort(self, rows: Sequence[int]) -> Cohort:
-        """Return a cohort of users without data."""
+        """Return a cohort, to be trained in one batch, with fake parameters and optimiser moments.
+
+        Args:
+            rows: Rows of the cohort's models in the federation's state.
+        """
         clients, device = self.federation.clients, self.steps.model.device
-        cohort = clients.cohort(list(rows), 0)
-        part = {name: self.fakes.of(getattr(cohort.part, name), device) for name in ("rows", "first", "second")}
+        cohort = clients.cohort(list(rows), 0)  # the round does not change shapes
+        parameters_and_moments = ("rows", "first", "second")
+        part = {name: self.fakes.of(getattr(cohort.part, name), device) for name in parameters_and_moments}
         return replace(cohort, part=replace(cohort.part, **part))
 
 
@@ -462,19 +503,21 @@ def rehearse(
     federation: InProcess,
     trainers: int,
     *,
-    present: int | None = None,
+    participants: int | None = None,
     store: str = MEMORY,
     checkpointed: bool = False,
     data_bytes: int = 0,
     reads_cohorts: bool = False,
     process_bytes: int = 0,
 ) -> Rehearsal:
-    """Return a rehearsal of a federation: replace the frozen weights, in place, and the data with fake tensors.
+    """Prepare a federation for steps without data: replace frozen weights, in place, and data with fake tensors.
+
+    Costs are measured with such a rehearsal, as fake tensors have shapes but take no memory and no time.
 
     Args:
-        federation: The federation, with as many users as needed.
-        trainers: True number of trainers.
-        present: Largest number of participants in a round; None for all trainers.
+        federation: The federation. If all users are alike, it may have fewer users than the run.
+        trainers: Number of trainers of the run; 1 if a pooled method trains one model on the data of all users.
+        participants: Largest number of participants in a round; None for all trainers.
         store: Where users are kept, as ``runtime.store``.
         checkpointed: Whether gradient checkpointing recomputes layers.
         data_bytes: Bytes of all users' samples in memory.
@@ -483,7 +526,7 @@ def rehearse(
     """
     clients = federation.clients
     fakes, device = Fakes(), clients.model.device
-    model, size = clients.model.without_weights(fakes)
+    model, weights_bytes = clients.model.without_weights(fakes)
     batch_source = clients.batch_source.without_data(lambda real: fakes.of(real, device))
     steps = replace(clients.steps, model=model, source=batch_source)
     return Rehearsal(
@@ -491,171 +534,188 @@ def rehearse(
         steps=steps,
         fakes=fakes,
         trainers=trainers,
-        present=min(trainers if present is None else present, trainers),
+        participants=min(trainers if participants is None else participants, trainers),
         store=store,
         checkpointed=checkpointed,
-        weights_bytes=size,
+        weights_bytes=weights_bytes,
         data_bytes=data_bytes,
         reads_cohorts=reads_cohorts,
         process_bytes=process_bytes,
     )
 
 
-def memory(stage: Rehearsal, *, alone: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
+def peak_memory(rehearsal: Rehearsal, *, alone: bool = False, pass_size: PassSize | None = None) -> MemoryCost:
     """Return the peak memory of a run on this machine, from one pass on fake tensors and the sizes of all users.
 
     Args:
-        stage: The rehearsal that is measured.
-        alone: Return the peak on a device of one user instead: the user with the largest model.
-        pass_size: Numbers of users and sequences in a pass, if not those of the run.
+        rehearsal: The run's federation, on fake tensors.
+        alone: Return the peak on a device that trains only one user, the one with the largest model.
+        pass_size: Numbers of users and sequences in a pass; None for those of the run.
     """
-    clients, chosen = stage.federation.clients, pass_size or stage.steps.pass_size
-    num_rows = 1 if alone else min(chosen.users, len(clients.state.rows))
-    first_row = int(clients.mask.sum(1).argmax()) if num_rows == 1 else 0  # of one user, that with the largest model
-    peak, gradients = _worst_pass(stage, tuple(range(first_row, first_row + num_rows)), chosen)
-    state = clients.state
-    share = (1 if alone else stage.trainers) / len(clients.trainers)  # the federation may have fewer users than the run
-    # Gradients that one phase keeps for another.
-    kept_gradients = int(share * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
-    exchange = _exchange_bytes(stage, alone=alone)
-    gaps = (CHECKPOINTED_GAPS if stage.checkpointed else ALLOCATOR_GAPS).get(clients.model.device.type, 0.0)
-    users_read = min(chosen.users, stage.trainers) if stage.reads_cohorts else stage.trainers
-    on_disk = not alone and stage.store != MEMORY
-    adapters, moments = _stored_users(stage, chosen) if on_disk else _users_in_memory(stage, share)
+    clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
+    pass_size = pass_size or rehearsal.steps.pass_size
+    num_rows = 1 if alone else min(pass_size.users, len(state.rows))
+    # A pass of one user is measured for the user with the largest model.
+    first_row = int(clients.mask.sum(1).argmax()) if num_rows == 1 else 0
+    rows = tuple(range(first_row, first_row + num_rows))
+    peak_bytes, gradients_bytes = _peak_of_pass(rehearsal, rows, pass_size)
+    # The rehearsal's federation may have fewer users than the run; bytes of its users are multiplied by this.
+    user_ratio = (1 if alone else rehearsal.trainers) / len(clients.trainers)
+    # Some methods keep the gradients of one phase for another.
+    kept_gradients_bytes = int(user_ratio * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
+    exchange_bytes = _exchange_bytes(rehearsal, alone=alone)
+    gaps = (CHECKPOINTED_GAPS if rehearsal.checkpointed else ALLOCATOR_GAPS).get(clients.model.device.type, 0.0)
+    on_disk = not alone and rehearsal.store != MEMORY
+    if on_disk:
+        models_bytes, moments_bytes = _loaded_users_bytes(rehearsal, pass_size)
+    else:
+        models_bytes, moments_bytes = _all_users_bytes(rehearsal, user_ratio)
+    users_with_data = min(pass_size.users, rehearsal.trainers) if rehearsal.reads_cohorts else rehearsal.trainers
     return MemoryCost(
-        weights_bytes=stage.weights_bytes,
-        adapters_bytes=adapters + (0 if alone else _server_bytes(stage.federation, share)),
-        moments_bytes=moments,
-        gradients_bytes=gradients + kept_gradients,
-        activations_bytes=peak - gradients,
-        allocator_bytes=int(gaps * max(peak, exchange)),
-        data_bytes=stage.data_bytes * (1 if alone else users_read) // stage.trainers,
-        process_bytes=stage.process_bytes,
-        exchange_bytes=exchange,
+        weights_bytes=rehearsal.weights_bytes,
+        adapters_bytes=models_bytes + (0 if alone else _server_bytes(rehearsal.federation, user_ratio)),
+        moments_bytes=moments_bytes,
+        gradients_bytes=gradients_bytes + kept_gradients_bytes,
+        activations_bytes=peak_bytes - gradients_bytes,
+        allocator_bytes=int(gaps * max(peak_bytes, exchange_bytes)),
+        data_bytes=rehearsal.data_bytes * (1 if alone else users_with_data) // rehearsal.trainers,
+        process_bytes=rehearsal.process_bytes,
+        exchange_bytes=exchange_bytes,
     )
 
 
-def _users_in_memory(stage: Rehearsal, share: float) -> tuple[int, int]:
+def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]:
     """Return the bytes of models and of optimiser moments of all users of a run, which are in memory.
 
     Args:
-        stage: The rehearsal that is measured.
-        share: Number of users of the run, divided by that of the rehearsal's federation.
+        rehearsal: The run's federation, on fake tensors. It may have fewer users than the run.
+        user_ratio: Number of users of the run, divided by that of the rehearsal's federation.
     """
-    clients = stage.federation.clients
-    state = clients.state
-    models = state.rows.nbytes + clients.initial.nbytes + clients.mask.untyped_storage().nbytes()
-    models += sum(t.nbytes for t in state.best.values())
-    return int(share * models), int(share * (state.first.nbytes + state.second.nbytes))
+    clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
+    models_bytes = state.rows.nbytes
+    models_bytes += clients.initial.nbytes  # values before training, if the method resets to them; else empty
+    models_bytes += clients.mask.untyped_storage().nbytes()  # the storage: a mask for all users may be one expanded row
+    models_bytes += sum(t.nbytes for t in state.best.values())  # copies of the best round, if it is selected
+    return int(user_ratio * models_bytes), int(user_ratio * (state.first.nbytes + state.second.nbytes))
 
 
-def _stored_users(stage: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
-    """Return the bytes of models and of optimiser moments in memory while users are stored on disk.
+def _loaded_users_bytes(rehearsal: Rehearsal, pass_size: PassSize) -> tuple[int, int]:
+    """Return the bytes of models and of optimiser moments that are in memory if users are stored on disk.
+
+    In memory are the tensors of the cohort in training and the records of :data:`PREFETCHED_COHORTS` cohorts; also the
+    records of :data:`MAX_PENDING_WRITES` cohorts that wait to be written, which are models or moments and are counted
+    as models; and :data:`INDEX_BYTES` for each user of the run.
 
     Args:
-        stage: The rehearsal that is measured.
-        pass_size: Number of users in a pass, which are in memory.
+        rehearsal: The run's federation, on fake tensors.
+        pass_size: Size of a pass; its number of users is the size of a cohort.
     """
-    clients = stage.federation.clients
-    user, copies = user_bytes(clients.state, stage.store), clients.method.placement.copies
-    rows = stage.trainers * copies
-    at_once = min(pass_size.users, stage.present * copies)
-    # The cohort in training, prefetched ones, those waiting to be written (models or moments, counted once), and the
-    # record offsets of all users.
+    clients = rehearsal.federation.clients
+    user, copies = user_bytes(clients.state, rehearsal.store), clients.method.placement.copies
+    cohort_size = min(pass_size.users, rehearsal.participants * copies)
     num_records = PREFETCHED_COHORTS + MAX_PENDING_WRITES
-    models = at_once * (user.params + num_records * user.params_record) + INDEX_BYTES * rows
-    return models + clients.mask[:1].nbytes, at_once * (user.moments + PREFETCHED_COHORTS * user.moments_record)
+    models_bytes = cohort_size * (user.params + num_records * user.params_record)
+    models_bytes += INDEX_BYTES * rehearsal.trainers * copies
+    models_bytes += clients.mask[:1].nbytes  # one mask serves all users
+    return models_bytes, cohort_size * (user.moments + PREFETCHED_COHORTS * user.moments_record)
 
 
-def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
-    """Return the bytes of messages while all participants of a round upload, extrapolated from one user's upload.
+def _exchange_bytes(rehearsal: Rehearsal, *, alone: bool) -> int:
+    """Return the peak bytes of messages in an exchange, extrapolated from one user's upload.
 
-    With users on disk, participants' tensors are read for that, and downloads before an evaluation, made for a limited
-    number of users at once, may need more.
+    The peak is reached when all participants of a round have made their uploads. If users are on disk, the model of
+    each participant is read first, and a download before an evaluation may need more memory than the uploads: it writes
+    the models of at most ``users_per_message`` users at once.
 
     Args:
-        stage: The rehearsal that is measured.
-        alone: Whether only one user's messages are on the machine.
+        rehearsal: The run's federation, on fake tensors.
+        alone: Whether only one user's messages are on the machine, and in memory.
     """
-    clients = stage.federation.clients
+    clients = rehearsal.federation.clients
     if not clients.shares:
         return 0
     with LiveBytes() as live:
-        clients.upload([0], 1, {LOSS: torch.zeros(1)}, counts=True)
-    if alone or stage.store == MEMORY:
-        return live.peak * (1 if alone else stage.present)
-    user = user_bytes(clients.state, stage.store)
-    evaluated = min(clients.users_per_message, clients.plan.evaluation.users or stage.trainers)
-    read = user.params_record + user.params  # of a model to send: its record and the unpacked tensors
+        clients.upload([0], 1, {LOSS: torch.zeros(1)}, counts=True)  # the round and the loss do not change the size
+    upload_bytes = live.peak
+    if alone:
+        return upload_bytes
+    if rehearsal.store == MEMORY:
+        return upload_bytes * rehearsal.participants
+    user = user_bytes(clients.state, rehearsal.store)
+    read_bytes = user.params_record + user.params  # a model's record and its unpacked tensors
     # While one record is packed, up to MAX_PENDING_WRITES others wait to be written.
-    downloaded = user.params + (1 + MAX_PENDING_WRITES) * user.params_record
-    return max(stage.present * (live.peak + read), evaluated * downloaded)
+    downloaded_bytes = user.params + (1 + MAX_PENDING_WRITES) * user.params_record
+    users_at_once = min(clients.users_per_message, clients.plan.evaluation.users or rehearsal.trainers)
+    return max(rehearsal.participants * (upload_bytes + read_bytes), users_at_once * downloaded_bytes)
 
 
-def _server_bytes(federation: InProcess, share: float) -> int:
-    """Return the bytes of the server's state.
+def _server_bytes(federation: InProcess, user_ratio: float) -> int:
+    """Return the bytes of the server's tensors in a run, from a federation that may have fewer users than the run.
 
     Args:
-        federation: The rehearsal's federation.
-        share: Number of users of the run, divided by that of this federation; scales tensors with a row per user.
+        federation: The federation.
+        user_ratio: Number of users of the run, divided by that of the federation. Tensors with a row for each user, as
+            the method declares them (``by_user``), are larger by this factor in the run.
     """
-    server, rows = federation.server, federation.clients.method.server.by_user
-    return int(sum(t.nbytes * (share if name in rows else 1) for name, t in server.kept.items()))
+    server, names_by_user = federation.server, federation.clients.method.server.by_user
+    return int(sum(t.nbytes * (user_ratio if name in names_by_user else 1) for name, t in server.kept.items()))
 
 
-def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> tuple[int, int]:
-    """Return the peak bytes of a cohort's step or evaluation, whichever is larger, and the bytes of its gradients.
+def _peak_of_pass(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> tuple[int, int]:
+    """Return the peak bytes of a cohort's largest pass, and the bytes of the gradients in it.
 
-    Of several phases the one that trains the most tensors is measured: the others keep at most as many activations.
-    Results are cached.
+    Measured is a step of the phase that trains the most parameters, as the other phases keep no more activations. An
+    evaluation, which has no gradients, is measured too if it may read more data at once than a step, or if the method
+    does not train. Results are cached.
 
     Args:
-        stage: The rehearsal that is measured.
-        rows: Rows of the cohort.
+        rehearsal: The run's federation, on fake tensors.
+        rows: Rows of the cohort's models in the federation's state.
         pass_size: Numbers of users and sequences in a pass.
     """
-    layout = stage.steps.model.layout
-    if (rows, pass_size) not in stage.known:
-        steps = stage.with_pass_size(pass_size)
-        phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
-        largest = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
-        if not phases or steps.batch_source.scores_more:  # an evaluation may read more at once than a step
-            largest = max(largest, (_evaluation_peak(stage, rows, steps), 0))
-        stage.known[rows, pass_size] = largest
-    return stage.known[rows, pass_size]
+    layout = rehearsal.steps.model.layout
+    if (rows, pass_size) not in rehearsal.peaks:
+        steps = rehearsal.with_pass_size(pass_size)
+        phases = sorted(rehearsal.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
+        largest = step_peak(rehearsal, rows, phases[-1], steps) if phases else (0, 0)
+        if not phases or steps.batch_source.scores_more:
+            largest = max(largest, (_evaluation_peak(rehearsal, rows, steps), 0))
+        rehearsal.peaks[rows, pass_size] = largest
+    return rehearsal.peaks[rows, pass_size]
 
 
-def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
+def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
     """Return the peak bytes of one optimiser step of a phase, and the bytes of its gradients.
 
-    The step consists of :data:`TRACED_BATCHES` micro-batches and the update.
+    The step consists of :data:`TRACED_BATCHES` micro-batches and the update of the parameters.
 
     Args:
-        stage: The rehearsal that is measured.
-        rows: Rows of the cohort.
+        rehearsal: The run's federation, on fake tensors.
+        rows: Rows of the cohort's models in the federation's state.
         phase: The phase.
-        steps: Steps with other portions; None for those of the rehearsal.
+        steps: Steps with another pass size than the rehearsal's; None for the rehearsal's own.
     """
-    steps, cohort = steps or stage.steps, stage.cohort(rows)
+    steps, cohort = steps or rehearsal.steps, rehearsal.cohort(rows)
     traced = TRACED_BATCHES * steps.pass_size.sequences
-    batch = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, traced))
-    examples = empty_batch(stage, len(rows), steps.pass_size.sequences)
+    batch = fake_batch(rehearsal, len(rows), min(rehearsal.federation.clients.batch_size, traced))
+    examples = fake_batch(rehearsal, len(rows), steps.pass_size.sequences)  # one full pass, for private steps
     is_private = steps.private is not None and steps.private.applies(phase, steps.model.layout)
-    with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
+    with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
         if is_private:
             gradients = _private_gradients(cohort, phase, steps, batch, examples)
         else:
             gradients = steps.gradient(cohort, batch, phase)[1]
-        size = sum(gradient.nbytes for gradient in gradients.values())
-        steps.descend(phase, cohort, gradients, 0)
-    return live.peak, size
+        gradients_bytes = sum(gradient.nbytes for gradient in gradients.values())
+        steps.descend(phase, cohort, gradients, 0)  # as in the first local step; the learning rate changes no sizes
+    return live.peak, gradients_bytes
 
 
 def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, examples: Tensor) -> Tree:
     """Return gradients as :meth:`comingle.training.steps.PrivateSteps.step` does, to measure its memory.
 
-    Per-example gradients exist besides the gradients of tensors that stay local. Passes are full. Noise is drawn for
-    one user at a time and is no larger than the sums, so it is left out.
+    Shared tensors get the noised sum of the clipped gradients of single examples. Tensors that stay local get plain
+    gradients, which are in memory at the same time. Noise is drawn for one user at a time and is no larger than the
+    sums, so zeros are added in its place.
 
     Args:
         cohort: The cohort.
@@ -664,67 +724,73 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
         batch: A batch for the tensors that stay local.
         examples: A full pass of examples for the shared tensors.
     """
-    private, model, users = steps.private, steps.model, len(cohort.rows)
+    private, model, num_users = steps.private, steps.model, len(cohort.rows)
     assert private is not None
-    layout, leaves, copied = (
-        model.layout,
-        private.shared_leaves(phase, model.layout),
-        max(cohort.rows) >= steps.trainers,
-    )
-    names = private.local_leaves(phase, layout, everything=copied)
-    local = steps.gradient(cohort, batch, phase, names=names)[1] if names else Tree()
+    layout, shared_names = model.layout, private.shared_leaves(phase, model.layout)
+    # Copies of a user's model after the first are not shared, so all their gradients are plain.
+    has_further_copies = max(cohort.rows) >= steps.trainers
+    plain_names = private.local_leaves(phase, layout, everything=has_further_copies)
+    plain = steps.gradient(cohort, batch, phase, names=plain_names)[1] if plain_names else Tree()
     tensors = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout))
     sums = Tree()
     for _ in range(TRACED_BATCHES):
-        more, _ = private.clipped_sums_of_batch(
-            model, steps.batch_source, tensors, leaves, cohort.owners, examples, bound=1.0
+        sums_of_pass, _ = private.clipped_sums_of_batch(
+            model, steps.batch_source, tensors, shared_names, cohort.owners, examples, bound=1.0
         )
-        sums = {name: t + sums[name] if name in sums else t for name, t in more.items()}
-    noisy = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return private.merge(layout, phase, local, noisy, range(users), users)
+        sums = {name: t + sums[name] if name in sums else t for name, t in sums_of_pass.items()}
+    noised = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
+    return private.merge(layout, phase, plain, noised, range(num_users), num_users)
 
 
 @torch.no_grad()
-def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
-    """Return the peak bytes of one forward pass of an evaluation, the only work of a method without training."""
-    clients = stage.federation.clients
-    count = steps.batch_source.scored_at_once(clients.users, steps.pass_size)
-    inputs = empty_inputs(stage, len(rows), count)
-    with ignore_grad_warning(), _shapes_only(stage), LiveBytes() as live:
+def _evaluation_peak(rehearsal: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
+    """Return the peak bytes of one forward pass of an evaluation.
+
+    Args:
+        rehearsal: The run's federation, on fake tensors.
+        rows: Rows of the evaluated models in the federation's state.
+        steps: The rehearsal's steps, perhaps with another pass size.
+    """
+    clients = rehearsal.federation.clients
+    count = steps.batch_source.scored_at_once(clients.users, steps.pass_size)  # sequences or samples of each user
+    inputs = fake_inputs(rehearsal, len(rows), count)
+    with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
 
-def empty_batch(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count ..."]:
-    """Return a batch to train on without data.
+def fake_batch(rehearsal: Rehearsal, users: int, count: int) -> Int[Tensor, "users count ..."]:
+    """Return a training batch of fake tensors, which have shapes but no data.
 
     Args:
-        stage: The rehearsal.
+        rehearsal: The federation on fake tensors whose steps read the batch.
         users: Number of users.
         count: Sequences or samples of each user.
 
     Returns:
         Windows of fake tokens, or indices that all refer to the first sample.
     """
-    return stage.steps.batch_source.blank(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
+    fakes, device = rehearsal.fakes, rehearsal.steps.model.device
+    return rehearsal.steps.batch_source.blank(users, count, lambda on_meta: fakes.of(on_meta, device))
 
 
-def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
-    """Return the inputs of :meth:`Scorer.predict` without data.
+def fake_inputs(
+    rehearsal: Rehearsal, users: int, count: int
+) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
+    """Return inputs of an evaluation's forward pass (:meth:`Scorer.predict`) that have shapes but no data.
 
     Args:
-        stage: The rehearsal.
+        rehearsal: The federation on fake tensors whose models are evaluated.
         users: Number of users.
         count: Sequences or samples of each user.
     """
-    return stage.steps.batch_source.blank_inputs(
-        users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device)
-    )
+    fakes, device = rehearsal.fakes, rehearsal.steps.model.device
+    return rehearsal.steps.batch_source.blank_inputs(users, count, lambda on_meta: fakes.of(on_meta, device))
 
 
-def _shapes_only(stage: Rehearsal) -> AbstractContextManager[None]:
+def _shapes_only(rehearsal: Rehearsal) -> AbstractContextManager[None]:
     """Return a context in which a net's input form accepts tensors without data, if the net has such a form."""
-    form = getattr(stage.steps.model, "form", None)
+    form = getattr(rehearsal.steps.model, "form", None)
     return getattr(form, "accepting_fakes", nullcontext)()
 
 

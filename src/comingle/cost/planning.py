@@ -16,15 +16,15 @@ from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked
 from comingle.cost.memory import (
     Rehearsal,
     Writes,
-    as_long,
     as_text,
-    memory,
+    conversations_as_text,
+    peak_memory,
     process_bytes,
     rehearse,
     store_bytes,
     user_bytes,
 )
-from comingle.cost.records import Account, Difference, MemoryCost, MethodCost, Plan, Sizes, UserCost, table3
+from comingle.cost.records import Account, Difference, MemoryCost, MethodCost, Plan, Sizes, UserCost, table3_columns
 from comingle.cost.skeleton import bare_mixture, bare_nets, load_skeleton
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
@@ -55,15 +55,16 @@ _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = MappingProxyType({})) -> Recipe:
-    """Return the recipe with another method and that method's default settings, to count its costs.
+    """Return the recipe for counting the costs of a method, which may be another one than the recipe's.
 
-    All users take part in every round, as participation does not change one user's costs per round. Language models are
-    not compiled, as compilation takes long and changes no counts.
+    The recipe's own method keeps the recipe's settings; another method has its default settings. All users take part in
+    every round, as participation does not change one user's costs per round. Language models are not compiled, as
+    compilation takes long and changes no counts.
 
     Args:
-        recipe: The recipe. Its own method keeps its settings.
+        recipe: The recipe.
         name: Name of the method.
-        for_all: Settings that are applied if the method has them.
+        for_all: Settings, by name, that replace those above in a method that has them.
     """
     settings = settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
@@ -72,23 +73,28 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
     return recipe.with_changes(changes)
 
 
-def with_privacy(
-    cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Participation, *, whole: Recipe | None = None
+def add_privacy_forecast(
+    cost: MethodCost,
+    recipe: Recipe,
+    names: Sequence[str],
+    participation: Participation,
+    *,
+    with_real_data: Recipe | None = None,
 ) -> MethodCost:
-    """Return the costs with a forecast of the privacy budget that a run spends, and check the rounds' participants.
+    """Return a method's costs with a forecast of the privacy budget that a run spends, if the recipe has privacy.
 
-    The forecast depends on how often users take part. Without privacy the costs are returned unchanged, but rounds are
-    still checked against the recipe's aggregation rule.
+    The forecast depends on how often users take part. Also check that all rounds have enough participants for the
+    recipe's privacy mechanism and for its aggregation rule.
 
     Args:
         cost: Costs of a method.
-        recipe: The recipe, whose text may be replaced with text of equal cost.
+        recipe: The recipe by which the costs were counted: all users take part, and data may be replaced with text.
         names: Names of the users.
-        participation: Participation of the original recipe.
-        whole: The original recipe, if ``recipe`` has other text.
+        participation: Participation of the user's recipe.
+        with_real_data: The recipe with the users' own data; None if ``recipe`` has it.
 
     Raises:
-        RecipeError: Rounds have too few participants for the recipe's aggregation rule.
+        RecipeError: Rounds have too few participants.
     """
     if recipe.privacy is None and recipe.aggregation.is_mean:
         return cost
@@ -98,107 +104,117 @@ def with_privacy(
     mechanisms = server_mechanisms(plan, names)
     if method.shared:
         for mechanism in mechanisms:
-            mechanism.check_rounds(round_sizes(plan, names), same_ranks=True)
+            mechanism.check_rounds(round_sizes(plan, names), same_ranks=True)  # only sizes are checked here, not ranks
     if recipe.privacy is None:
         return cost
     if protects_examples(recipe.privacy.mechanism):  # epsilon depends on users' numbers of examples: data is read
-        read = (whole or recipe).with_changes({"training.participation": participation})
-        mechanisms = build(read, prepare(read)).server.mechanisms
+        readable = (with_real_data or recipe).with_changes({"training.participation": participation})
+        mechanisms = build(readable, prepare(readable)).server.mechanisms
     account = next((mechanism.account for mechanism in mechanisms if mechanism.account is not None), None)
     forecast = {} if account is None else account.forecast(planned_releases(plan, names))
     return replace(cost, privacy=forecast)
 
 
-def check_count(users: int | None) -> None:
-    """Check a number of users given on the command line.
+def check_num_users(users: int | None) -> None:
+    """Check the number of users given on the command line (``--users``); None if none is given.
 
     Raises:
-        RecipeError: It is below 1.
+        RecipeError: The number is below 1.
     """
     if users is not None and users < 1:
         raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
 
 
 def largest_round(participation: Participation, users: int) -> int:
-    """Return the number of participants in the largest round of a population of ``users`` users."""
-    if isinstance(participation, float | int):
-        return sample_size(participation, users)
-    return max(len(set(members)) for members in participation)
-
-
-def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int, *, keep: int) -> MethodCost:
-    """Return the costs of a method, including its memory.
+    """Return the number of participants in a run's largest round.
 
     Args:
-        stage: The rehearsal that is measured.
+        participation: Fraction of the users in each round, or the names of each round's participants.
+        users: Size of the population.
+    """
+    if isinstance(participation, float | int):
+        return sample_size(participation, users)
+    return max(len(set(names)) for names in participation)
+
+
+def complete_cost(rehearsal: Rehearsal, users: Sequence[UserCost], free: int, *, kept_checkpoints: int) -> MethodCost:
+    """Return all costs of a method: those of its users, which are given, its memory and its bytes on disk.
+
+    If memory is too small, the result advises smaller passes.
+
+    Args:
+        rehearsal: The run's federation, on fake tensors.
         users: Costs of the users.
         free: Free memory, in bytes.
-        keep: Number of checkpoints that a run keeps.
+        kept_checkpoints: Number of checkpoints that a run keeps.
     """
-    method, machine = stage.federation.clients.method, memory(stage)
-    pass_size, fits = stage.steps.pass_size, machine.total_bytes <= free
+    method, machine = rehearsal.federation.clients.method, peak_memory(rehearsal)
+    pass_size, fits = rehearsal.steps.pass_size, machine.total_bytes <= free
     return MethodCost(
         method=method.name,
         users=tuple(users),
-        exchanges=count_exchanges(stage.federation),
-        users_per_step=min(pass_size.users, stage.trainers * method.placement.copies),
+        exchanges=count_exchanges(rehearsal.federation),
+        # Copies of a user's model take places in a pass like users.
+        users_per_step=min(pass_size.users, rehearsal.trainers * method.placement.copies),
         micro_batch=pass_size.sequences,
         machine=machine,
-        own_device=memory(stage, alone=True),
+        own_device=peak_memory(rehearsal, alone=True),
         fits=fits,
-        advice="" if fits else advise(stage, machine, free),
-        store_bytes=_largest_store(stage, keep),
+        advice="" if fits else advise(rehearsal, machine, free),
+        store_bytes=_largest_store_bytes(rehearsal, kept_checkpoints),
     )
 
 
-def _largest_store(stage: Rehearsal, keep: int) -> int:
-    """Return the largest size of the users' records on disk, in bytes; 0 if users are kept in memory.
+def _largest_store_bytes(rehearsal: Rehearsal, kept_checkpoints: int) -> int:
+    """Return the largest size of the users' records on disk during a run, in bytes; 0 if users are kept in memory.
+
+    Each copy of a user's model, which some methods keep, has records like a user.
 
     Args:
-        stage: The rehearsal that is measured.
-        keep: Number of checkpoints that a run keeps.
+        rehearsal: The run's federation, on fake tensors.
+        kept_checkpoints: Number of checkpoints that a run keeps.
     """
-    clients, plan = stage.federation.clients, stage.federation.clients.plan
-    if stage.store == MEMORY:
+    clients, plan = rehearsal.federation.clients, rehearsal.federation.clients.plan
+    if rehearsal.store == MEMORY:
         return 0
-    check_storable(clients)
+    check_storable(clients)  # refuses methods whose users cannot be kept on disk
     copies = clients.method.placement.copies
     writes = Writes(
-        users=stage.trainers * copies,
-        present=stage.present * copies,
-        evaluated=min(plan.evaluation.users or stage.trainers, stage.trainers) * copies,
+        users=rehearsal.trainers * copies,
+        participants=rehearsal.participants * copies,
+        evaluated_users=min(plan.evaluation.users or rehearsal.trainers, rehearsal.trainers) * copies,
         rounds=plan.training.rounds,
         evaluate_every=plan.period,
-        every=plan.checkpoints.every,
-        keep=keep,
+        checkpoint_every=plan.checkpoints.every,
+        kept_checkpoints=kept_checkpoints,
     )
-    return store_bytes(user_bytes(clients.state, stage.store), writes)
+    return store_bytes(user_bytes(clients.state, rehearsal.store), writes)
 
 
-def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
-    """Return the settings of the largest pass that fits into memory, or a sentence that none does.
+def advise(rehearsal: Rehearsal, machine: MemoryCost, free: int) -> str:
+    """Return text with the settings of the largest pass that fits into memory, or a sentence that none does.
 
     Args:
-        stage: The rehearsal that is measured.
-        machine: Memory that the current settings need.
+        rehearsal: The run's federation, on fake tensors.
+        machine: Memory that the recipe's own settings need.
         free: Free memory, in bytes.
     """
-    smaller = smaller_pass(stage, machine, free)
+    smaller = smaller_pass(rehearsal, machine, free)
     return NONE_FITS if smaller is None else f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
 
 
-def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> PassSize | None:
-    """Return the largest pass below the current one that fits into memory; None if none does.
+def smaller_pass(rehearsal: Rehearsal, machine: MemoryCost, free: int) -> PassSize | None:
+    """Return the largest pass below the run's that fits into memory; None if none does.
 
     Args:
-        stage: The rehearsal that is measured.
-        machine: Memory that the current settings need.
+        rehearsal: The run's federation, on fake tensors.
+        machine: Memory that the run's own pass size needs.
         free: Free memory, in bytes.
     """
-    if machine.fixed_bytes > free:
+    if machine.fixed_bytes > free:  # weights and data alone, whatever the pass
         return None
-    candidates = _halved_passes(stage.steps.pass_size)
-    return next((size for size in candidates if memory(stage, pass_size=size).total_bytes <= free), None)
+    candidates = _halved_passes(rehearsal.steps.pass_size)
+    return next((size for size in candidates if peak_memory(rehearsal, pass_size=size).total_bytes <= free), None)
 
 
 def _halved_passes(now: PassSize) -> Iterator[PassSize]:
@@ -210,31 +226,31 @@ def _halved_passes(now: PassSize) -> Iterator[PassSize]:
 
 
 def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Participation = 1.0) -> Plan:
-    """Return the costs of one population of samples under several methods.
+    """Return the costs of training small nets on users' samples, for one or several methods.
 
     Samples are read or generated, as costs depend on their numbers and shapes. Nothing is trained.
 
     Args:
         recipes: Recipes that differ in their method alone.
         users: Number of users that replaces the recipe's; None keeps it.
-        participation: Participation, on which only privacy and memory depend.
+        participation: Fraction or names of the participants, on which only privacy and memory depend.
 
     Raises:
         RecipeError: A method or a setting is wrong.
         DataError: A user's samples cannot be read.
     """
     if users is not None:
-        check_count(users)
+        check_num_users(users)
         recipes = [kind_of(recipe).of_users(recipe, users) for recipe in recipes]
     population = prepare(recipes[0]).common
-    plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)
-    clients = plain.federation.clients
-    base, free = measured_base(plain), free_bytes(clients.model.device)
-    names = tuple(population.users.names)
-    costs = [
-        with_privacy(net_cost(recipe, population, base, free, participation), recipe, names, participation)
-        for recipe in recipes
-    ]
+    # The FLOPs of the net alone, with which those of each method are compared, are those of FedAvg.
+    fedavg = rehearse_nets(with_method(recipes[0], "fedavg"), population)
+    clients, net_flops = fedavg.federation.clients, measured_base(fedavg)
+    free, names = free_bytes(clients.model.device), tuple(population.users.names)
+    costs = []
+    for recipe in recipes:
+        cost = net_cost(recipe, population, net_flops, free, participation)
+        costs.append(add_privacy_forecast(cost, recipe, names, participation))
     return Plan(
         base=clients.model.name,
         base_parameters=clients.model.base_parameters,
@@ -244,30 +260,31 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
         rounds=clients.plan.training.rounds,
         local_steps=max(load.steps for load in loads_of(clients, population).values()),
         batch_size=clients.plan.training.batch_size,
-        context=0,
+        context=0,  # samples are no sequences
         base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
         methods=tuple(costs),
-        table3=(),
+        table3=(),  # the paper's table compares language models
         unit="sample",
     )
 
 
 def net_cost(
-    recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Participation
+    recipe: Recipe, population: Population, net_flops: BaseFlops, free: int, participation: Participation
 ) -> MethodCost:
-    """Return the costs of one method of users with samples, including its memory.
+    """Return the costs of training nets with the recipe's method: FLOPs and bytes of the users, and memory.
 
     Args:
-        recipe: The recipe, with the method.
+        recipe: The recipe.
         population: Users and their samples.
-        base: FLOPs of the net alone.
+        net_flops: Function from a user's local work in a round to the FLOPs of the net alone, without the method's
+            additions.
         free: Free memory, in bytes.
         participation: Fraction or names of the participants.
     """
-    stage = rehearse_nets(recipe, population, participation)
-    users = count_stacked(stage, loads_of(stage.federation.clients, population), base)
-    return summarise(stage, users, free, keep=recipe.checkpoints.keep)
+    rehearsal = rehearse_nets(recipe, population, participation)
+    users = count_stacked(rehearsal, loads_of(rehearsal.federation.clients, population), net_flops)
+    return complete_cost(rehearsal, users, free, kept_checkpoints=recipe.checkpoints.keep)
 
 
 def rehearse_nets(
@@ -276,34 +293,38 @@ def rehearse_nets(
     participation: Participation = ALL_USERS,
     all_names: Sequence[str] | None = None,
 ) -> Rehearsal:
-    """Return a rehearsal of a federation of nets, whose samples have shapes but no data.
+    """Return a federation of nets whose steps run on fake tensors, which have shapes but no values.
 
     Args:
         recipe: The recipe.
-        population: Users and their samples.
+        population: Users of this process and their samples.
         participation: Fraction or names of the participants.
-        all_names: Names of all users, if some are in other processes.
+        all_names: Names of the users of all processes; None if there is one process.
     """
     federation = bare_nets(recipe, population, all_names)
     clients = federation.clients
-    trainers = 1 if clients.method.placement.pooled else len(population.users)
-    process_size = process_bytes("samples", clients.model.device)
+    trainers = 1 if clients.method.placement.pooled else len(population.users)  # pooled: one net on all users' samples
+    num_users = len(population.users if all_names is None else all_names)
     return rehearse(
         federation,
         trainers,
-        present=largest_round(participation, len(population.users if all_names is None else all_names)),
+        participants=largest_round(participation, num_users),  # all may be in this process
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
         reads_cohorts=not population.users.in_memory,
-        process_bytes=process_size,
+        process_bytes=process_bytes("samples", clients.model.device),
     )
 
 
 def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     """Return every user's local work in a round by name; a pooled method has one entry with the work of all.
 
-    It consists of batches of training samples, for some epochs, and of sweeps: passes over all of a user's samples that
-    a method takes without training, for example to choose a component.
+    The work is ``local_epochs`` epochs of training, and one sweep: a pass over all training samples without gradients,
+    by which some methods choose a model or a component.
+
+    Args:
+        clients: A federation's clients, whose batch source knows the sizes of batches.
+        population: Users and their samples.
     """
     users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
@@ -314,8 +335,8 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
         load = Load(
             sizes=epoch_sizes,
             epochs=clients.plan.training.local_epochs,
-            sweeps=len(sweep_sizes),
-            swept=sum(sweep_sizes),
+            sweep_batches=len(sweep_sizes),
+            sweep_items=sum(sweep_sizes),
         )
         loads[name] = distinct.setdefault(load, load)
     return loads
@@ -345,12 +366,12 @@ def plan(
     users: int | None = None,
     for_all: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
-    """Return the costs of a recipe's method, or of several methods.
+    """Return the costs of a recipe with its own method, or with each of several methods, without training.
 
     Args:
         recipe: The recipe. Its own method keeps its settings; others have their defaults.
         methods: Names of the methods; empty for the recipe's own.
-        users: Number of users, if their text is not available.
+        users: Number of users, if their data is not available; None reads the users from the recipe.
         for_all: Settings for every method that has them.
 
     Raises:
@@ -358,28 +379,28 @@ def plan(
         BaseModelError: The base cannot be used.
         DataError: The users' names cannot be read, or available text is too short for a run.
     """
-    present = recipe.training.participation
+    participation = recipe.training.participation  # `with_method` lets all users take part
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for variant in recipes:
         check_recipe(variant)
     if not (kind := kind_of(recipe)).needs_base:
-        return plan_nets(recipes, users, present)
-    check_count(users)
+        return plan_nets(recipes, users, participation)
+    check_num_users(users)
     _check_passed_objects(recipe, users)
-    _check_num_users(recipe, users)
-    original, runtime = recipes, recipe.runtime
+    _check_users_of_private_examples(recipe, users)
+    runtime = recipe.runtime
     device_settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
-    skeleton = cache(partial(load_skeleton, recipe.base, **device_settings, quantise=recipe.quantise))
-    base = skeleton()
+    load_cached = cache(partial(load_skeleton, recipe.base, **device_settings, quantise=recipe.quantise))
+    base = load_cached()
     check_context_length("training.context", recipe.training.context, base.model)
-    recipes, too_small, note = as_text(kind, recipes, users, skeleton)
-    recipe = recipes[0]
-    names = tuple(name for name in user_names(recipe, users) if name not in too_small)
-    free, training = free_bytes(base.device), recipe.training
-    costs = [
-        with_privacy(method_cost(variant, base, names, free, present), variant, names, present, whole=was)
-        for variant, was in zip(recipes, original, strict=True)
-    ]
+    # Costs of language models are counted for text, so other data is replaced with text that costs as much.
+    text_recipes, too_small, note = as_text(kind, recipes, users, load_cached)
+    names = tuple(name for name in user_names(text_recipes[0], users) if name not in too_small)
+    free, training = free_bytes(base.device), text_recipes[0].training
+    costs = []
+    for text_recipe, original in zip(text_recipes, recipes, strict=True):
+        cost = method_cost(text_recipe, base, names, free, participation)
+        costs.append(add_privacy_forecast(cost, text_recipe, names, participation, with_real_data=original))
     return Plan(
         base=base.name,
         base_parameters=base.model.num_parameters() + packed_parameters(base.model),
@@ -393,15 +414,16 @@ def plan(
         base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
         methods=tuple(costs),
-        table3=tuple(compare_with_paper(recipe, base)),
+        table3=tuple(compare_with_paper(text_recipes[0], base)),
         note=note,
     )
 
 
 def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
-    """Refuse objects that a program passed to a run and that ``comingle cost`` does not have.
+    """Refuse the recipe of a run to which a program passed its base or its data as Python objects.
 
-    A base that was passed is refused. Data that was passed is not needed if the number of users is given.
+    A recipe file does not contain these objects, so ``comingle cost`` does not have them. Passed data is not needed if
+    the number of users is given.
 
     Args:
         recipe: The recipe of the run.
@@ -409,16 +431,19 @@ def _check_passed_objects(recipe: Recipe, users: int | None) -> None:
 
     Raises:
         BaseModelError: The base was passed.
-        RecipeError: A loss function was passed, which language models do not use.
         DataError: The data was passed, and there is no number of users.
     """
-    NOTHING.check_base(recipe)
+    NOTHING.check_base(recipe)  # `comingle cost` has no passed objects
     if recipe.data.given and users is None:
         raise DataError(f"{USERS_MISSING}; to count costs without their data, give the number of users: --users N")
 
 
-def _check_num_users(recipe: Recipe, users: int | None) -> None:
-    """Refuse a given number of users with example-level privacy, as epsilon depends on each user's number of examples.
+def _check_users_of_private_examples(recipe: Recipe, users: int | None) -> None:
+    """Refuse ``--users N`` with example-level privacy, as epsilon depends on each user's number of examples.
+
+    Args:
+        recipe: The recipe.
+        users: The number of users given on the command line, if any.
 
     Raises:
         RecipeError: The number is given, and the recipe's privacy is per example.
@@ -430,6 +455,10 @@ def _check_num_users(recipe: Recipe, users: int | None) -> None:
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     """Return the users' names, if possible without reading text; "user 1" and so on for a given number of users.
+
+    Args:
+        recipe: The recipe.
+        users: The number of users given on the command line; None takes the users of the recipe.
 
     Raises:
         DataError: Users are groups of rows in a file that cannot be read.
@@ -443,35 +472,39 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
 
 
 def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequence[int] | None = None) -> InProcess:
-    """Return a federation over a base without weights, whose users have names but no text.
+    """Return a federation over a base without weights, whose users have names but no text, to count costs.
 
-    If all users are alike, only as many are built as go through the model in one pass.
+    If all users have the same numbers of experts and ranks, only those of one pass are built. A pooled method, which
+    trains one model on the data of all users, has a single trainer.
 
     Args:
         recipe: The recipe.
         base: The base; weights are not needed.
-        names: Names of all users.
-        here: Indices of the users in this process, if there are several. Adapters are as wide as those of all users.
+        names: Names of the users of all processes.
+        here: Indices in ``names`` of this process's users; None if there is one process. The adapters of all users are
+            padded to the largest, so those of other processes determine the width here, too.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
     placement = method.placement
     are_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
-    numbers = range(len(names)) if here is None else here
+    indices = range(len(names)) if here is None else here
     if are_alike and not placement.pooled:
-        numbers = numbers[: pass_size(plan, base.device, plan.training.batch_size).users]
-    user_data = [_user_without_text(names[number]) for number in numbers]
-    trainers = [_user_without_text("everyone")] if placement.pooled else user_data
+        indices = indices[: pass_size(plan, base.device, plan.training.batch_size).users]
+    users = [_user_without_text(names[index]) for index in indices]
+    trainers = [_user_without_text("everyone")] if placement.pooled else users
     if placement.mixture is not None and not placement.mixture.trains_independently:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
-        differ = not are_alike and not placement.pooled  # the widths of adapters then depend on all users
-        num_users = len(names) if differ else len(trainers)
-        tokens = num_users * plan.iterations * plan.training.batch_size * plan.training.context
-        model = adapt_base(recipe, base, method, num_users, tokens)
-        model = model.only(numbers) if differ else model
-    batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(user_data)))
-    return federate(Clients(model, plan, trainers=trainers, users=user_data, batch_source=batch_source, reads=False))
+        # Users with different adapters are built for all processes, for the padding, and then reduced to those here.
+        are_padded = not are_alike and not placement.pooled
+        num_adapted = len(names) if are_padded else len(trainers)
+        trained_tokens = num_adapted * plan.iterations * plan.training.batch_size * plan.training.context
+        model = adapt_base(recipe, base, method, num_adapted, trained_tokens)
+        model = model.only(indices) if are_padded else model
+    batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(users)))
+    # Without data to read, a check for validation data would fail.
+    return federate(Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=False))
 
 
 def _user_without_text(name: str) -> UserData:
@@ -483,22 +516,24 @@ def _user_without_text(name: str) -> UserData:
 def method_cost(
     recipe: Recipe, base: Base, names: tuple[str, ...], free: int, participation: Participation = ALL_USERS
 ) -> MethodCost:
-    """Return the costs of one method of a language model, including its memory.
+    """Return the costs of training a language model with the recipe's method: costs of the users, and memory.
+
+    FLOPs of adapters follow from formulas; those of client-level mixtures are measured on fake tensors.
 
     Args:
-        recipe: The recipe, with the method.
+        recipe: The recipe.
         base: The base; weights are not needed.
         names: Names of the users.
         free: Free memory, in bytes.
         participation: Fraction or names of the participants.
     """
-    stage = rehearse_text(recipe, base, names, participation)
-    if stage.federation.clients.method.placement.mixture is None:
-        users = count_users(stage.federation, names)
+    rehearsal = rehearse_text(recipe, base, names, participation)
+    if rehearsal.federation.clients.method.placement.mixture is None:
+        users = count_users(rehearsal.federation, names)
     else:
-        loads = dict.fromkeys(names, text_load(stage.federation.clients))
-        users = count_stacked(stage, loads, _base_flops(recipe, base, names))
-    return summarise(stage, users, free, keep=recipe.checkpoints.keep)
+        loads = dict.fromkeys(names, text_load(rehearsal.federation.clients))  # each user's local work in a round
+        users = count_stacked(rehearsal, loads, _base_flops(recipe, base, names))
+    return complete_cost(rehearsal, users, free, kept_checkpoints=recipe.checkpoints.keep)
 
 
 def rehearse_text(
@@ -508,22 +543,22 @@ def rehearse_text(
     participation: Participation = ALL_USERS,
     here: Sequence[int] | None = None,
 ) -> Rehearsal:
-    """Return a rehearsal of a language model's federation, whose users have no text and whose base has no weights.
+    """Return the federation of a language model whose steps run on fake tensors, without weights and text.
 
     Args:
         recipe: The recipe.
         base: The base; weights are not needed.
-        names: Names of all users.
+        names: Names of the users of all processes.
         participation: Fraction or names of the participants.
-        here: Indices of the users in this process, if there are several. All of them may take part in one round.
+        here: Indices in ``names`` of this process's users; None if there is one process.
     """
     federation = federate_bare(recipe, base, names, here)
-    users = len(names) if here is None else len(here)
-    trainers = 1 if federation.clients.method.placement.pooled else users
+    num_users = len(names) if here is None else len(here)
+    trainers = 1 if federation.clients.method.placement.pooled else num_users  # pooled: one model on all users' data
     return rehearse(
         federation,
         trainers=trainers,
-        present=largest_round(participation, len(names)),
+        participants=largest_round(participation, len(names)),  # all may be in this process
         store=recipe.runtime.store,
         checkpointed=recipe.runtime.gradient_checkpointing,
         process_bytes=process_bytes("text", base.device),
@@ -531,21 +566,27 @@ def rehearse_text(
 
 
 def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """Return the base's FLOPs in a mixture; the overhead of the mixture is relative to them.
+    """Return a function to the FLOPs of the base alone in a client-level mixture, without adapters and router.
 
-    These are the frozen base's FLOPs with FedAvg's adapters: one pass per step, times the number of whole models.
+    They are what the base takes under FedAvg, one pass per step. If the components of the mixture are trained
+    independently, each is a whole model with a pass of its own, so the FLOPs are multiplied by their number.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe; its method has a mixture.
         base: The base; weights are not needed.
         names: Names of the users.
+
+    Returns:
+        Function from a user's local work, which is the same for all users of a language model and is ignored, to the
+        FLOPs of one token's forward pass and of a round.
     """
-    fedavg = with_method(without_sums(recipe), "fedavg")
+    fedavg = with_method(without_sums(recipe), "fedavg")  # a single user has no secure sum
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
-    models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
-    forward, passes = (replace(spent, lora=0.0, router=0.0) * models for spent in (user.forward, user.round))
-    return lambda load: (forward, passes)
+    num_models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
+    forward_flops = replace(user.forward, lora=0.0, router=0.0) * num_models
+    round_flops = replace(user.round, lora=0.0, router=0.0) * num_models
+    return lambda load: (forward_flops, round_flops)
 
 
 # ---------------------------------------------------------------- comparison with the paper
@@ -560,26 +601,24 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
         recipe: The recipe; its method is replaced.
         base: The base; weights are not needed.
     """
-    recipe, rank = without_sums(recipe), recipe.adapters.rank
-    uniform = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
-    accounts, parameters = [], []
-    for name in ("fedavg", "comigs-1g1s"):
-        federation = federate_bare(with_method(uniform, name), base, ("anybody",))
-        (user,) = count_users(federation, ("anybody",))
-        # Parameters and both moments of AdamW, in the dtype of the state.
-        state = user.trainable_parameters * 3 * federation.clients.state.rows.element_size()
-        accounts.append(
-            Account(
-                forward_flops=user.forward.total * recipe.training.context,
-                round_flops=user.round.total,
-                state_bytes=state,
-                upload_bytes=user.upload_bytes,
-            )
+    recipe, rank = without_sums(recipe), recipe.adapters.rank  # a single user has no secure sum
+    one_rank = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
+    costs: dict[str, UserCost] = {}
+    accounts: dict[str, Account] = {}
+    for method in ("fedavg", "comigs-1g1s"):
+        federation = federate_bare(with_method(one_rank, method), base, ("anybody",))
+        (cost,) = count_users(federation, ("anybody",))
+        costs[method] = cost
+        accounts[method] = Account(
+            forward_flops=cost.forward.total * recipe.training.context,
+            round_flops=cost.round.total,
+            # Parameters and both moments of AdamW, in the dtype of the state.
+            state_bytes=cost.trainable_parameters * 3 * federation.clients.state.rows.element_size(),
+            upload_bytes=cost.upload_bytes,
         )
-        parameters.append(user.parameters)
-    counts = parameters[1]
-    sizes = Sizes(attention=counts["attention"], expert=counts["generalist"], router=counts["router"])
-    return table3(sizes, recipe.training.context, *accounts)
+    parameters = costs["comigs-1g1s"].parameters  # by role
+    sizes = Sizes(attention=parameters["attention"], expert=parameters["generalist"], router=parameters["router"])
+    return table3_columns(sizes, recipe.training.context, fedavg=accounts["fedavg"], comigs=accounts["comigs-1g1s"])
 
 
 FREE_SHARE = {"cuda": 0.9}
@@ -587,26 +626,27 @@ FREE_SHARE = {"cuda": 0.9}
 
 
 def fit(recipe: Recipe, run_data: RunData) -> PassSize:
-    """Choose how many users, and sequences of each, go through the model in one pass.
+    """Return how many users, and sequences of each, go through the model in one pass (``users_per_step: auto``).
 
     These are the default numbers, or the largest smaller ones that fit into memory. Each process chooses for its own
-    users. Base and data are loaded already, so free memory does not include them.
+    users.
 
     Args:
         recipe: The recipe.
-        run_data: Base and data.
+        run_data: Base and data of the run, which are in memory already.
 
     Raises:
         RecipeError: One sequence of one user does not fit.
     """
-    stage = _rehearse(with_method(recipe, recipe.method.name), run_data, recipe.training.participation)
-    device = stage.steps.model.device
-    # `machine.total_bytes` includes base, data and process, which are in memory already.
-    loaded_bytes = stage.weights_bytes + stage.process_bytes + stage.data_bytes
+    for_counting = with_method(recipe, recipe.method.name)  # the same method, not compiled
+    rehearsal = _rehearse(for_counting, run_data, recipe.training.participation)
+    device = rehearsal.steps.model.device
+    # `machine.total_bytes` includes base, data and process. They are not in free memory any more, so they are added.
+    loaded_bytes = rehearsal.weights_bytes + rehearsal.process_bytes + rehearsal.data_bytes
     usable_bytes = int(FREE_SHARE.get(device.type, 1.0) * free_bytes(device)) + loaded_bytes
-    machine, chosen = memory(stage), stage.steps.pass_size
+    machine, chosen = peak_memory(rehearsal), rehearsal.steps.pass_size
     if machine.total_bytes > usable_bytes:
-        smaller = smaller_pass(stage, machine, usable_bytes)
+        smaller = smaller_pass(rehearsal, machine, usable_bytes)
         if smaller is None:
             needs = f"needs {machine.total_bytes / 1e9:,.2f} GB, but {usable_bytes / 1e9:,.2f} GB are free on {device}"
             raise RecipeError(f"runtime.users_per_step: auto: {needs}; {NONE_FITS}")
@@ -616,16 +656,20 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
 
 
 def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
-    """Build the federation of this process without weights and data, to measure a pass.
+    """Return the federation of this process's users whose steps run on fake tensors, to measure a pass.
 
     Args:
         recipe: The recipe.
-        run_data: Base and data.
+        run_data: Base and data of the run.
         participation: Fraction or names of the participants.
     """
-    kind, users, all_names = kind_of(recipe), run_data.present, run_data.users.names  # here, and in all processes
+    kind, own_users, all_names = kind_of(recipe), run_data.present, run_data.users.names
     if not kind.needs_base:
-        return rehearse_nets(recipe, replace(run_data.common, users=users), participation, all_names)
-    (as_text,) = kind.as_text([recipe], len(users))[0] if users.in_memory else as_long(kind, [recipe], users)
+        return rehearse_nets(recipe, replace(run_data.common, users=own_users), participation, all_names)
+    # Passes over language data, conversations too, are measured on text that costs as much.
+    if own_users.in_memory:
+        (text_recipe,), _, _ = kind.as_text([recipe], len(own_users))
+    else:
+        (text_recipe,) = conversations_as_text(kind, [recipe], own_users)
     assert run_data.base is not None
-    return rehearse_text(as_text, run_data.base, tuple(all_names), participation, run_data.here)
+    return rehearse_text(text_recipe, run_data.base, tuple(all_names), participation, run_data.here)

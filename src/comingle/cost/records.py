@@ -43,18 +43,18 @@ class Work:
         return Work(fixed=self.fixed * count, each=self.each * count)
 
 
-def measure(work: Callable[[int], object]) -> Work:
-    """Return the FLOPs of ``work`` as a linear function of its argument, the number of items.
+def measure_flops(work: Callable[[int], object]) -> Work:
+    """Return the FLOPs of ``work(n)`` as a linear function of n, the number of sequences or samples.
 
-    ``work`` runs twice, with :data:`FEW` and with :data:`MANY` items, which determines the line.
+    ``work`` runs twice, with :data:`FEW` and with :data:`MANY` items: two points determine the line.
     """
-    few, many = counted(lambda: work(FEW)), counted(lambda: work(MANY))
-    each = (many - few) / (MANY - FEW)
-    return Work(fixed=few - FEW * each, each=each)
+    few_flops, many_flops = count_flops(lambda: work(FEW)), count_flops(lambda: work(MANY))
+    each = (many_flops - few_flops) / (MANY - FEW)
+    return Work(fixed=few_flops - FEW * each, each=each)
 
 
-def counted(work: Callable[[], object]) -> int:
-    """Return the FLOPs of matrix products and convolutions in ``work``, forward and backward."""
+def count_flops(work: Callable[[], object]) -> int:
+    """Run ``work`` and return the FLOPs of its matrix products and convolutions, forward and backward."""
     with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
         work()
     return counter.get_total_flops()
@@ -63,8 +63,9 @@ def counted(work: Callable[[], object]) -> int:
 def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], *rest: Any, **_: object) -> int:
     """Return the FLOPs of a convolution's backward pass: those of its forward pass for each gradient that is wanted.
 
-    Replaces torch's formula, which counts the weight gradient of a grouped convolution as that of an ungrouped one.
-    Models of several users are stacked as groups, so that would count every user as many times as there are users.
+    Replaces torch's formula, which counts the weight gradient of a grouped convolution as that of an ungrouped one. The
+    models of several users run as the groups of one convolution, whose gradient torch would count too often by a factor
+    of the number of users.
 
     Args:
         out: Shape of the gradient of the output.
@@ -91,8 +92,8 @@ class Linear:
 
     Args:
         weight: Entries of W.
-        a: Entries of A of all experts.
-        b: Entries of B of all experts.
+        a: Entries of the LoRA factors A of all experts.
+        b: Entries of the LoRA factors B of all experts.
         trains_a: Whether A is trained.
         trains_b: Whether B is trained.
     """
@@ -181,7 +182,7 @@ class Flops:
 
 
 def forward(blocks: Sequence[Block], head: int) -> Flops:
-    """Return the FLOPs of one token's forward pass: 2 for each entry of each matrix.
+    """Return the FLOPs of one token's forward pass: 2 (a multiplication and an addition) for each entry of each matrix.
 
     Args:
         blocks: The decoder layers.
@@ -189,10 +190,10 @@ def forward(blocks: Sequence[Block], head: int) -> Flops:
     """
     total = Flops(head=2.0 * head)
     for block in blocks:
-        attention = [*block.reads, block.writes]
-        mlp = [*block.first, block.last]
+        attention = [*block.reads, block.writes]  # projections to queries, keys and values; output projection
+        mlp = [*block.first, block.last]  # layers that read the MLP's input; layer that writes its output
         total += Flops(
-            # Scores, and as many products for the weighted mean of the values.
+            # `scores` are products of a query with all keys; the weighted mean of the values takes as many.
             attention=2.0 * (sum(linear.weight for linear in attention) + 2 * block.scores),
             mlp=2.0 * sum(linear.weight for linear in mlp),
             lora=2.0 * sum(linear.a + linear.b for linear in attention + mlp),
@@ -208,28 +209,31 @@ def backward(blocks: Sequence[Block], head: int) -> Flops:
         blocks: The decoder layers, first to last.
         head: Number of entries of all matrices outside of them, which are frozen.
     """
-    total, needs_grad = Flops(), False  # whether the gradient of the current block's input is needed
+    total, input_needs_grad = Flops(), False  # nothing before the first layer is trained
     for block in blocks:
-        block_flops, needs_grad = _block_backward(block, needs_grad)
+        block_flops, output_needs_grad = _block_backward(block, input_needs_grad)
         total += block_flops
-    return total + Flops(head=2.0 * head) if needs_grad else total
+        input_needs_grad = output_needs_grad  # of the next block
+    # After the last block: whether the head has to pass a gradient on.
+    return total + Flops(head=2.0 * head) if input_needs_grad else total
 
 
 def _block_backward(block: Block, input_needs_grad: bool) -> tuple[Flops, bool]:
     """Return the FLOPs of a decoder layer's backward pass, and whether the gradient of its output is needed.
 
-    A product is counted if its result is needed: the gradient of an input if something before it is trained, the
-    gradient of a weight if that weight is trained.
+    Each needed gradient is one product with a matrix, of 2 FLOPs per entry. The gradient of a layer's input is needed
+    if something before the layer is trained, the gradient of a weight if that weight is trained.
 
     Args:
         block: The decoder layer.
         input_needs_grad: Whether the gradient of its input is needed, because an earlier layer trains something.
     """
-    # The values are what the attention's output projection reads.
+    # Attention: `reads` project the input to queries, keys and values; `writes` projects the attended values.
     values_need_grad = input_needs_grad or any(linear.trained for linear in block.reads)
     attention_needs_grad = values_need_grad or block.writes.trained
     flops = Flops()
-    for linear, needs_grad in [*((read, input_needs_grad) for read in block.reads), (block.writes, values_need_grad)]:
+    attention = [(linear, input_needs_grad) for linear in block.reads] + [(block.writes, values_need_grad)]
+    for linear, needs_grad in attention:  # needs_grad: whether the gradient of this layer's input is needed
         if needs_grad or linear.trained:
             flops += Flops(attention=2.0 * linear.weight * needs_grad, lora=_lora_backward(linear, needs_grad))
     if values_need_grad:
@@ -237,24 +241,29 @@ def _block_backward(block: Block, input_needs_grad: bool) -> tuple[Flops, bool]:
     trains_mlp = block.trains_router or any(linear.trained for linear in (*block.first, block.last))
     if not (attention_needs_grad or trains_mlp):
         return flops, False
+    # MLP: the layers `first` read its input, `last` writes its output.
     mlp_input_needs_grad = input_needs_grad if block.parallel else attention_needs_grad
-    # A mixture that is one autograd function computes the gradient of its input in any case.
+    # A mixture of experts that is one autograd function computes the gradient of its input in any case.
     first_needs_grad = mlp_input_needs_grad or block.whole
-    for linear, needs_grad in [*((first, first_needs_grad) for first in block.first), (block.last, True)]:
+    mlp = [(linear, first_needs_grad) for linear in block.first] + [(block.last, True)]
+    for linear, needs_grad in mlp:
         needs_inner_grad = needs_grad or block.trains_router or linear.trains_a
         lora = _lora_backward(linear, needs_grad, needs_inner_grad)
         flops += Flops(mlp=2.0 * linear.weight * needs_grad, lora=lora)
-    router_products = int(block.trains_router) + int(mlp_input_needs_grad)
+    router_products = int(block.trains_router) + int(mlp_input_needs_grad)  # gradients of its weight and of its input
     return flops + Flops(router=2.0 * block.router * router_products), True
 
 
 def _lora_backward(linear: Linear, needs_input_grad: bool, needs_inner_grad: bool = True) -> float:
-    """Return the FLOPs of a LoRA's gradients: 2 per entry of the matrix in each product.
+    """Return the FLOPs of the gradients of a LoRA ``B A x``.
+
+    Each gradient takes one product, of 2 FLOPs per entry: those of A and of x as many as A has entries, those of B and
+    of ``A x`` as many as B. Gradients of A and of B count if they are trained.
 
     Args:
-        linear: The linear with its LoRA ``B A x``; the gradients of A and of B count if they are trained.
-        needs_input_grad: Whether the gradient of the input x is needed, a product with A.
-        needs_inner_grad: Whether the gradient of ``A x`` is needed, a product with B.
+        linear: The sizes of the LoRA (``a`` and ``b`` entries), and which factors are trained.
+        needs_input_grad: Whether the gradient of the input x is needed.
+        needs_inner_grad: Whether the gradient of ``A x`` is needed.
     """
     products_with_a = int(linear.trains_a) + int(needs_input_grad)
     products_with_b = int(linear.trains_b) + int(needs_inner_grad)
@@ -291,9 +300,9 @@ class Difference:
         what: Name of the compared quantity.
         unit: Unit of the values.
         paper: The figure that the paper prints.
-        theirs: The paper's way of counting, on this model; None if the paper does not count it.
-        theirs_share: The same as a fraction; None if the paper does not count it.
-        true: The counted difference.
+        theirs: The difference as the paper counts, for this model; None if the paper does not count it.
+        theirs_share: The same as a fraction of what the paper compares it with; None if the paper does not count it.
+        true: The difference as counted here.
         true_share: The counted difference as a fraction of FedAvg's costs.
         why: Why they differ.
     """
@@ -308,22 +317,24 @@ class Difference:
     why: str
 
 
-def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list[Difference]:
-    """Return the columns of the CoMiGS paper's Table 3 for another model: the costs of CoMiGS-1G1S beyond FedAvg's.
+def table3_columns(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list[Difference]:
+    """Return the columns of the CoMiGS paper's Table 3 for another model: the costs of CoMiGS-1G1S minus FedAvg's.
 
-    The FLOPs of training, which the paper leaves out, are added as a column.
+    Each column has the figure that the paper prints, the difference by the paper's way of counting (``theirs``) and the
+    counted one (``true``), and the reason why the two differ. The FLOPs of training, which the paper leaves out, are
+    added as a column.
 
     Args:
-        sizes: Entries of the adapters.
+        sizes: Numbers of entries of the attention's LoRA, of one expert's LoRA on the MLPs, and of the routers.
         context: Tokens of a sequence.
-        fedavg: Costs of FedAvg.
-        comigs: Costs of CoMiGS-1G1S.
+        fedavg: Counted costs of FedAvg.
+        comigs: Counted costs of CoMiGS-1G1S.
 
     Returns:
         Columns in FLOPs and bytes; ``theirs`` counts 2 bytes per entry (bfloat16).
     """
     router_share = sizes.router / (2 * sizes.expert)  # relative to both experts' LoRA on the MLPs, as in the paper
-    lora = sizes.attention + 2 * sizes.expert
+    lora_entries = sizes.attention + 2 * sizes.expert
     return [
         Difference(
             what="compute of a forward pass",
@@ -361,18 +372,20 @@ def table3(sizes: Sizes, context: int, fedavg: Account, comigs: Account) -> list
             theirs=-float(sizes.expert * PAPER_BYTES),
             theirs_share=-0.5,
             **_true_difference(comigs.upload_bytes, fedavg.upload_bytes),
-            why=f"LoRA of attention is uploaded, too: {_millions(sizes.attention + sizes.expert)} of {_millions(lora)} "
-            "LoRA parameters, as float32. The paper counts only the experts of the MLPs, as MiB of bfloat16.",
+            why=f"LoRA of attention is uploaded, too: {_millions(sizes.attention + sizes.expert)} of "
+            f"{_millions(lora_entries)} LoRA parameters, as float32. The paper counts only the experts of the MLPs, as "
+            "MiB of bfloat16.",
         ),
     ]
 
 
 def _true_difference(comigs: float, fedavg: float) -> dict[str, float]:
-    """Return the last fields of a :class:`Difference`: CoMiGS minus FedAvg, and as a fraction of FedAvg."""
+    """Return the fields ``true`` (CoMiGS minus FedAvg) and ``true_share`` (as a fraction of FedAvg) of a Difference."""
     return {"true": float(comigs - fedavg), "true_share": comigs / fedavg - 1}
 
 
 def _millions(count: int) -> str:
+    """Return a number in millions, such as ``0.295M``."""
     return f"{count / 1e6:.3f}M"
 
 
@@ -410,7 +423,9 @@ class UserCost:
     def as_dict(self) -> dict[str, object]:
         """Return nested dictionaries for JSON: the fields, and totals of the parameters and of the FLOPs.
 
-        ``overhead`` is relative to the base's FLOPs; ``naive_*`` are those of one whole MLP per expert.
+        FLOPs are dictionaries with the FLOPs of each part of the model, and with ``base`` (without adapters), ``total``
+        and ``overhead = total / base - 1``. ``naive_total`` and ``naive_overhead`` are those of an implementation that
+        computes the whole MLP once per expert, instead of sharing the base's products.
         """
         all_flops = {
             f"forward_flops_per_{self.unit}": self.forward,
@@ -428,7 +443,8 @@ class UserCost:
                 "naive_total": naive_total,
                 "naive_overhead": naive_total / flops.base - 1 if flops.base else 0.0,
             }
-        plain = {key: value for key, value in asdict(self).items() if key not in ("forward", "training", "round")}
+        flops_fields = ("forward", "training", "round")
+        plain = {key: value for key, value in asdict(self).items() if key not in flops_fields}
         return {**plain, "trainable_parameters": self.trainable_parameters, **with_totals}
 
 
@@ -480,7 +496,7 @@ class MemoryCost:
         return asdict(self) | {"pass_bytes": self.pass_bytes, "total_bytes": self.total_bytes}
 
 
-_PLAIN_FIELDS = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store_bytes")
+_COUNTS_AND_ADVICE = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,13 +527,16 @@ class MethodCost:
     store_bytes: int = 0
     """Largest size of the users' records on disk; 0 if users are kept in memory."""
     privacy: dict[str, Any] = field(default_factory=dict)
-    """Forecast of the privacy budget spent (:func:`comingle.cost.planning.with_privacy`); empty without privacy."""
+    """Forecast of the privacy budget that a run spends; empty without privacy."""
 
     def as_dict(self, rounds: int) -> dict[str, object]:
-        """Return nested dictionaries, for JSON.
+        """Return nested dictionaries, for JSON: ``users``, memory (``machine``, ``own_device``) and the other fields.
 
-        A user's ``upload_bytes_per_user_round`` is a mean over ``rounds`` rounds, not all of which end with an
-        exchange. The metrics of a run count uploads in this way.
+        Each user also gets ``upload_bytes_per_user_round``: the bytes of one upload times the fraction of the rounds
+        that end with an exchange. The metrics of a run have the same mean.
+
+        Args:
+            rounds: Number of rounds of a run.
         """
         exchanges_per_round = self.exchanges / max(1, rounds)
         users = [
@@ -525,7 +544,7 @@ class MethodCost:
             for user in self.users
         ]
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
-        plain = {key: getattr(self, key) for key in _PLAIN_FIELDS}
+        plain = {key: getattr(self, key) for key in _COUNTS_AND_ADVICE}
         privacy = {"privacy": self.privacy} if self.privacy else {}
         return {"method": self.method, "users": users, **memory, **plain, **privacy}
 
@@ -556,7 +575,10 @@ class Plan:
     note: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """Return nested dictionaries, for JSON."""
+        """Return nested dictionaries, for JSON.
+
+        Keys are the fields; ``base_flops``, ``methods`` and ``table3`` are under the names below, with nested costs.
+        """
         plain = {
             key: getattr(self, key)
             for key in (
