@@ -17,11 +17,11 @@ PARTS = Parts(
     handling=0.01,
     evaluation=0.2,
     upload=0.003,
-    words=0.0005,
+    report=0.0005,
     fixed=0.02,
     hop=1e-4,
     bus=1e9,
-    steps=Collectives(),
+    collectives=Collectives(),
 )
 FOUND = Measurement(
     parts=PARTS, parts_below_cohort=PARTS, cohort=8, needs_only_sums=True, same_download=True, summed_numbers=100,

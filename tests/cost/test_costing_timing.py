@@ -22,7 +22,15 @@ from comingle.utils.errors import RecipeError
 
 STEPS = Collectives(gathers=20, broadcasts=10, reduces=1, sends=4)
 PARTS = Parts(
-    user=0.5, handling=0.01, evaluation=0.2, upload=0.003, words=0.0005, fixed=0.02, hop=1e-4, bus=1e9, steps=STEPS
+    user=0.5,
+    handling=0.01,
+    evaluation=0.2,
+    upload=0.003,
+    report=0.0005,
+    fixed=0.02,
+    hop=1e-4,
+    bus=1e9,
+    collectives=STEPS,
 )
 LOAD = RunWork(
     users=1000, participants=100, evaluated_users=1000, rounds=50, evaluate_every=10, checkpoint_every=5,
@@ -99,22 +107,22 @@ def test_uploads_of_others_go_through_one_link() -> None:
 
 @pytest.mark.parametrize(("processes", "expected"), [(2, 20 + 4 + 2 + 10), (4, 3 * (20 + 4 + 2) + 2 * 10)])
 def test_small_messages_wait_for_each_other(processes: int, expected: int) -> None:
-    assert timing.hops(STEPS, processes) == expected
+    assert timing.num_hops(STEPS, processes) == expected
 
 
 def test_the_slowest_link_counts() -> None:
     """Between machines that of the network, within one its own."""
     near = timing.network_seconds(LOAD, PARTS, HERE)
-    assert near == pytest.approx(2 * 3 / 4 * 8e6 / 1e9 + 2 * 4e6 / 1e9 + timing.hops(STEPS, 4) * 1e-4)
+    assert near == pytest.approx(2 * 3 / 4 * 8e6 / 1e9 + 2 * 4e6 / 1e9 + timing.num_hops(STEPS, 4) * 1e-4)
     far = timing.network_seconds(LOAD, PARTS, replace(HERE, machines=2, link=1e8))
-    assert far == pytest.approx(2 * 7 / 8 * 8e6 / 1e8 + 3 * 4e6 / 1e8 + timing.hops(STEPS, 8) * 1.1e-3)
+    assert far == pytest.approx(2 * 7 / 8 * 8e6 / 1e8 + 3 * 4e6 / 1e8 + timing.num_hops(STEPS, 8) * 1.1e-3)
     assert timing.network_seconds(LOAD, PARTS, replace(HERE, processes=1)) == 0
 
 
 def test_a_server_that_looks_at_every_upload_gets_them_all() -> None:
     stack = replace(LOAD, needs_only_sums=False, same_download=False)
     through = 2 * 3 / 4 * 100 * 4e6 / 1e9
-    assert timing.network_seconds(stack, PARTS, HERE) == pytest.approx(through + timing.hops(STEPS, 4) * 1e-4)
+    assert timing.network_seconds(stack, PARTS, HERE) == pytest.approx(through + timing.num_hops(STEPS, 4) * 1e-4)
     assert timing.server_seconds(stack, PARTS, HERE) == pytest.approx(0.02 + 100 * (0.003 / 2 + 0.0005))
     assert timing.server_seconds(LOAD, PARTS, HERE) == pytest.approx(0.02 + 100 * 0.0005)
     assert timing.server_seconds(LOAD, PARTS, replace(HERE, processes=1)) == pytest.approx(0.02 + 100 * 0.003 / 8)
@@ -158,23 +166,23 @@ def test_parts_are_found_again_in_the_times_that_follow_from_them(count: int, ad
     each = timing.cores_of_process(2, count, 1)
     few, many = 4, 16
     local, looks = (PARTS.handling / each, 0.0 if adds and count > 1 else PARTS.upload / each)
-    words = PARTS.words if count > 1 else 0.0
-    waits = timing.hops(STEPS, count) * PARTS.hop if count > 1 else 0.0
+    words = PARTS.report if count > 1 else 0.0
+    waits = timing.num_hops(STEPS, count) * PARTS.hop if count > 1 else 0.0
     counts = {"all_gather": 20, "broadcast": 10, "reduce": 1, "send": 3 * (count - 1), "recv": count - 1}
     told: dict[str, Any] = {
         "receive_s": local / 2, "send_s": local / 2, "sum_s": 0.0, "aggregate_s": PARTS.upload / each,
         "needs_only_sums": adds, "same_download": True, "summed_numbers": 7, "state_bytes": 9, "disk": 1e8, "cohort": 4,
         "amounts": [4, 400, 50],
         "user_s": PARTS.user / each / 3, "own_user_s": 2 * PARTS.user / each / 3, "evaluation_s": 0.2 / each,
-        "counts_of_users": [few, many], "counts": counts if count > 1 else {}, "hop": PARTS.hop, "bus": PARTS.bus,
-        "others_s": [0.02 + waits + n * (local + count * (looks + words)) for n in (few, many)],
+        "other_work_users": [few, many], "collectives": counts if count > 1 else {}, "hop": PARTS.hop, "bus": PARTS.bus,
+        "other_work_s": [0.02 + waits + n * (local + count * (looks + words)) for n in (few, many)],
     }  # fmt: skip
     found = machines._to_measurement(told, count, each, 3.0, None)
     assert found.amounts == (4, 1200, 50)  # a third of the local steps were measured
-    expected = replace(PARTS, words=words) if count > 1 else replace(PARTS, words=0.0, steps=Collectives())
-    for name in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop", "bus"):
+    expected = replace(PARTS, report=words) if count > 1 else replace(PARTS, report=0.0, collectives=Collectives())
+    for name in ("user", "handling", "evaluation", "upload", "report", "fixed", "hop", "bus"):
         assert getattr(found.parts, name) == pytest.approx(getattr(expected, name)), name
-    assert found.parts.steps == expected.steps
+    assert found.parts.collectives == expected.collectives
     assert found.parts_below_cohort.user == pytest.approx(2 * PARTS.user)
     assert machines._to_measurement(told, count, each, 1.0, 42.0).parts.user == 42.0
 
@@ -256,10 +264,11 @@ def test_one_process_measures_itself(recipe_file: Path, monkeypatch: pytest.Monk
     recipe = load_recipe(recipe_file).with_changes({"method": "fedavg", "training.local_steps": 1})
     found = timing.measure_parts(recipe, 2, None)
     assert (
-        found["counts_of_users"] == [max(1, found["cohort"] // 4), found["cohort"]] or found["counts_of_users"][1] == 8
+        found["other_work_users"] == [max(1, found["cohort"] // 4), found["cohort"]]
+        or found["other_work_users"][1] == 8
     )
     assert all(found[key] > 0 for key in ("user_s", "own_user_s", "evaluation_s", "send_s", "aggregate_s", "disk"))
-    assert (found["needs_only_sums"], found["same_download"], found["counts"]) == (True, True, {})
+    assert (found["needs_only_sums"], found["same_download"], found["collectives"]) == (True, True, {})
     assert sorted(recipe_file.parent.iterdir()) == before
 
 

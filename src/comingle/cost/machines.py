@@ -28,7 +28,7 @@ from comingle.cost.timing import (
     RunWork,
     cores_of_process,
     estimate_round,
-    hops,
+    num_hops,
     run_price,
     users_per_process,
 )
@@ -57,7 +57,7 @@ _SECONDS = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class TimePlan:
-    """Estimated cost of a run with ``users`` users and ``present`` participants per round."""
+    """Estimated time and price of a run with ``users`` users and ``present`` participants per round."""
 
     users: int
     present: int
@@ -95,36 +95,39 @@ class Measurement:
     disk: float
     """Write rate of this machine's disk, in bytes per second."""
     amounts: tuple[int, int, int]
-    """The arguments of :func:`comingle.training.evaluation.period`."""
+    """Number of trainers, tokens or samples that they train on per round, and that one evaluation scores."""
 
 
 def measure(
     recipe: Recipe, cluster: Cluster, participants: int, given_user_seconds: float | None = None
 ) -> Measurement:
-    """Measure rounds of copies of the recipe's users on this machine.
+    """Measure the parts of a round on this machine, in rounds of copies of the recipe's users.
 
-    Runs in as many processes as a machine of the cluster has, limited to :data:`MAX_PROCESSES` or the number of cores,
-    but at least 2 for a cluster with several processes, whose messages are measured too.
+    Rounds run in as many processes as a machine of the cluster has, but in no more than this machine has cores (or
+    :data:`MAX_PROCESSES`, if that is more). They run in at least 2 processes if the cluster has several, since their
+    messages are measured too.
 
     Args:
         recipe: The recipe to measure.
         cluster: The machines to plan for.
         participants: Participants per round.
-        given_user_seconds: Seconds that the local steps of one user take in a process of the cluster; None measures
-            them here.
+        given_user_seconds: Seconds that the local steps of one user take in a process of the cluster, if the user gives
+            them (``--step``); None measures them here.
 
     Raises:
-        RecipeError: Users have settings of their own, so that copies of them cannot stand for other users.
+        RecipeError: A setting has a value for each user, which copies of users do not have.
         ComingleError: A run of the recipe would fail with the same message.
     """
     _check_single_values(recipe)
     num_cores = cores()
-    count = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
-    threads = recipe.runtime.threads or max(1, num_cores // count)
-    recipe, steps_ratio = _shorten(recipe, MAX_STEPS if given_user_seconds is None else 1)
-    times = _measure_in_processes(recipe, count, threads, users_per_process(participants, cluster.size))
-    core_seconds = None if given_user_seconds is None else given_user_seconds * cluster.cores_each
-    return _to_measurement(times, count, cores_of_process(num_cores, count, threads), steps_ratio, core_seconds)
+    num_processes = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
+    threads = recipe.runtime.threads or max(1, num_cores // num_processes)
+    # Given seconds replace the measured ones, so one local step is enough.
+    recipe, steps_ratio = _shorten(recipe, max_steps=MAX_STEPS if given_user_seconds is None else 1)
+    times = _measure_in_processes(recipe, num_processes, threads, users_per_process(participants, cluster.size))
+    cores_each = cores_of_process(num_cores, num_processes, threads)
+    given_core_seconds = None if given_user_seconds is None else given_user_seconds * cluster.cores_each
+    return _to_measurement(times, num_processes, cores_each, steps_ratio, given_core_seconds)
 
 
 class _MessageSeconds(TypedDict):
@@ -145,15 +148,18 @@ class _Measured(_MessageSeconds):
     own_user_s: float
     user_s: float
     evaluation_s: float
-    others_s: tuple[float, float]
-    counts_of_users: tuple[int, int]
-    counts: Mapping[str, float]
+    other_work_s: tuple[float, float]
+    other_work_users: tuple[int, int]
+    collectives: Mapping[str, float]
 
 
 class Measured(_Measured, total=False):
     """Seconds and sizes from :func:`comingle.cost.timing.measure_parts`.
 
-    Only several processes have ``hop`` and ``bus``.
+    ``own_user_s`` and ``user_s`` are seconds of one user's local steps, with as many participants as planned and with a
+    full cohort. ``other_work_s`` are seconds of rounds without local steps, with the two numbers of participants per
+    process in ``other_work_users``. ``collectives`` are calls of torch.distributed per round. Only several processes
+    have ``hop`` and ``bus``.
     """
 
     hop: float
@@ -165,54 +171,62 @@ _OPERATIONS = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv"
 
 
 def _to_measurement(
-    times: Measured, count: int, cores_each: float, steps_ratio: float, given_core_seconds: float | None
+    times: Measured, num_processes: int, cores_each: float, steps_ratio: float, given_core_seconds: float | None
 ) -> Measurement:
-    """Convert the seconds of a measurement into parts of a round.
+    """Convert the seconds of a measurement into parts of a round, which formulas scale to other machines.
 
-    Seconds of work that scales with the number of cores are multiplied by ``cores_each``, which gives core seconds.
+    Core seconds are seconds times ``cores_each``, for work that is faster with more cores.
 
-    Rounds without local steps were measured with few and with many participants (``others_s``). The slope between the
-    two is the time that one participant adds. The remainder at 0 participants, less the messages between processes, is
-    ``fixed``.
+    The seconds of rounds without local steps, measured with few and with many participants (``other_work_s``), are
+    taken as a line. Its slope is the time that one participant adds. Less the participant's messages and the
+    aggregation of its upload, which are measured on their own, it is ``report``. The seconds at 0 participants, less
+    the latencies of messages between processes, are ``fixed``.
 
     Args:
-        times: The measurement.
-        count: Number of processes that measured.
+        times: Seconds, sizes and counts from the processes that measured.
+        num_processes: Number of these processes.
         cores_each: Cores per process.
         steps_ratio: Local steps of the recipe per step that was measured.
         given_core_seconds: Core seconds of the local steps of one user, if they were given; None for the measured ones.
     """
-    counts = {name: times["counts"].get(name, 0.0) for name in _OPERATIONS}
-    steps = Collectives(
+    counts = {name: times["collectives"].get(name, 0.0) for name in _OPERATIONS}
+    collectives = Collectives(
         gathers=counts["all_gather"],
         broadcasts=counts["broadcast"],
         reduces=counts["reduce"] + counts["all_reduce"],
-        sends=(counts["send"] + counts["recv"]) / max(1, count - 1),
+        # Messages with each of the other processes count once.
+        sends=(counts["send"] + counts["recv"]) / max(1, num_processes - 1),
     )
-    handling = times["receive_s"] + times["send_s"] + (times["sum_s"] if count > 1 else 0.0)
-    aggregation_seconds = 0.0 if count > 1 and times["needs_only_sums"] else times["aggregate_s"]
+    # A single process does not sum uploads before the server gets them.
+    handling_seconds = times["receive_s"] + times["send_s"] + (times["sum_s"] if num_processes > 1 else 0.0)
+    aggregation_seconds = 0.0 if num_processes > 1 and times["needs_only_sums"] else times["aggregate_s"]
     hop = times.get("hop", 0.0)
-    few, many = (users * count for users in times["counts_of_users"])
-    few_seconds, many_seconds = times["others_s"]
+    few, many = (users * num_processes for users in times["other_work_users"])
+    few_seconds, many_seconds = times["other_work_s"]
     slope = (many_seconds - few_seconds) / (many - few) if many > few else 0.0
-    message_seconds = hops(steps, count) * hop if count > 1 else 0.0
-    fixed = few_seconds - message_seconds - few * max(slope, 0.0)
+    latency_seconds = num_hops(collectives, num_processes) * hop if num_processes > 1 else 0.0
+    fixed_seconds = few_seconds - latency_seconds - few * max(slope, 0.0)
+    # All processes make messages at the same time, so a participant adds 1 / num_processes of their seconds.
+    report_seconds = slope - handling_seconds / num_processes - aggregation_seconds
 
     def core_seconds_of_user(measured_seconds: float) -> float:
-        """Return the core seconds of one user's local steps: the given ones, or those of as many steps as planned."""
+        """Return the core seconds of one user's local steps in the planned run, unless they were given.
+
+        Args:
+            measured_seconds: Seconds of one user's local steps in the measurement, which had fewer of them.
+        """
         return steps_ratio * measured_seconds * cores_each if given_core_seconds is None else given_core_seconds
 
     parts = Parts(
         user=core_seconds_of_user(times["user_s"]),
-        handling=handling * cores_each,
+        handling=handling_seconds * cores_each,
         evaluation=times["evaluation_s"] * cores_each,
         upload=times["aggregate_s"] * cores_each,
-        # Messages, which are made in `count` processes at once, and aggregation are parts of their own.
-        words=max(0.0, slope - handling / count - aggregation_seconds) if count > 1 else 0.0,
-        fixed=max(0.0, fixed),
+        report=max(0.0, report_seconds) if num_processes > 1 else 0.0,
+        fixed=max(0.0, fixed_seconds),
         hop=hop,
-        bus=times.get("bus", float("inf")),
-        steps=steps,
+        bus=times.get("bus", float("inf")),  # a single process has no connections
+        collectives=collectives,
     )
     trainers, trained, scored = times["amounts"]
     return Measurement(
@@ -232,7 +246,8 @@ def _to_measurement(
 def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: int) -> RunWork:
     """Return the amounts of work in a run with ``users`` users like those of the recipe.
 
-    Message sizes are means over the recipe's users; participants are the same fraction of the population.
+    Message sizes are means over the recipe's users; participants are the same fraction of the population as in the
+    recipe.
 
     Args:
         recipe: The recipe.
@@ -258,7 +273,7 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
         needs_only_sums=measurement.needs_only_sums,
         same_download=measurement.same_download,
         on_disk=recipe.runtime.store != MEMORY,
-        exchange_share=cost.exchanges / max(1, training.rounds),
+        exchange_share=cost.exchanges / max(1, training.rounds),  # fraction of the rounds that end with an exchange
     )
 
 
@@ -270,17 +285,19 @@ def plan_time(work: RunWork, measurement: Measurement, cluster: Cluster) -> Time
         measurement: Measurements of its recipe.
         cluster: The machines.
     """
+    # A batch with fewer users than a cohort takes longer per user, which was measured separately.
     fills_cohort = users_per_process(work.participants, cluster.size) >= measurement.cohort
-    estimate = estimate_round(work, measurement.parts if fills_cohort else measurement.parts_below_cohort, cluster)
-    seconds = work.rounds * estimate.seconds
-    users_per_machine = users_per_process(work.users, cluster.machines)
+    parts = measurement.parts if fills_cohort else measurement.parts_below_cohort
+    mean_round = estimate_round(work, parts, cluster)
+    run_seconds = work.rounds * mean_round.seconds
+    users_per_machine = -(-work.users // cluster.machines)  # of the machine that has most
     return TimePlan(
         users=work.users,
         present=work.participants,
-        round=estimate,
-        run_seconds=seconds,
+        round=mean_round,
+        run_seconds=run_seconds,
         state_bytes=users_per_machine * work.state_bytes,
-        money=None if cluster.price is None else run_price(seconds, cluster.machines, cluster.price),
+        money=None if cluster.price is None else run_price(run_seconds, cluster.machines, cluster.price),
     )
 
 
@@ -298,13 +315,14 @@ def plan_times(
 
     Args:
         recipe: The recipe.
-        plan: Its costs.
+        plan: Costs of the recipe with each of the methods.
         cluster: The machines to plan for.
         step: Seconds of one local step of one user in a process of the cluster; None measures them here.
         for_all: Settings for every method that has them, as in :func:`comingle.cost.planning.plan`.
 
     Returns:
-        Nested dictionaries, for JSON.
+        Nested dictionaries, for JSON: the machines, and for each of ``methods`` its ``rows``, one per population
+        (:meth:`TimePlan.as_dict`), and the measured ``parts`` of a round.
 
     Raises:
         RecipeError: There are more processes than users in the largest population.
@@ -314,12 +332,12 @@ def plan_times(
     if cluster.size > (largest := max(num_users, *POPULATIONS)):
         why = f"allowed: up to {largest:,} processes, one for each user of the largest population"
         raise RecipeError(f"--machines: {cluster.size:,} processes in all; {why}")
-    # `with_method` changes these two, on which a run's time depends.
-    kept = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
+    # `with_method` changes these two settings, which do not matter for costs; a run's time depends on them.
+    original = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
     participants = largest_round(recipe.training.participation, num_users)
     user_seconds = None if step is None else step * plan.local_steps
     for cost in plan.methods:
-        variant = with_method(recipe, cost.method, for_all).with_changes(kept)
+        variant = with_method(recipe, cost.method, for_all).with_changes(original)
         measurement = measure(variant, cluster, participants, user_seconds)
         with_disk = cluster if cluster.disk else replace(cluster, disk=measurement.disk)
         rows = [
@@ -345,27 +363,38 @@ def plan_times(
 def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
     """Return the measured parts of a round, for JSON.
 
-    These are seconds by part, the rates of the connection between processes (``bus``, None for a single process) and of
-    the disk in bytes per second, ``adds`` (whether the server needs sums alone) and ``hops`` (messages of a round that
-    wait for each other).
+    Keys are ``PART_seconds`` for each part (see :class:`comingle.cost.timing.Parts`; ``words`` is its ``report``), the
+    rates of the connection between processes (``bus``, None for a single process) and of the ``disk`` in bytes per
+    second, ``adds`` (whether the server needs sums alone) and ``hops`` (messages of a round that wait for each other).
+
+    Args:
+        measurement: Measurements of the recipe.
+        cluster: The machines to plan for.
     """
     parts = measurement.parts
-    plain = {key: getattr(parts, key) for key in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop")}
-    return {f"{key}_seconds": value for key, value in plain.items()} | {
+    return {
+        "user_seconds": parts.user,
+        "handling_seconds": parts.handling,
+        "evaluation_seconds": parts.evaluation,
+        "upload_seconds": parts.upload,
+        "words_seconds": parts.report,
+        "fixed_seconds": parts.fixed,
+        "hop_seconds": parts.hop,
         "bus": parts.bus if cluster.size > 1 else None,
         "disk": cluster.disk,
         "adds": measurement.needs_only_sums,
-        "hops": hops(parts.steps, cluster.size) if cluster.size > 1 else 0,
+        "hops": num_hops(parts.collectives, cluster.size) if cluster.size > 1 else 0,
     }
 
 
 def _evaluation_period(
     recipe: Recipe, measurement: Measurement, users: int, participants: int, evaluated_users: int
 ) -> int:
-    """Return the rounds between evaluations in a run of ``users`` users like those that were measured.
+    """Return the number of rounds between evaluations in a run with a population of ``users`` users.
 
-    If the recipe leaves the interval to the run (``every: auto``), it depends on how much data an evaluation scores
-    relative to how much a round trains on.
+    With ``evaluation.every: auto`` a run chooses the interval so that evaluations take a small part of its time. It
+    depends on how much data an evaluation scores relative to how much a round trains on; both are extrapolated from the
+    users that were measured.
 
     Args:
         recipe: The recipe.
@@ -376,7 +405,8 @@ def _evaluation_period(
     """
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
-    trainers, trained, scored = measurement.amounts
+    # Of the measured users: their number, and the tokens or samples of a round's training and of an evaluation.
+    measured_users, trained, scored = measurement.amounts
     plan = RunPlan(
         method=make(recipe.method.name, **recipe.method.settings),
         training=recipe.training,
@@ -384,72 +414,73 @@ def _evaluation_period(
         participation=participants / users,
         test_limit=test_limit_of(recipe),
     )
-    return period(plan, [trainers, trained, scored * evaluated_users // trainers], users)
+    return period(plan, [measured_users, trained, scored * evaluated_users // measured_users], users)
 
 
 def _num_participants(participation: Participation, recipe_users: int, users: int) -> int:
-    """Return the number of participants in the largest round of a population.
+    """Return the number of participants per round in a population larger or smaller than the recipe's.
+
+    The same fraction of the users takes part as in the recipe. If the recipe lists the participants of each round by
+    name, this is their mean number, divided by the number of the recipe's users.
 
     Args:
-        participation: Participation of the recipe: a fraction, or the names of each round's participants, whose mean
-            number as a fraction of the recipe's users is taken.
+        participation: Participation of the recipe: a fraction, or the names of each round's participants.
         recipe_users: Number of the recipe's users.
         users: Size of the population.
     """
-    if not isinstance(participation, float | int):
-        participation = min(1.0, fmean(len(set(members)) for members in participation) / recipe_users)
-    return largest_round(participation, users)
+    if isinstance(participation, float | int):
+        return largest_round(participation, users)
+    mean_participants = fmean(len(set(names)) for names in participation)
+    return largest_round(min(1.0, mean_participants / recipe_users), users)
 
 
 def _check_single_values(recipe: Recipe) -> None:
-    """Check that no setting lists a value for each user: larger populations have users that it does not cover.
+    """Refuse settings that list one value per user, as a larger population has users without a value.
 
     Raises:
-        RecipeError: A setting does.
+        RecipeError: A setting has such a list.
     """
-    lists = {"adapters.rank": recipe.adapters.rank, **recipe.method.settings}
-    for key, value in lists.items():
+    settings = {"adapters.rank": recipe.adapters.rank, **recipe.method.settings}
+    for key, value in settings.items():
         if isinstance(value, list):
             why = "which does not scale to larger populations"
             raise RecipeError(f"--machines: {key} has a value for each user, {why}; give one value")
 
 
-def _shorten(recipe: Recipe, most: int) -> tuple[Recipe, float]:
-    """Return the recipe of a measurement: few local steps, and all users in every round and evaluation.
-
-    Users are kept in memory, and nothing is reported to trackers. If ``users_per_step`` is "auto", it becomes the
-    default number.
+def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
+    """Return the recipe of a measurement, which takes little time: few local steps, and work that is not measured off.
 
     Args:
         recipe: The recipe.
-        most: Largest number of local steps per round; not applied to samples, whose number of steps follows from the
-            data.
+        max_steps: Largest number of local steps per round; not applied to samples, whose number of steps follows from
+            the data.
 
     Returns:
         The recipe, and the ratio of its original to its remaining local steps.
     """
     changes: dict[str, object] = {
-        "training.participation": 1.0,
-        "evaluation.users": None,
-        "evaluation.select": "last",
-        "runtime.store": MEMORY,
+        "training.participation": 1.0,  # the measurement chooses the participants
+        "evaluation.users": None,  # and the evaluated users
+        "evaluation.select": "last",  # keeps no copies of the best round
+        "runtime.store": MEMORY,  # the disk is measured separately
         "runtime.track": [],
     }
-    steps = recipe.training.local_steps
-    has_steps = kind_of(recipe).needs_base
-    if has_steps:
-        changes["training.local_steps"] = min(most, steps)
     if recipe.runtime.users_per_step == "auto":
-        changes["runtime.users_per_step"] = None
-    return recipe.with_changes(changes), steps / min(most, steps) if has_steps else 1.0
+        changes["runtime.users_per_step"] = None  # the default, without a measurement of memory
+    if not kind_of(recipe).needs_base:
+        return recipe.with_changes(changes), 1.0
+    local_steps = recipe.training.local_steps
+    measured_steps = min(max_steps, local_steps)
+    changes["training.local_steps"] = measured_steps
+    return recipe.with_changes(changes), local_steps / measured_steps
 
 
-def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) -> Measured:
-    """Measure rounds in new processes that run :mod:`comingle.cost.timing`.
+def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, users: int) -> Measured:
+    """Start processes that measure rounds together (:mod:`comingle.cost.timing`), and return what they measured.
 
     Args:
         recipe: The recipe of the measurement.
-        count: Number of processes.
+        num_processes: Number of processes.
         threads: Threads per process.
         users: Participants per process.
 
@@ -463,46 +494,52 @@ def _measure_in_processes(recipe: Recipe, count: int, threads: int, users: int) 
             "recipe": str(workdir / "recipe.yaml"),
             "users": users,
             "threads": threads,
-            "out": str(workdir / "found"),
+            "out": str(workdir / "measured.json"),
         }
         (workdir / "order.json").write_text(json.dumps(order), encoding="utf-8")
         command = [sys.executable, "-m", "comingle.cost.timing", str(workdir / "order.json")]
         children = [
             subprocess.Popen(
-                command, env=_process_environment(rank, count, threads, workdir), stderr=subprocess.PIPE, text=True
+                command,
+                env=_process_environment(rank, num_processes, threads, workdir),
+                stderr=subprocess.PIPE,
+                text=True,
             )
-            for rank in range(count)
+            for rank in range(num_processes)
         ]
         try:
             stderr = [child.communicate(timeout=_SECONDS)[1] for child in children]
         finally:
             for child in children:
                 child.kill()
-        if not (workdir / "found").is_file():
+        if not (workdir / "measured.json").is_file():  # the first process failed before it could write an error
             raise RecipeError(
                 f"--machines: rounds could not be measured: {(stderr[0].strip() or '?').splitlines()[-1]}"
             )
-        times = json.loads((workdir / "found").read_text(encoding="utf-8"))
+        times = json.loads((workdir / "measured.json").read_text(encoding="utf-8"))
     if "error" in times:
         raise RecipeError(f"--machines: rounds could not be measured: {times['error']}")
     return times
 
 
-def _process_environment(rank: int, count: int, threads: int, folder: Path) -> dict[str, str]:
+def _process_environment(rank: int, num_processes: int, threads: int, folder: Path) -> dict[str, str]:
     """Return the environment variables of a measuring process.
 
+    Several processes get the variables that torch's launcher (torchrun) would set, and the path of a file by which they
+    find each other.
+
     Args:
-        rank: Number of the process.
-        count: Number of processes; several of them find each other by the variables of torch's launcher.
+        rank: Number of the process, from 0.
+        num_processes: Number of processes.
         threads: Threads per process.
-        folder: A folder in which the processes meet.
+        folder: Folder for that file.
     """
     variables = {"OMP_NUM_THREADS": str(threads)}
-    if count > 1:
-        ranks = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    if num_processes > 1:
+        ranks = {"RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_processes}
         variables |= {key: str(value) for key, value in ranks.items()} | {MEETING: str(folder / "meeting")}
     if sys.platform.startswith("linux"):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # nothing leaves this machine
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # loopback interface: no message leaves this machine
     return {**os.environ, **variables}
 
 

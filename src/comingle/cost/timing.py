@@ -96,7 +96,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """Collective operations of all processes per round, by type."""
+    """Numbers of collective operations (torch.distributed) of all processes per round, by type."""
 
     gathers: float = 0.0
     broadcasts: float = 0.0
@@ -114,22 +114,22 @@ class Parts:
         handling: Core seconds for the messages that one user receives and sends.
         evaluation: Core seconds of an evaluation on one user's test data.
         upload: Core seconds of the server for one upload that it reads.
-        words: Seconds per participant for data that processes exchange about it.
+        report: Seconds per participant for the numbers about it, such as its loss, that processes send to each other.
         fixed: Seconds of a round that do not depend on the number of participants.
         hop: Seconds of a small message between two processes of a machine.
-        bus: Bandwidth between them, in bytes per second.
-        steps: Collective operations per round.
+        bus: Bandwidth between two processes of a machine, in bytes per second.
+        collectives: Collective operations per round.
     """
 
     user: float
     handling: float
     evaluation: float
     upload: float
-    words: float
+    report: float
     fixed: float
     hop: float
     bus: float
-    steps: Collectives
+    collectives: Collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +214,9 @@ def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds per round of local steps, messages and evaluations, in the process that has most users.
 
     ``(n/P (user + exchange_share * handling) + m/P evaluation / evaluate_every) / cores`` with n participants, m
-    evaluated users, P processes, and core seconds per user: ``user`` for local steps, ``handling`` for messages.
-    An evaluation takes place once in ``evaluate_every`` rounds, so each round bears that part of it.
+    evaluated users, P processes, the ``cores`` of a process, and core seconds per user: ``user`` for local steps,
+    ``handling`` for messages, ``evaluation`` for test data. Only a fraction ``exchange_share`` of the rounds has
+    messages, and one in ``evaluate_every`` rounds an evaluation; their seconds are spread over all rounds.
 
     Args:
         work: Amounts of work in the run.
@@ -232,9 +233,11 @@ def compute_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
 def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds per round of the server, which runs in the first process.
 
-    ``fixed + exchange_share * n (words + upload / cores)`` with n participants. ``words`` are seconds for data about
-    one participant, such as its loss, that processes exchange; they are 0 for a single process. ``upload`` are core
-    seconds to read an upload; they are 0 if several processes reduce the uploads, as the server then gets their sum.
+    ``fixed + exchange_share * n (report + upload / cores)`` with n participants. ``fixed`` are seconds of a round that
+    do not depend on n, and ``exchange_share`` is the fraction of the rounds that end with an exchange. ``report`` are
+    seconds for the numbers about one participant, such as its loss, that processes send to each other; they are 0 for a
+    single process. ``upload`` are core seconds to read an upload; they are 0 if several processes reduce the uploads,
+    as the server then gets only their sum.
 
     Args:
         work: Amounts of work in the run.
@@ -243,8 +246,8 @@ def server_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """
     distributed = cluster.size > 1
     read_seconds = 0.0 if distributed and work.needs_only_sums else parts.upload / cluster.cores_each
-    words_seconds = parts.words if distributed else 0.0
-    return parts.fixed + work.participants * work.exchange_share * (read_seconds + words_seconds)
+    report_seconds = parts.report if distributed else 0.0
+    return parts.fixed + work.participants * work.exchange_share * (read_seconds + report_seconds)
 
 
 def ring_seconds(size_bytes: float, processes: int, rate: float) -> float:
@@ -280,26 +283,29 @@ def gather_seconds(size_bytes: float, processes: int, rate: float) -> float:
     return (1 - 1 / processes) * size_bytes / rate
 
 
-def hops(steps: Collectives, processes: int) -> float:
+def num_hops(collectives: Collectives, processes: int) -> float:
     """Return the number of messages of a round that are sent one after another, whose latencies therefore add up.
 
-    A gather, or a message to each other process, takes ``P - 1``, a reduction ``2 (P - 1)`` and a broadcast
-    ``ceil(log2 P)``.
+    A gather, or a message to each other process, takes ``P - 1`` messages, a reduction around a ring ``2 (P - 1)`` and
+    a broadcast along a tree ``ceil(log2 P)``.
 
     Args:
-        steps: Collective operations per round.
+        collectives: Collective operations per round.
         processes: Number of processes P.
     """
     others, depth = processes - 1, math.ceil(math.log2(processes))
-    return (steps.gathers + steps.sends + 2 * steps.reduces) * others + steps.broadcasts * depth
+    hops_over_others = collectives.gathers + collectives.sends + 2 * collectives.reduces
+    return hops_over_others * others + collectives.broadcasts * depth
 
 
 def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     """Return the seconds per round of messages between processes: uploads, downloads and latencies.
 
-    ``exchange_share (upload + download) + hops * latency``, over the slowest link. Uploads are reduced around a ring if
-    the server needs only sums, else gathered in the first process. The download is broadcast if it is the same for all
-    users, else sent to each process. A single process has none.
+    ``exchange_share (upload + download) + hops * latency``, over the slowest link, with the fraction ``exchange_share``
+    of the rounds that end with an exchange, and the number ``hops`` of messages of a round that wait for each other
+    (:func:`num_hops`). Uploads are reduced around a ring if the server needs only sums, else gathered in the first
+    process. The download is broadcast if it is the same for all users, else each process gets its own users' downloads.
+    A single process sends nothing.
 
     Args:
         work: Amounts of work in the run.
@@ -309,8 +315,8 @@ def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
     if cluster.size == 1:
         return 0.0
     P = cluster.size
-    rate, latency = parts.bus, parts.hop
-    if cluster.machines > 1:
+    rate, latency = parts.bus, parts.hop  # between processes of one machine
+    if cluster.machines > 1:  # messages also cross the network between machines
         rate, latency = min(cluster.link, parts.bus), parts.hop + cluster.latency
     if work.needs_only_sums:
         upload_seconds = ring_seconds(INTEGER_BYTES * work.summed_numbers, P, rate)
@@ -320,7 +326,7 @@ def network_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
         download_seconds = tree_seconds(work.download_bytes, P, rate)
     else:
         download_seconds = gather_seconds(work.participants * work.download_bytes, P, rate)
-    return work.exchange_share * (upload_seconds + download_seconds) + hops(parts.steps, P) * latency
+    return work.exchange_share * (upload_seconds + download_seconds) + num_hops(parts.collectives, P) * latency
 
 
 def disk_seconds(work: RunWork, parts: Parts, cluster: Cluster) -> float:
@@ -380,20 +386,21 @@ FEW = 4
 MAX_TRAINED, MAX_SENDING, MAX_STATE_BYTES = 128, 1024, 2**28
 """Limits per process: users that train together, users that send without training, and bytes of their tensors."""
 
-_HOPS, _DISK_BYTES, _BUS_NUMBERS = 50, 2**25, 2**20
+_NUM_BARRIERS, _DISK_BYTES, _BUS_NUMBERS = 50, 2**25, 2**20
 """Sizes of measurements: barriers, bytes written to disk, and numbers that are reduced and broadcast."""
 _COUNTED = ("all_gather", "broadcast", "reduce", "all_reduce", "send", "recv")
 """Operations of torch.distributed that are counted."""
 
 
 def main() -> None:
-    """Measure as one of several processes, or alone; the first process writes the result as JSON.
+    """Measure the parts of a round, as one of several processes or alone; the first process writes them as JSON.
 
-    The only argument is a JSON file with the path of a recipe (``recipe``), participants per process (``users``),
-    ``threads`` per process, and the path of the result (``out``).
+    The only command-line argument is a JSON file with the path of a recipe (``recipe``), participants per process
+    (``users``), ``threads`` per process, and the path of the result (``out``). An error is written as
+    ``{"error": MESSAGE}``.
     """
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    place = find_place()
+    place = find_place()  # None if there is one process
     torch.set_num_threads(order["threads"])
     with nullcontext() if place is None else joined(place) as ranks:
         try:
@@ -417,44 +424,49 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
         ranks: The processes; None for one process.
 
     Returns:
-        Seconds, sizes and counts, for JSON (:class:`comingle.cost.machines.Measured`).
+        Seconds, sizes and counts, for JSON: the keys of :class:`comingle.cost.machines.Measured`.
     """
-    size = 1 if ranks is None else ranks.size
+    num_processes = 1 if ranks is None else ranks.size
     run_data = prepare(recipe)
+    # A federation of one user tells how many users fit into a cohort, and the bytes of each.
     one_user = build(recipe, copy_users(run_data, 1)).clients
-    cohort, state = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
-    sending = min(MAX_SENDING, MAX_STATE_BYTES // max(1, state.params + state.moments))
-    built_users = max(own_users, cohort, sending)
-    federation = _build_federation(recipe, copy_users(run_data, built_users * size), ranks)
+    cohort_size, tensor_bytes = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
+    sending_users = min(MAX_SENDING, MAX_STATE_BYTES // max(1, tensor_bytes.params + tensor_bytes.moments))
+    built_users = max(own_users, cohort_size, sending_users)
+    federation = _build_federation(recipe, copy_users(run_data, built_users * num_processes), ranks)
     clients, wait_for_others = federation.clients, _no_barrier if ranks is None else ranks.barrier
-    trained_users = min(own_users, cohort)
-    with count_collectives() as counts:
-        own_s, _ = time_rounds(federation, trained_users, size)
-    cohort_s = own_s if own_users >= cohort else time_rounds(federation, cohort, size)[0]
+    # Local steps, with as many participants as planned, and with a full cohort if these are fewer.
+    trained_users = min(own_users, cohort_size)
+    with count_collectives() as collective_counts:
+        own_seconds, _ = time_rounds(federation, trained_users, num_processes)
+    own_user_seconds = cohort_user_seconds = own_seconds / trained_users
+    if own_users < cohort_size:
+        cohort_user_seconds = time_rounds(federation, cohort_size, num_processes)[0] / cohort_size
+    # Everything else, with few and with many participants.
     few_users = max(1, built_users // FEW)
     with skip_local_steps():
-        other_seconds = [time_rounds(federation, count, size)[1] for count in (few_users, built_users)]
-    clients.scored = range(cohort)
+        other_seconds = [time_rounds(federation, count, num_processes)[1] for count in (few_users, built_users)]
+    clients.scored = range(cohort_size)  # one cohort is evaluated
     wait_for_others()
-    times = describe_sizes(federation) | {
+    measured = describe_messages(federation) | {
         "amounts": amounts_of(clients),
-        "cohort": cohort,
-        "own_user_s": own_s / trained_users,
-        "user_s": cohort_s / cohort if own_users < cohort else own_s / trained_users,
-        "evaluation_s": median_seconds(clients.evaluate, 1) / cohort,
-        "others_s": other_seconds,
-        "counts_of_users": [few_users, built_users],
-        "counts": {name: count / ROUNDS for name, count in counts.items()},
+        "cohort": cohort_size,
+        "own_user_s": own_user_seconds,
+        "user_s": cohort_user_seconds,
+        "evaluation_s": median_seconds(clients.evaluate, 1) / cohort_size,
+        "other_work_s": other_seconds,
+        "other_work_users": [few_users, built_users],
+        "collectives": {name: count / ROUNDS for name, count in collective_counts.items()},
     }
     wait_for_others()
     if federation.leads:
-        times |= time_exchange(federation) | {"disk": measure_disk_rate()}
+        measured |= time_exchange(federation) | {"disk": measure_disk_rate()}
     wait_for_others()
-    return times | (measure_links(ranks) if ranks is not None else {})
+    return measured | (measure_links(ranks) if ranks is not None else {})
 
 
 def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) -> InProcess:
-    """Build the federation of a measurement: this process's shard of it, if there are several processes.
+    """Build the federation of a measurement; in one of several processes, the part with this process's users.
 
     Args:
         recipe: The recipe.
@@ -464,8 +476,10 @@ def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) ->
     if ranks is None:
         return build(recipe, run_data)
     select_gpu(recipe, ranks.place)
-    here = divide_users(len(run_data.users), ranks.size, 1)[ranks.rank]
-    return build_sharded(recipe, keep_users(run_data, here), make(recipe.method.name, **recipe.method.settings), ranks)
+    # All processes have equally many users, so cohorts (here of 1 user) need not be kept together.
+    own_users = divide_users(len(run_data.users), ranks.size, cohort_size=1)[ranks.rank]
+    method = make(recipe.method.name, **recipe.method.settings)
+    return build_sharded(recipe, keep_users(run_data, own_users), method, ranks)
 
 
 def _no_barrier() -> None:
@@ -478,28 +492,30 @@ def copy_users(run_data: RunData, count: int) -> RunData:
     return run_data.with_users(replace(users[i % len(users)], name=f"user {i}") for i in range(count))
 
 
-def time_rounds(federation: InProcess, participants_each: int, size: int) -> tuple[float, float]:
+def time_rounds(federation: InProcess, participants_each: int, num_processes: int) -> tuple[float, float]:
     """Run :data:`ROUNDS` rounds and return the median seconds of local steps, and of everything else, in a round.
 
-    Changes the plan of ``federation.clients``: the first users of each process take part in every round, and no
-    evaluation takes place.
+    Changes the plan of ``federation.clients``: the first ``participants_each`` users of each process take part in every
+    round, and no evaluation takes place.
 
     Args:
         federation: The federation; in one of several processes, this process's part of it.
         participants_each: Participants in every process.
-        size: Number of processes.
+        num_processes: Number of processes.
     """
     clients = federation.clients
     users_each, next_round = len(clients.trainers), federation.server.version
     # Users are numbered process by process.
-    participants = tuple(rank * users_each + i for rank in range(size) for i in range(participants_each))
-    # The next evaluation and the end of the run, which are not measured, come after the rounds that are run.
+    participants = tuple(rank * users_each + i for rank in range(num_processes) for i in range(participants_each))
+    # The next evaluation and the end of the run are not measured, so they are put after all rounds that are run.
+    # A checkpoint after each round calls `end_round`.
     plan = replace(clients.plan, participation=(participants,)).updated("training", rounds=10**6)
     clients.plan = plan.updated("evaluation", every=10**6, first=False).updated("checkpoints", every=1)
     local_seconds: list[float] = []
     ends: list[float] = []  # times at which rounds ended
 
     def note_local_seconds(event: dict[str, Any]) -> None:
+        """Note the seconds of a round's local steps, which the event "round" has."""
         if event["event"] == "round":
             local_seconds.append(event["seconds"])
 
@@ -511,10 +527,11 @@ def time_rounds(federation: InProcess, participants_each: int, size: int) -> tup
 
     with suppress(_RoundsDoneError):
         run_rounds(federation, observe=note_local_seconds, checkpoint=end_round, first_round=next_round)
-    counted = local_seconds[1:]  # the first round warms up
-    round_seconds = [after - before for before, after in pairwise(ends)]
-    other_seconds = [whole - own for whole, own in zip(round_seconds, counted, strict=True)]
-    return median(counted), max(0.0, median(other_seconds))
+    # The first round warms up; its end is the start of the second.
+    local_seconds = local_seconds[1:]
+    round_seconds = [end - start for start, end in pairwise(ends)]
+    other_seconds = [whole - local for whole, local in zip(round_seconds, local_seconds, strict=True)]
+    return median(local_seconds), max(0.0, median(other_seconds))
 
 
 class _RoundsDoneError(Exception):
@@ -539,14 +556,14 @@ def skip_local_steps() -> Iterator[None]:
         local.train = train
 
 
-def describe_sizes(federation: InProcess) -> dict[str, object]:
-    """Return sizes that the time of messages and of disk access depends on, for JSON.
+def describe_messages(federation: InProcess) -> dict[str, object]:
+    """Return the properties of a federation on which the time of messages and of disk access depends, for JSON.
 
-    These are whether uploads are reduced to sums on the way to the server (``needs_only_sums``; not if sums must be
-    made in the order of the users), the numbers in such a sum (``summed_numbers``), the bytes of a user on disk
-    (``state_bytes``), and the entries of a user's model (``columns``).
+    Keys are ``needs_only_sums`` (whether processes reduce uploads to sums on the way to the server), ``summed_numbers``
+    (numbers in such a sum), ``state_bytes`` (bytes of a user on disk) and ``columns`` (entries of a user's model).
     """
     clients, server = federation.clients, federation.server
+    # With `runtime.shard_sums: ordered` the server sums uploads in the order of the users, so it needs all of them.
     is_ordered = getattr(federation, "ordered", False)
     return {
         "needs_only_sums": bool(server.needs_only_sums and not is_ordered),
@@ -561,8 +578,9 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 
     Returns:
         Seconds per user to receive a download (``receive_s``), to make an upload (``send_s``), to sum uploads before
-        they are sent (``sum_s``) and to aggregate them on the server (``aggregate_s``); all are 0 if the method shares
-        nothing. Also ``same_download``, whether all users download the same tensors.
+        processes send the sums (``sum_s``) and to aggregate uploads on the server (``aggregate_s``). All are 0 if the
+        method shares nothing; ``aggregate_s`` is also 0 with secure aggregation, which has no plain uploads. Also
+        ``same_download``, whether all users download the same tensors.
     """
     clients, server = federation.clients, federation.server
     times = {"receive_s": 0.0, "send_s": 0.0, "sum_s": 0.0, "aggregate_s": 0.0}
@@ -571,43 +589,47 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
     members = list(range(len(clients.trainers)))
     names = [clients.names[member] for member in members]
     # Between peers there is no download from the server.
-    message = server.download(names) if not clients.method.server.peer_to_peer else None
-    times["receive_s"] = 0.0 if message is None else median_seconds(lambda: clients.receive(message), 3)
+    download = server.download(names) if not clients.method.server.peer_to_peer else None
+    times["receive_s"] = 0.0 if download is None else median_seconds(lambda: clients.receive(download), 3)
     losses = {LOSS: torch.zeros(len(members))}
     times["send_s"] = median_seconds(lambda: clients.upload(members, 1, losses, counts=True), 3)
     upload = clients.upload(members, 1, losses, counts=True)
     if server.sums is None:
+        # Each repetition completes a round of the server, so the upload gets the number of the current one.
         times["aggregate_s"] = median_seconds(lambda: server.aggregate(replace(upload, round=server.version)), 3)
     if server.needs_only_sums:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
         def sum_uploads() -> None:
-            """Sum the uploads of this process as integers, as several processes do before they exchange sums."""
+            """Sum this process's uploads as several processes do: as integers, so that their order does not matter."""
             largest = largest_terms(upload.tensors, weights)
             integer_sums(upload.tensors, weights, shifts_of(largest, len(members)))
 
-        # Other formats of uploads are taken to need as long for their sums as for their uploads.
+        # For other number formats of uploads, sums are assumed to take as long as making the uploads.
         is_float32 = clients.plan.training.uploads == "float32"
         times["sum_s"] = median_seconds(sum_uploads, 3) if is_float32 else times["send_s"]
     # Tensors that all users download are expanded along the users, without copies, so their first stride is 0.
-    same_download = message is None or all(t.stride(0) == 0 or len(names) == 1 for t in message.tensors.values())
-    return {**{key: value / len(members) for key, value in times.items()}, "same_download": same_download}
+    same_download = download is None or all(t.stride(0) == 0 or len(names) == 1 for t in download.tensors.values())
+    seconds_per_user = {key: seconds / len(members) for key, seconds in times.items()}
+    return {**seconds_per_user, "same_download": same_download}
 
 
 def measure_links(ranks: Ranks) -> dict[str, float]:
-    """Measure the connection between the processes.
+    """Measure latency and bandwidth between the processes.
 
     Returns:
-        ``hop``, the seconds of a small message: those of a barrier, divided by the messages that it takes; and ``bus``,
-        the bandwidth in bytes per second: the lower one of an all-reduce and of a broadcast.
+        ``hop``, the seconds of a small message: those of a barrier, which gathers one number from each of P processes,
+        divided by its ``P - 1`` messages; and ``bus``, the bandwidth in bytes per second: the lower one of a
+        reduction, taken as a ring in which each process sends ``2 (P - 1) / P`` of the bytes, and of a broadcast.
     """
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
-    barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_HOPS)], 3) / _HOPS
+    P = ranks.size
+    barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_NUM_BARRIERS)], 3) / _NUM_BARRIERS
     sum_seconds = median_seconds(lambda: ranks.total(numbers), 3)
     broadcast_seconds = median_seconds(lambda: ranks.broadcast({"numbers": numbers}), 3)
-    sum_rate = 2 * (ranks.size - 1) / ranks.size * numbers.nbytes / sum_seconds  # inverts `ring_seconds`
+    sum_rate = 2 * (P - 1) / P * numbers.nbytes / sum_seconds
     broadcast_rate = numbers.nbytes / broadcast_seconds
-    return {"hop": barrier_seconds / max(1, ranks.size - 1), "bus": min(sum_rate, broadcast_rate)}
+    return {"hop": barrier_seconds / max(1, P - 1), "bus": min(sum_rate, broadcast_rate)}
 
 
 def measure_disk_rate() -> float:
@@ -618,7 +640,7 @@ def measure_disk_rate() -> float:
 
 
 def median_seconds(work: Callable[[], object], times: int) -> float:
-    """Return the median seconds of ``times`` calls."""
+    """Return the median seconds of ``times`` calls of ``work``."""
     durations = []
     for _ in range(times):
         began = time.perf_counter()
