@@ -87,11 +87,10 @@ def _meta_buffer(count: int, dtype: torch.dtype) -> Tensor:
 def load_skeleton(
     name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", quantise: str = "none"
 ) -> Base:
-    """Load a base on torch's meta device, without weights and tokenizer, otherwise as in a run.
+    """Load a base without weights and tokenizer, to count costs from the shapes of its tensors.
 
-    Costs follow from the shapes of its tensors. ``Base.device`` is nevertheless the device of a run.
-
-    For a model on the hub only config.json is downloaded.
+    The tensors are on torch's meta device, but ``Base.device`` is the device that a run would use. For a model on the
+    hub only config.json is downloaded.
 
     Args:
         name: Name of the base, as in the recipe.
@@ -103,7 +102,7 @@ def load_skeleton(
     Raises:
         BaseModelError: As :func:`comingle.models.loading.load_base`.
     """
-    require_docstrings()
+    require_docstrings()  # transformers fails under `python -OO`
     run_device = resolve_device(device)
     run_dtype = resolve_dtype(dtype, run_device)
     implementation = resolve_attention(attention, run_device)
@@ -112,7 +111,7 @@ def load_skeleton(
             model = random_base(name, dtype=run_dtype, attention=implementation, seed=0)
         else:
             model = _model_of_config(name, run_dtype, implementation)
-    freeze(model, None)
+    freeze(model, None)  # there is no tokenizer
     bits: Any = "" if quantise == "none" else quantise
     if bits:
         pack_shapes(model, bits)
@@ -146,8 +145,8 @@ def _model_of_config(name: str, dtype: torch.dtype, attention: str | None) -> Pr
 def _config_folder(name: str) -> Path:
     """Return a folder that contains a base's config.json.
 
-    For a model on the hub only config.json is downloaded. If that fails, or the base is a local folder, it is the
-    folder of the whole model, as in a run.
+    For a model on the hub only config.json is downloaded. If that fails, the folder is that of the whole model, which
+    is found or downloaded as in a run; so is the folder of a local model.
 
     Args:
         name: Name of the base: an alias, a path or a repository.
@@ -175,20 +174,21 @@ def _hub_config(repository: str) -> Path | None:
         return None
     try:
         return Path(hf_hub_download(repository, "config.json")).parent
-    except Exception:  # `locate` reports the reason
+    except Exception:  # the caller then looks for the whole model, and reports the reason if that fails too
         return None
 
 
 def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] | None = None) -> InProcess:
-    """Return a federation of nets to count costs of, with no more users than needed.
+    """Return a federation of nets from which costs are counted, with no more users than needed.
 
-    These are the users of one pass, or one per cluster if that is more. The others differ from them in their samples
-    alone. A pooled method, which trains one net on the samples of all users, gets all users.
+    The first users of the population are enough, since all users train nets of the same shapes: as many as go through
+    the model in one pass, but at least as many as there are true clusters. A pooled method, which trains one net on the
+    samples of all users, gets all users.
 
     Args:
         recipe: The recipe.
-        population: Users and their samples.
-        all_names: Names of all users, if some are in other processes.
+        population: Users of this process and their samples.
+        all_names: Names of the users of all processes; None if there is one process.
 
     Raises:
         RecipeError: As :func:`comingle.training.kinds.nets.build_nets`.
@@ -198,19 +198,22 @@ def bare_nets(recipe: Recipe, population: Population, all_names: Sequence[str] |
     plan = plan.updated("runtime", store=MEMORY)  # the few users are built in memory, whatever the run does
     if method.placement.pooled:
         return federate(build_nets(recipe, population, plan))
-    clusters = max(1, len({user.cluster for user in population.users}))
-    # Costs depend on the number of clusters, and fewer users could mean fewer of them.
-    smallest = build_nets(recipe, replace(population, users=as_users(population.users[:clusters])), plan)
-    users = list(population.users[: smallest.pass_size.users])
-    if len(users) <= clusters:
-        return federate(smallest)
-    model = smallest.model.only(range(len(users)))
-    batch_source = cast(SampleBatchSource, smallest.batch_source).of(users)
-    return federate(Clients(model, plan, trainers=users, users=users, batch_source=batch_source))
+    # Fewer users than true clusters could have fewer clusters, on whose number costs depend.
+    num_clusters = max(1, len({user.cluster for user in population.users}))
+    few_users = replace(population, users=as_users(population.users[:num_clusters]))
+    clients = build_nets(recipe, few_users, plan)
+    users_of_pass = list(population.users[: clients.pass_size.users])  # the pass size is known once a net is built
+    if len(users_of_pass) <= num_clusters:
+        return federate(clients)
+    model = clients.model.only(range(len(users_of_pass)))
+    batch_source = cast(SampleBatchSource, clients.batch_source).of(users_of_pass)
+    return federate(Clients(model, plan, trainers=users_of_pass, users=users_of_pass, batch_source=batch_source))
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """Build what :func:`comingle.models.stacked.mix_language_model` builds, over a base that has shapes but no weights.
+    """Build a client-level mixture of adaptors (FLoRAL) on a base that has shapes but no weights.
+
+    It has the shapes of the model that :func:`comingle.models.stacked.mix_language_model` builds for a run.
 
     Args:
         recipe: The recipe.
@@ -219,13 +222,13 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
         users: Number of users.
 
     Raises:
-        RecipeError: The method mixes whole models, or ranks differ between users.
+        RecipeError: The method does not support language models, or the recipe gives users different ranks.
     """
     check_on_language(recipe, method)
     mixture, rank = method.placement.mixture, recipe.adapters.rank
     assert mixture is not None
-    assert isinstance(rank, int)
-    network = share_weights(base.model)
+    assert isinstance(rank, int)  # checked above
+    network = share_weights(base.model)  # adaptors are added to this copy in place; the base stays as it is
     net = floral(
         backbone(network),
         num_clusters=mixture.clusters,
@@ -235,7 +238,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
         norm=False,
         per_layer=mixture.per_layer,
         copy=False,
-        generator=torch.Generator(),
+        generator=torch.Generator(),  # torch's global generator stays untouched
     )
     return MixedLanguageModel(
         name=base.name,
@@ -252,14 +255,18 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
 
 
 def _mixture_slots(net: FloralModel) -> list[Slot]:
-    """Return the slots of a user's tensors over a frozen base: those of the adaptors, then those of the router.
+    """Return the slots (name, shape and roles) of the tensors that a user trains: adaptors, then the router.
 
-    The first axis of an adaptor has one entry, and thus one role, per cluster.
+    The base is frozen and has no slots. A slot has a role for each entry of its tensor's leading dimension, which in an
+    adaptor has one entry per cluster.
+
+    Args:
+        net: The base with adaptors and a router.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     role_of = roles(net)
     slots = []
-    for wanted, num_entries in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
-        names = [name for name, role in role_of.items() if role == wanted]
-        slots += [Slot(name=n, shape=shapes[n], roles=(wanted,) * num_entries, init=init_zero) for n in names]
+    for role, num_entries in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
+        names = [name for name, role_of_tensor in role_of.items() if role_of_tensor == role]
+        slots += [Slot(name=n, shape=shapes[n], roles=(role,) * num_entries, init=init_zero) for n in names]
     return slots
