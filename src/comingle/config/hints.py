@@ -205,7 +205,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-_BY_SPELLING = {_plain(name): keys for name, keys in _KEYS.items()}
+_KEYS_BY_SPELLING = {_plain(name): keys for name, keys in _KEYS.items()}
 
 
 def other_name_hint(
@@ -219,51 +219,55 @@ def other_name_hint(
     Args:
         place: The unknown key, after the sections that contain it: ``["training", "lr"]``.
         known: The keys of its section.
-        recipe: The model of a whole recipe.
-        data: The section chosen for the key ``data``.
+        recipe: The class of a whole recipe.
+        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
     *section, name = place
-    meant = _BY_SPELLING.get(_plain(name), "").split()
-    last_parts = dict.fromkeys(path.rpartition(".")[2] for path in meant)
-    in_section = [".".join((*section, key)) for key in last_parts if key in known]
-    if section and (used := [path for path in in_section if _is_used(path, data)]):
+    meant_keys = _KEYS_BY_SPELLING.get(_plain(name), "").split()  # dotted keys for which other libraries use the name
+    # 1. A key of the same section. A meaning of another section may have its name here, such as `clip_norm`.
+    meant_names = dict.fromkeys(key.rpartition(".")[2] for key in meant_keys)
+    in_section = [".".join((*section, meant)) for meant in meant_names if meant in known]
+    if section and (used := [key for key in in_section if _is_used(key, data)]):
         return _suggestion(used[:2], place)
+    # 2. A key of any section, but not a section that contains the unknown key, or a setting of a method.
     containing = {".".join(section[:depth]) for depth in range(len(section) + 1)}
-    paths = [path for path in _paths(recipe, data) if _is_used(path, data) and path not in containing]
-    candidates = [path for path in meant if path in paths or path.startswith(_METHOD)]
+    all_keys = [key for key in _dotted_keys(recipe, data) if _is_used(key, data) and key not in containing]
+    candidates = [key for key in meant_keys if key in all_keys or key.startswith(_METHOD)]
+    # 3. A key, or else a setting of a method, that has the same name.
     if not candidates:
-        candidates = [path for path in paths if _plain(path.rpartition(".")[2]) == _plain(name)]
-    return _suggestion((candidates or _setting(name))[:2], place)
+        candidates = [key for key in all_keys if _plain(key.rpartition(".")[2]) == _plain(name)]
+    return _suggestion((candidates or _method_setting(name))[:2], place)
 
 
-def _suggestion(paths: Sequence[str], place: Sequence[str]) -> str:
-    """Return ``Did you mean ...?`` for a misspelt key; empty without suggestions.
+def _suggestion(keys: Sequence[str], place: Sequence[str]) -> str:
+    """Return ``Did you mean ...?`` for an unknown key; empty without suggestions.
 
     Args:
-        paths: Suggested dotted keys.
-        place: Parts of the misspelt key. If it is in a section, suggestions outside of any section say so.
+        keys: Suggested dotted keys.
+        place: The unknown key, after the sections that contain it. If there are any, suggested keys that are in no
+            section are marked.
     """
-    if not paths:
+    if not keys:
         return ""
     in_section = len(place) > 1
-    quoted = [f"{path!r}" + (" (at the top level)" if in_section and "." not in path else "") for path in paths]
+    quoted = [f"{key!r}" + (" (at the top level)" if in_section and "." not in key else "") for key in keys]
     return f" Did you mean {' or '.join(quoted)}?"
 
 
-def _paths(model: type[BaseModel], data: type[DataSection] | None, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every field, sections before their fields.
+def _dotted_keys(model: type[BaseModel], data: type[DataSection] | None, prefix: str = "") -> Iterator[str]:
+    """Yield all dotted keys of a recipe or of a section, each section's before those of its fields.
 
     Args:
-        model: The model of a recipe, or of one of its sections.
-        data: The section chosen for the key ``data``.
+        model: The class of the recipe or of the section.
+        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
         prefix: Dotted key of the section with a final dot; empty for a whole recipe.
     """
     for name, field in model.model_fields.items():
-        path = f"{prefix}{name}"
-        yield path
-        inner = data if path == "data" else section_in(field.annotation)
-        if inner is not None and path != "data.users":  # whose keys are the users' names
-            yield from _paths(inner, data, f"{path}.")
+        key = f"{prefix}{name}"
+        yield key
+        inner = data if key == "data" else section_in(field.annotation)
+        if inner is not None and key != "data.users":  # the keys of `data.users` are users' names
+            yield from _dotted_keys(inner, data, f"{key}.")
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
@@ -276,20 +280,22 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _is_used(path: str, data: type[DataSection] | None) -> bool:
-    """Return whether the dotted key ``path``, or a section that contains it, is used for this kind of data.
+def _is_used(key: str, data: type[DataSection] | None) -> bool:
+    """Return whether a dotted key has an effect for a kind of data.
+
+    It has none if the kind does not use it (``data.unread``), or does not use a section that contains it.
 
     Args:
-        path: The dotted key.
-        data: The section of the kind; None if it is unknown, and then every key is used.
+        key: The dotted key.
+        data: The section class of the kind; None if it is unknown, and then every key counts as used.
     """
     unread = data.unread if data is not None else {}
-    return not any(path == key or path.startswith(f"{key}.") for key in unread)
+    return not any(key == unread_key or key.startswith(f"{unread_key}.") for unread_key in unread)
 
 
-def _setting(name: str) -> list[str]:
-    """Return the dotted key of the method setting of this name; empty if no method has it."""
-    from comingle.methods import REGISTRY, settings_of  # imports torch, which only a mistake needs
+def _method_setting(name: str) -> list[str]:
+    """Return the dotted key ``method.NAME`` in a list; an empty list if no method has a setting of this name."""
+    from comingle.methods import REGISTRY, settings_of  # imports torch, so only when there is a mistake
 
     for method in REGISTRY:
         with suppress(ComingleError):
@@ -298,11 +304,11 @@ def _setting(name: str) -> list[str]:
     return []
 
 
-_BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
-"""Prefixes of the names that pydantic gives to branches of a union within a location."""
+_UNION_BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
+"""Prefixes of names that pydantic puts into a problem's location for a key of several types, one name per type."""
 
-_PLAIN = ("str", "int", "float", "bool")
-"""Names of branches that are plain types."""
+_PLAIN_TYPES = ("str", "int", "float", "bool")
+"""Such names for plain types, which are whole names instead of prefixes."""
 
 _NAMED = "a name, or a mapping with name"
 _ACCEPTED = {
@@ -316,17 +322,18 @@ _ACCEPTED = {
 """Accepted values of keys with several types, for which pydantic would name only one."""
 
 _USERS = ["data", "users"]
-_KINDS: Mapping[type, str] = {list: "a list", dict: "a mapping"}
-_WRONG_KINDS = ("_type", "_parsing", "literal_error", "int_from_float")
+_TYPE_NAMES: Mapping[type, str] = {list: "a list", dict: "a mapping"}
+_WRONG_TYPES = ("_type", "_parsing", "literal_error", "int_from_float")
+"""Endings of pydantic's error types for values of a wrong type."""
 
 
 def first_problem(error: ValidationError, model: type[BaseModel], data: type[DataSection] | None = None) -> str:
-    """Return the first problem of :func:`problems_of`.
+    """Return one line for the most specific mistake in a recipe or file: its place, the value, the allowed values.
 
     Args:
         error: The error of pydantic.
-        model: The model of the whole.
-        data: The section chosen for the key ``data``.
+        model: The class of the recipe or file that was validated.
+        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
     return problems_of(error, model, data)[0]
 
@@ -336,24 +343,25 @@ def problems_of(
 ) -> tuple[str, ...]:
     """Return a line for each mistake: its place, the value, the allowed values. The most specific one is first.
 
-    For a key with several types, pydantic reports a problem per type and puts the type's name into the location. Of
-    these only the most specific one is kept.
+    For a key of several types, pydantic reports a problem per type and puts the type's name into the location. Of these
+    only the most specific one is kept: that of an unknown key, or else the one deepest inside the value.
 
     Args:
         error: The error of pydantic.
-        model: The model of the whole.
-        data: The section chosen for the key ``data``.
+        model: The class of the recipe or file that was validated.
+        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
-    accepted = _ACCEPTED | {f"data.{key}": words for key, words in (data.accepted if data else {}).items()}
+    accepted = _ACCEPTED | {f"data.{key}": values for key, values in (data.accepted if data else {}).items()}
     problems = sorted(error.errors(), key=_specificity, reverse=True)
     with_unknown_keys = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
-    chosen: dict[tuple[str, ...], ErrorDetails] = {}
+    chosen: dict[tuple[str, ...], ErrorDetails] = {}  # by the keys of their places
     for problem in problems:
-        place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_BRANCHES))
-        place = place[:-1] if place[-1:] and place[-1] in _PLAIN else place
-        if problem["type"] == "missing" and problem["loc"][:-1] in with_unknown_keys:  # it is probably misspelt
+        place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_UNION_BRANCHES))
+        place = place[:-1] if place[-1:] and place[-1] in _PLAIN_TYPES else place
+        # A missing key in a section with an unknown key is probably misspelt there; the unknown key is reported.
+        if problem["type"] == "missing" and problem["loc"][:-1] in with_unknown_keys:
             continue
-        # Deeper problems come first, so of a union the branch that was parsed furthest is kept.
+        # Of two problems of which one's place contains the other's, the first is kept, as it is more specific.
         is_nested = any(place == other[: len(place)] or other == place[: len(other)] for other in chosen)
         if not is_nested:
             chosen[place] = problem
@@ -372,11 +380,12 @@ def _describe_problem(
 
     Args:
         problem: The problem, as pydantic reports it.
-        accepted: Descriptions of allowed values by dotted key, for keys with several types.
-        model: The model of the whole.
-        data: The section chosen for the key ``data``.
+        accepted: Descriptions of allowed values by dotted key, for keys of several types; ``data.users.*`` is the entry
+            of any user.
+        model: The class of the recipe or file that was validated.
+        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
-    parts = _parts(problem["loc"], accepted)
+    parts = _keys_in(problem["loc"], accepted)
     place = ".".join(parts)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"], model, data)
@@ -384,52 +393,58 @@ def _describe_problem(
         return f"unknown key {place!r}.{hint} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
-    shown = _got_suffix(problem)
-    wanted = accepted.get("data.users.*" if parts[:2] == _USERS and len(parts) == 3 else place)
-    if wanted and problem["type"].endswith(_WRONG_KINDS):
-        return f"{place}: give {wanted}{shown or '; got ' + _KINDS.get(type(problem['input']), 'a section')}"
+    got = _got_suffix(problem)
+    is_user = parts[:2] == _USERS and len(parts) == 3
+    wanted = accepted.get("data.users.*" if is_user else place)
+    if wanted and problem["type"].endswith(_WRONG_TYPES):
+        return f"{place}: give {wanted}{got or '; got ' + _TYPE_NAMES.get(type(problem['input']), 'a section')}"
     reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])
-    return f"{place + ': ' if place else ''}{reason.removeprefix('Value error, ')}{shown}"
+    return f"{place + ': ' if place else ''}{reason.removeprefix('Value error, ')}{got}"
 
 
-def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
-    """Return the keys of a location of pydantic, without the names that it inserts for branches of a union.
+def _keys_in(location: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
+    """Return the keys of the location that pydantic reports for a problem, from the outermost section inwards.
+
+    For a key of several types pydantic adds the name of a type to the location, such as ``list[int]`` or ``int``. Such
+    names are left out. A plain type's name counts as one only after a key of several types, as a user may be named
+    ``int`` too.
 
     Args:
-        loc: The location.
-        accepted: Descriptions of allowed values by dotted key; these keys may have a branch of a plain type, whose name
-            is last. Below ``data.users`` such a name is a user's.
+        location: The location.
+        accepted: Descriptions of allowed values by dotted key, for keys of several types.
     """
-    parts = [str(part) for part in loc if not str(part).startswith(_BRANCHES)]
+    parts = [str(part) for part in location if not str(part).startswith(_UNION_BRANCHES)]
     *section, last = parts or [""]
     key = ".".join(section)
-    is_branch = last in _PLAIN and key in accepted and key != "data.users"
-    return section if is_branch else parts
+    is_type_name = last in _PLAIN_TYPES and key in accepted and key != "data.users"
+    return section if is_type_name else parts
 
 
 def _got_suffix(problem: ErrorDetails) -> str:
-    """Return the text ``; got VALUE`` for a scalar; empty for lists and mappings."""
+    """Return the text ``; got VALUE`` for a scalar that was not valid; empty for lists and mappings."""
     got = problem.get("input")
     if isinstance(got, dict | list | BaseModel):
         return ""
-    # no, 1 and 2024-01-01 were meant as names, but YAML converts them.
+    # YAML reads a name such as no, 1 or 2024-01-01 as a truth value, number or date.
     quoted = "; quote it to make it text" if problem["type"] == "string_type" and got is not None else ""
     return f"; got {got!r}{quoted}"
 
 
-def _known_keys(place: Iterable[str | int], model: Any, data: type[DataSection] | None) -> list[str]:
-    """Return the keys of the section that contains ``place``.
+def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSection] | None) -> list[str]:
+    """Return the keys that are allowed in the section in which pydantic found an unknown key.
 
     Args:
-        place: Keys and branches of a location of pydantic, from the outermost section to an unknown key.
-        model: The model of the whole.
-        data: The section chosen for the key ``data``.
+        location: Names of the sections from the outermost inwards, then the unknown key. Users' names, list indices and
+            names of types may be in between; they do not change the section.
+        model: The class of the recipe or file that was validated.
+        data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
-    for part in list(place)[:-1]:
+    section = model
+    for part in list(location)[:-1]:
         if part == "data" and data is not None:
-            model = data
+            section = data
             continue
-        field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
-        annotation = field.annotation if field else model
-        model = section_in(annotation) or model
-    return list(model.model_fields)
+        field = section.model_fields.get(str(part)) if hasattr(section, "model_fields") else None
+        annotation = field.annotation if field else section
+        section = section_in(annotation) or section
+    return list(section.model_fields)
