@@ -32,8 +32,8 @@ def measure(users: int, entries: int, lost: int) -> dict[str, float]:
     """
     names, secure = tuple(f"user {number}" for number in range(users)), SecureSection()
     terms = Terms(
-        run="", round=1, users=names, expected=users, threshold=secure.least(users), word=secure.word(users),
-        entries=entries,
+        run="", round=1, users=names, expected=users, threshold=secure.required_users(users),
+        word=secure.word_bits(users), entries=entries,
     )  # fmt: skip
     upload = np.random.default_rng(0).integers(0, 1000, entries).astype(f"<u{terms.word // 8}")
     dropped = names[users - lost :]

@@ -80,7 +80,7 @@ def test_users_on_disk_are_drawn_alike(store: str, tmp_path: Path) -> None:
 
 def test_runs_without_the_key_keep_their_fingerprint() -> None:
     recipe = comingle.Recipe(data={"users": {"ada": "ada.txt"}}, seed=3)
-    assert "seed" not in recipe.computed["data"]
+    assert "seed" not in recipe.result_content["data"]
     assert comingle.Recipe(**yaml.safe_load(recipe.as_yaml())).fingerprint == recipe.fingerprint
     assert recipe.with_changes({"data.seed": 3}).fingerprint != recipe.fingerprint
     with pytest.raises(RecipeError, match=r"data\.seed"):

@@ -92,4 +92,4 @@ def test_mistakes_are_one_line(run: Any, clusters: Any, method: Any, said: str) 
 
 def test_recipes_without_clusters_have_the_fingerprint_that_they_had() -> None:
     recipe = comingle.Recipe(data={"users": {"ada": "ada.txt"}})
-    assert "clusters" not in recipe.computed["data"]
+    assert "clusters" not in recipe.result_content["data"]

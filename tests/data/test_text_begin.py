@@ -235,7 +235,7 @@ def test_a_run_that_an_older_version_began_goes_on_as_it_was(loaded: Loaded, tmp
     with pytest.raises(StoppedError):
         comingle.run(recipe_in(tmp_path, add_bos_token=False), out=tmp_path / "older", observers=[stop])
     as_older(tmp_path / "older")
-    assert "add_bos_token" not in load_recipe(tmp_path / "older").computed["data"]  # so the fingerprint stays
+    assert "add_bos_token" not in load_recipe(tmp_path / "older").result_content["data"]  # so the fingerprint stays
     with pytest.raises(RunError, match=r"data\.add_bos_token .*None .*True"):
         comingle.run(recipe_in(tmp_path, add_bos_token=True), out=tmp_path / "older", resume=True)
     resumed = comingle.run(recipe_in(tmp_path), out=tmp_path / "older", resume=True)

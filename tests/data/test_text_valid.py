@@ -62,7 +62,7 @@ def test_steps_are_as_many(recipe: Recipe) -> None:
 
 
 def test_a_run_of_before_there_was_a_choice_is_known_again(recipe: Recipe) -> None:
-    assert "train_on_valid" not in recipe.computed["data"]
+    assert "train_on_valid" not in recipe.result_content["data"]
     assert recipe.with_changes({"data.train_on_valid": False}).fingerprint == recipe.fingerprint
     assert recipe.with_changes(ON).fingerprint != recipe.fingerprint
 

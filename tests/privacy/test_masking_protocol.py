@@ -66,7 +66,7 @@ def test_the_sum_is_that_of_the_survivors_whoever_is_lost_when(seed: int, word: 
     """At random: users, threshold, and who is lost in which step, so long as enough are left."""
     draw = np.random.default_rng(seed)
     users = int(draw.integers(3, 9))
-    terms = terms_for(users, SecureSection().least(users), word=word)
+    terms = terms_for(users, SecureSection().required_users(users), word=word)
     order = [str(name) for name in draw.permutation(terms.users)]
     steps = ["advertise", "share", "mask", "unmask"]
     lost = {(str(draw.choice(steps)), name) for name in order[: users - terms.threshold]}
@@ -382,14 +382,14 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.Monk
 def test_two_sums_of_one_round_would_need_somebody_twice() -> None:
     for threshold in (0.51, 0.66, 1.0):
         for users in range(3, 200):
-            least = SecureSection(threshold=threshold).least(users)
+            least = SecureSection(threshold=threshold).required_users(users)
             assert 2 * least > users
             assert 2 <= least <= users
 
 
 def test_a_sum_fills_at_most_half_of_its_numbers() -> None:
     for bits, users in itertools.product((16, 24, 32), (1, 2, 3, 100, 127, 128, 129, 70_000)):
-        word = SecureSection(bits=bits).word(users)
+        word = SecureSection(bits=bits).word_bits(users)
         assert users * Grid(bound=1.0, bits=bits).largest < 2 ** (word - 2)
-    assert SecureSection(bits=24).word(100) == 32
-    assert SecureSection(bits=24).word(129) == 64
+    assert SecureSection(bits=24).word_bits(100) == 32
+    assert SecureSection(bits=24).word_bits(129) == 64

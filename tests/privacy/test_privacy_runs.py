@@ -339,7 +339,7 @@ def test_a_run_anew_in_the_same_folder_draws_other_users(tmp_path: Path) -> None
 def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:
     content = tiny(tmp_path, users=2)
     plain = parse_recipe(content)
-    assert "privacy" not in plain.computed
+    assert "privacy" not in plain.result_content
     assert plain.fingerprint != parse_recipe({**content, "privacy": PRIVATE}).fingerprint
     federation = run(content, tmp_path / "run").federation
     assert not any(name.startswith(("reference/", "clip")) for name in federation.clients.state.kept)

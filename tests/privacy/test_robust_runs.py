@@ -203,7 +203,7 @@ def test_a_rule_is_a_plain_name_or_a_mapping() -> None:
     assert plain.aggregation == mapping.aggregation
     assert plain.fingerprint == mapping.fingerprint != recipe().fingerprint
     assert recipe(aggregation="mean").fingerprint == recipe().fingerprint
-    assert "aggregation" not in recipe().computed
+    assert "aggregation" not in recipe().result_content
     assert parse_recipe(yaml.safe_load(plain.as_yaml())).fingerprint == plain.fingerprint
     for wrong in ("kurm", {"rule": "krum", "hostile": 0.5}, {"bound": 0}):
         with pytest.raises(RecipeError, match="aggregation"):

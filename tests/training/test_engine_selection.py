@@ -115,4 +115,4 @@ def test_when_models_are_evaluated_decides_only_on_what_is_selected() -> None:
     assert recipe_of().fingerprint != recipe_of(changes=often).fingerprint
     last = {"evaluation.select": "last"}
     assert recipe_of(changes=last).fingerprint == recipe_of(changes={**last, **often}).fingerprint
-    assert "select" not in json.dumps(recipe_of(changes=last).computed)
+    assert "select" not in json.dumps(recipe_of(changes=last).result_content)

@@ -27,14 +27,14 @@ from transformers import PreTrainedTokenizerBase
 from comingle.config import Recipe
 from comingle.config.settings import (
     ON_LANGUAGE,
-    Anchor,
     Count,
     DataSection,
+    PathResolver,
     Section,
     Source,
-    keys_of_text,
     plain_name,
-    steps_of,
+    unread_keys_of_text,
+    unread_local_steps,
 )
 from comingle.data.conversations.encoding import Answers, Question, UserAnswers, build_answers, check_answers, encode
 from comingle.data.row_files import BadRows, Row, read_json
@@ -480,9 +480,9 @@ class QuestionsDataSection(DataSection):
     implementation: ClassVar[str] = "comingle_papers.questions:KIND"
     accepted: ClassVar[Mapping[str, str]] = {"questions": "a name, or a mapping with name"}
     unread: ClassVar[Mapping[str, str]] = {
-        **steps_of("questions"),
+        **unread_local_steps("questions"),
         **ON_LANGUAGE,
-        **keys_of_text(
+        **unread_keys_of_text(
             add_bos_token="prompts begin with it if the texts of the base do",
             split="data.questions.train, valid and test set the number of questions",
             held_out="all users have the same questions",
@@ -495,15 +495,15 @@ class QuestionsDataSection(DataSection):
         ),
     }
 
-    def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the key ``questions`` with its path, if it has one, replaced by ``anchor(path)``.
+    def resolve_paths(self, resolve: PathResolver) -> dict[str, object]:
+        """Return the key ``questions`` with its path, if it has one, made absolute.
 
         Args:
-            anchor: Makes a path that is relative to the recipe's file absolute.
+            resolve: Makes a path absolute if it exists beside the recipe's file, and returns other text unchanged.
         """
         content = self.model_dump(mode="json", exclude_unset=True, include={"questions"})
         if (path := content["questions"].get("path")) is not None:
-            content["questions"]["path"] = anchor(path)
+            content["questions"]["path"] = resolve(path)
         return content
 
 

@@ -184,7 +184,7 @@ def test_clean_leak_and_control_differ_in_what_they_are_named_for_alone() -> Non
             "-leak": {"method.accumulate_gradients": True} if row in turns else {},
             "-control": {"data.train_on_valid": True},
         }.get(column.removeprefix(data_set), {})
-        assert cell.recipe.computed == clean.recipe.with_changes(changes).computed
+        assert cell.recipe.result_content == clean.recipe.with_changes(changes).result_content
         assert (cell.folder == clean.folder) == (not changes)
 
 

@@ -71,6 +71,10 @@ class _Loader(yaml.SafeLoader):
 
         ``_composed`` counts values with aliases expanded, ``_sizes`` has that count for each finished node. An alias
         to a node without a size is recursive: that node is not finished, so it contains the alias.
+
+        Args:
+            parent: The node that contains this one; None for the root.
+            index: The place in the parent: a number in a list, the key's node in a mapping.
         """
         event: Any = self.peek_event()
         if self._depth >= MAX_DEPTH:
@@ -111,8 +115,14 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
-    """Refuse keys of a mapping that are not text or occur twice; merge keys (``<<``) may occur several times."""
-    lines: dict[str, int] = {}
+    """Refuse keys of a mapping that are not text or occur twice, and merge keys in a mapping of users below it.
+
+    Merge keys (``<<``) themselves may occur several times, as YAML allows.
+
+    Args:
+        node: The mapping, before it is converted to a dictionary, which would keep the last of two equal keys.
+    """
+    lines: dict[str, int] = {}  # line of each key
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise _error_at(key, f"a key must be text; got {_KINDS[type(key)]}")
@@ -125,7 +135,9 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _check_users(node: yaml.MappingNode) -> None:
-    """Refuse merge keys (``<<``) in the mapping of users, as a merged name could hide another user of that name.
+    """Refuse merge keys (``<<``), which insert the entries of another mapping, in the mapping of users.
+
+    A user could be in both mappings, and one of the two entries would be ignored silently.
 
     Args:
         node: The mapping below a key ``users``.
@@ -148,7 +160,7 @@ def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda
 
     Args:
         path: The file or run folder.
-        change: Function of the file's content, applied before it is checked.
+        change: Function from the file's content to the content that is checked instead, for example with overrides.
 
     Raises:
         RecipeError: There is no such file, it is not YAML, or the recipe is wrong.
@@ -192,10 +204,18 @@ def _shipped_hint(path: Path) -> str:
 
 
 def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
+    """Return a recipe with relative paths of data and base made absolute where they exist below ``folder``.
+
+    Other text, such as names of models and data sets on the hub, stays as it is.
+
+    Args:
+        recipe: The recipe.
+        folder: Folder of the recipe's file.
+    """
     content = recipe.model_dump(mode="json", exclude_unset=True)
 
     def make_absolute(source: object) -> object:
+        """Return a path, or each path of a list, as an absolute path if it exists below the folder."""
         if isinstance(source, list):
             return [make_absolute(entry) for entry in source]
         if not isinstance(source, str) or is_named(source):
@@ -203,45 +223,47 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
         source = os.path.expandvars(os.path.expanduser(source))
         return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
-    content["data"] |= recipe.data.anchored(make_absolute)
+    content["data"] |= recipe.data.resolve_paths(make_absolute)
     if os.path.exists(folder / recipe.base):
         content["base"] = make_absolute(recipe.base)
     return Recipe.model_validate(content)
 
 
 def check_used(recipe: Recipe) -> None:
-    """Check that all settings apply to the users' kind of data.
+    """Check that the recipe sets no keys that have no effect for its kind of data, and weights users as it allows.
+
+    Keys with their default values are accepted, as recipes of runs have all keys.
 
     Raises:
         RecipeError: A setting is not used for this kind, or its value is not allowed for it.
     """
     data = recipe.data
-    for place, instead in data.unread.items():
-        if place.startswith("data."):  # refused when the section was parsed
+    for unread_key, instead in data.unread.items():
+        if unread_key.startswith("data."):  # refused when the section was parsed
             continue
-        if changes := changed_settings(recipe, place):
+        if changes := changed_settings(recipe, unread_key):
             key, value = changes[0]
             raise RecipeError(f"{key}: got {value!r}, which is not used for {data.label}; {instead}")
     if (got := recipe.training.weighting) not in data.weightings:
         raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
 
 
-def changed_settings(recipe: Recipe, place: str) -> list[tuple[str, object]]:
+def changed_settings(recipe: Recipe, dotted_key: str) -> list[tuple[str, object]]:
     """Return the settings at or below a dotted key that differ from their defaults, as pairs (dotted key, value).
 
     Args:
         recipe: The recipe.
-        place: Dotted key of a setting, or of a section, whose settings are compared one by one.
+        dotted_key: Key of a setting, or of a section, whose settings are compared one by one.
     """
     section: Any = recipe
-    *path, last = place.split(".")
-    for part in path:
-        section = getattr(section, part)
+    *section_names, last = dotted_key.split(".")
+    for name in section_names:
+        section = getattr(section, name)
     value, default = getattr(section, last), type(section).model_fields[last].get_default(call_default_factory=True)
     is_section = hasattr(value, "model_fields_set")
     if not is_section:
-        return [(place, value)] if value != default else []
+        return [(dotted_key, value)] if value != default else []
     changes = []
     for name in type(value).model_fields:
-        changes += changed_settings(recipe, f"{place}.{name}")
+        changes += changed_settings(recipe, f"{dotted_key}.{name}")
     return changes

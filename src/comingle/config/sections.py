@@ -43,7 +43,8 @@ class MethodSection(Section):
 
     @field_validator("settings")
     @classmethod
-    def _numbers_with_exponents(cls, settings: Mapping[str, object]) -> dict[str, object]:
+    def _convert_exponents(cls, settings: Mapping[str, object]) -> dict[str, object]:
+        """Convert values such as "1e-3", which YAML 1.1 reads as text, to numbers."""
         return {key: number_in(value) for key, value in settings.items()}
 
 
@@ -127,30 +128,31 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_nets(cls, content: object) -> object:
+    def _accept_rate_of_nets(cls, content: object) -> object:
         """Read ``training.learning_rate`` of nets, which have no experts, as ``training.experts.learning_rate``."""
         if not isinstance(content, Mapping) or not _trains_nets(content.get("data")) or "training" not in content:
             return content
-        return {**content, "training": _rate_below_experts(content["training"])}
+        return {**content, "training": _move_rate_to_experts(content["training"])}
 
     @field_validator("data", mode="before")
     @classmethod
-    def _of_its_kind(cls, data: object) -> object:
-        """Validate the raw content of ``data`` with the section class of its kind."""
+    def _validate_by_kind(cls, data: object) -> object:
+        """Validate the raw content of ``data`` with the section class of its kind; return a section unchanged."""
         return section_of(data).model_validate(data) if isinstance(data, Mapping) else data
 
     @field_validator("method", mode="before")
     @classmethod
-    def _plain_name(cls, method: object) -> object:
-        """Convert the spellings of ``method`` to ``{name, settings}``.
+    def _normalise_method(cls, method: object) -> object:
+        """Convert each way to write ``method`` in a recipe to ``{name: NAME, settings: {...}}``.
 
-        Allowed are a name, ``{name, settings: {...}}``, and ``{name, KEY: VALUE, ...}`` with settings beside the name.
+        Allowed are a plain name, ``{name: NAME, settings: {...}}``, and ``{name: NAME, KEY: VALUE, ...}`` with the
+        settings beside the name.
         """
         if isinstance(method, str):
             return {"name": method}
         if not isinstance(method, Mapping):
             return method
-        # Both spellings may occur: ``--set method.router_every=5`` on a recipe that was parsed before.
+        # Settings may be in both places: `--set method.router_every=5` adds one beside those of a parsed recipe.
         named = {key: value for key, value in method.items() if key in ("name", "settings")}
         beside = {key: value for key, value in method.items() if key not in named}
         settings = named.get("settings", {})
@@ -158,8 +160,8 @@ class Recipe(Section):
 
     @field_validator("aggregation", mode="before")
     @classmethod
-    def _plain_rule(cls, aggregation: object) -> object:
-        """Convert a rule's name to ``{rule: NAME}``."""
+    def _normalise_aggregation(cls, aggregation: object) -> object:
+        """Convert ``aggregation``, if it is the plain name of a rule, to ``{rule: NAME}``."""
         return plain_name(aggregation, key="rule")
 
     @property
@@ -168,15 +170,17 @@ class Recipe(Section):
         return self.seed if self.data.seed is None else self.data.seed
 
     @property
-    def computed(self) -> dict[str, Any]:
-        """The keys that determine the result: all but the runtime, checkpoints and the evaluation interval.
+    def result_content(self) -> dict[str, Any]:
+        """The content of the recipe that determines a run's result, which the fingerprint is a hash of.
 
-        The interval counts if the best of the evaluated rounds is selected. The order of the users does not count:
-        lists with a value per user become mappings by name. Sections and keys that did not exist in older versions are
-        left out if they have no effect, so that older runs keep their fingerprints.
+        It is all but the runtime, checkpoints and which rounds and users are evaluated. Evaluations count only if the
+        best of the evaluated rounds is selected. The order of the users does not count: lists with a value per user
+        become mappings by name. Sections and keys that did not exist in older versions are left out if they have no
+        effect, so that older runs keep their fingerprints.
         """
-        interval_keys = {"select", "every", "first", "users"} if self.evaluation.select == "last" else set[str]()
-        excluded: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": interval_keys}
+        selects_best = self.evaluation.select == "best"
+        uncounted_keys = set[str]() if selects_best else {"select", "every", "first", "users"}
+        excluded: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": uncounted_keys}
         if self.privacy is None:
             excluded["privacy"] = True
         if self.aggregation.is_mean:
@@ -201,13 +205,15 @@ class Recipe(Section):
 
     @property
     def fingerprint(self) -> str:
-        """A short hash of :attr:`computed`."""
-        return hashlib.sha256(json.dumps(self.computed, sort_keys=True).encode()).hexdigest()[:16]
+        """A short hash of :attr:`result_content`, by which a run is recognised as one of this recipe."""
+        return hashlib.sha256(json.dumps(self.result_content, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_changes(self, changes: Mapping[str, object], *, where: str = "recipe") -> Recipe:
         """Return a copy with dotted keys replaced.
 
-        A section is replaced before its keys, whatever their order: ``{"method.models": 5, "method": "ifca"}``.
+        A section is replaced before its keys, whatever their order: ``{"method.models": 5, "method": "ifca"}``. As in a
+        recipe's YAML, ``training.learning_rate`` of nets means ``training.experts.learning_rate``, and a section that
+        may be a plain name (``method``, ``aggregation``) may still be one when a key of it is set.
 
         Args:
             changes: New values by dotted key, for example ``{"training.rounds": 3}``.
@@ -217,14 +223,15 @@ class Recipe(Section):
             RecipeError: A key is unknown or a value is wrong.
         """
         content = self.model_dump(mode="json", exclude_unset=True)
-        nets = _trains_nets(content["data"])
-        for key in sorted(changes, key=lambda key: key.count(".")):
+        trains_nets = _trains_nets(content["data"])
+        for key in sorted(changes, key=lambda key: key.count(".")):  # sections first
+            meant_key = _RATE_OF_EXPERTS if trains_nets and key == _RATE_OF_NETS else key
+            *section_names, last = meant_key.split(".")
             section: dict[str, Any] = content
-            *path, last = (_RATE_OF_EXPERTS if nets and key == _RATE_OF_NETS else key).split(".")
-            for part in path:
-                old = plain_name(section.get(part), key="rule" if part == "aggregation" else "name")
+            for name in section_names:
+                old = plain_name(section.get(name), key="rule" if name == "aggregation" else "name")
                 inner = dict(old) if isinstance(old, Mapping) else {}
-                section[part] = inner  # a copy, as the old section may be an object of the caller
+                section[name] = inner  # a copy, as the old section may be an object of the caller
                 section = inner
             section[last] = changes[key]
         return parse_recipe(content, where=where)
@@ -250,16 +257,20 @@ def _trains_nets(data: object) -> bool:
         data: The section ``data``, or its raw content; False for invalid content.
     """
     section = type(data) if isinstance(data, DataSection) else _section_or_none(data)
-    return section is not None and "adapters" in section.unread  # kinds of data list the sections they do not use
+    # `unread` are the sections and keys that the kind of data does not use; nets have no adapters.
+    return section is not None and "adapters" in section.unread
 
 
-def _rate_below_experts(training: Any) -> object:
-    """Move ``learning_rate`` of the raw section ``training`` to its section ``experts``.
+def _move_rate_to_experts(training: Any) -> object:
+    """Return the raw section ``training`` of nets with its key ``learning_rate`` moved into its section ``experts``.
 
-    Content of another form is returned unchanged, and refused when it is validated.
+    Content that is not a mapping is returned unchanged; the validation that follows refuses it.
+
+    Args:
+        training: The content of the key ``training`` as read from YAML.
 
     Raises:
-        ValueError: Both are given.
+        ValueError: Both ``learning_rate`` and ``experts.learning_rate`` are given.
     """
     experts = training.get("experts", {}) if isinstance(training, Mapping) else None
     if not isinstance(experts, Mapping) or "learning_rate" not in training:
@@ -271,7 +282,7 @@ def _rate_below_experts(training: Any) -> object:
 
 
 def complete_older(content: object) -> Any:
-    """Add ``data.add_bos_token: false`` to the recipe of a run that is older than this key.
+    """Return a run's recipe with ``data.add_bos_token: false``, if the run is older than this key.
 
     Older versions added no such token, but the key's default adds it. Runs write recipes with all keys, so a missing
     key shows their age. Do not call this for a recipe that a user wrote: its missing keys have their defaults.
@@ -296,7 +307,11 @@ def _section_or_none(data: object) -> type[DataSection] | None:
 
 
 def parse_recipe(content: object, *, where: str = "recipe") -> Recipe:
-    """Check a recipe.
+    """Return the recipe for content as read from YAML, after checking it.
+
+    Args:
+        content: The content: a mapping of keys to values.
+        where: Name of the recipe in messages, for example its path.
 
     Raises:
         RecipeError: The recipe is wrong. The error has all problems, each with place, value and allowed values.
@@ -305,5 +320,5 @@ def parse_recipe(content: object, *, where: str = "recipe") -> Recipe:
         raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
     try:
         return Recipe(**{str(key): value for key, value in content.items()})
-    except RecipeError as error:
+    except RecipeError as error:  # its problems start with "recipe: "
         raise RecipeError(*(f"{where}: {problem.removeprefix('recipe: ')}" for problem in error.problems)) from None

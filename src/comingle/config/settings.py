@@ -70,7 +70,7 @@ def number_in(value: object) -> object:
 PATHS = ("path", "train", "valid", "test")
 """Keys whose values are paths of a user's data."""
 
-Anchor = Callable[[Any], Any]
+PathResolver = Callable[[Any], Any]
 """Function that makes a relative path, or a list of them, absolute if it exists beside the recipe."""
 
 
@@ -105,10 +105,10 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_other_kinds(cls, content: object) -> object:
-        """Refuse keys of ``data`` that only other kinds have, and name the alternative of this kind.
+    def _refuse_keys_of_other_kinds(cls, content: object) -> object:
+        """Refuse keys of ``data`` that only other kinds have, and name what to use instead for this kind.
 
-        Other unknown keys are refused later, by the model itself.
+        The content is returned unchanged. Keys that no kind has are refused later, by pydantic.
         """
         keys = content if isinstance(content, Mapping) else ()
         for key in keys:
@@ -131,10 +131,13 @@ class DataSection(Section):
         """True if users are tested on data from their training distribution."""
         return True
 
-    def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the keys of ``data`` that contain paths, with ``anchor`` applied to each path.
+    def resolve_paths(self, resolve: PathResolver) -> dict[str, object]:
+        """Return the keys of ``data`` that contain paths, with each relative path made absolute.
 
-        The result replaces these keys in the content of ``data``. A kind without paths has none.
+        The caller replaces these keys in the content of ``data``. The result is empty for a kind without paths.
+
+        Args:
+            resolve: Makes a path absolute if it exists beside the recipe's file, and returns other text unchanged.
         """
         return {}
 
@@ -152,7 +155,7 @@ class UserFiles(Section):
     """Source of the test text; needed with ``train``."""
 
     @model_validator(mode="after")
-    def _one_or_splits(self) -> UserFiles:
+    def _check_sources(self) -> UserFiles:
         """Check that a user has either one source to be split (``path``), or sources for train and test.
 
         A source for valid is optional, besides those for train and test.
@@ -192,8 +195,8 @@ class OwnUsersSection(DataSection, Generic[Files]):
 
     @field_validator("clusters", mode="before")
     @classmethod
-    def _labels(cls, clusters: object) -> object:
-        """Convert names of users, and labels of clusters that are whole numbers, to text."""
+    def _convert_to_text(cls, clusters: object) -> object:
+        """Convert names of users, and labels of clusters, to text if YAML has read them as whole numbers."""
         if not isinstance(clusters, Mapping):
             return clusters
         return {str(name): str(label) if type(label) is int else label for name, label in clusters.items()}
@@ -210,14 +213,18 @@ class OwnUsersSection(DataSection, Generic[Files]):
         """Names of the users in the recipe; empty with a data set."""
         return list(self.users or {})
 
-    def anchored(self, anchor: Anchor) -> dict[str, object]:
-        """Return the keys ``users`` and ``dataset`` after applying ``anchor`` to their paths."""
+    def resolve_paths(self, resolve: PathResolver) -> dict[str, object]:
+        """Return the keys ``users`` and ``dataset``, as far as they are set, with each relative path made absolute.
+
+        Args:
+            resolve: Makes a path absolute if it exists beside the recipe's file, and returns other text unchanged.
+        """
         content = self.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
         entries_with_paths = list((content.get("users") or {}).values())
         if content.get("dataset"):
             entries_with_paths.append(content["dataset"])
-        for entry in entries_with_paths:
-            entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
+        for entry in entries_with_paths:  # mappings with a path, or a path per split
+            entry |= {key: resolve(entry[key]) for key in PATHS if entry.get(key) is not None}
         return content
 
 
@@ -252,19 +259,23 @@ KINDS: registry.Registry[type[DataSection]] = registry.Registry(
 
 
 def section_of(content: Mapping[str, object]) -> type[DataSection]:
-    """Return the section class for the raw content of the key ``data``.
+    """Return the section class for the content of a recipe's key ``data``.
 
-    It is that of the kind that ``kind`` names. Without it, the kind is recognised by a key that only this kind has
-    (``marks``).
+    The key ``kind`` names the kind of data. If it is missing, the kind follows from the source of the data: each kind
+    has keys for sources (its ``marks``) that no other kind has.
+
+    Args:
+        content: The content as read from YAML, before validation.
 
     Raises:
-        ValueError: There is no such kind, or the content has such keys of no kind, or of several kinds.
+        ValueError: There is no kind of this name; or no kind is named, and there is no source or sources of several
+            kinds.
     """
     if (kind := content.get("kind")) is not None:
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"no kind {kind!r}.{KINDS.hint(str(kind))} Allowed: {', '.join(KINDS)}")
         return KINDS[kind]
-    section_by_mark = {mark: section for section in _loadable() for mark in section.marks}
+    section_by_mark = {mark: section for section in _importable_sections() for mark in section.marks}
     given = [mark for mark in section_by_mark if content.get(mark) is not None]
     if len({section_by_mark[mark] for mark in given}) != 1:
         *others, last = section_by_mark
@@ -272,8 +283,8 @@ def section_of(content: Mapping[str, object]) -> type[DataSection]:
     return section_by_mark[given[0]]
 
 
-def _loadable() -> Iterator[type[DataSection]]:
-    """Yield all sections, except those of plug-ins that cannot be imported."""
+def _importable_sections() -> Iterator[type[DataSection]]:
+    """Yield the section class of each kind of data, except those of plug-ins that cannot be imported."""
     for kind in KINDS:
         with suppress(PluginError):
             yield KINDS[kind]
@@ -287,20 +298,24 @@ _PASSES = {"data.train_on_valid": "rounds are passes, which more training data w
 _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_tokens")
 
 
-def steps_of(what: str) -> dict[str, str]:
-    """Return an entry of ``unread``: why ``local_steps`` is not used if users make passes over their data.
+def unread_local_steps(items: str) -> dict[str, str]:
+    """Return the explanation, by dotted key, why ``training.local_steps`` has no effect for a kind of data.
+
+    It is part of ``DataSection.unread`` for kinds whose users make passes over their data instead of steps.
 
     Args:
-        what: The items of a pass, for example "samples".
+        items: Of what a user's data consists, in the plural: "samples" or "conversations".
     """
-    return {"training.local_steps": f"training.local_epochs is the number of passes over a user's {what}"}
+    return {"training.local_steps": f"training.local_epochs is the number of passes over a user's {items}"}
 
 
-def keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
-    """Return entries of ``unread`` for another kind: the keys of ``data`` that only text has, and what to do instead.
+def unread_keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
+    """Return the keys of ``data`` that only text has, each with what to use instead for another kind of data.
+
+    It is part of ``DataSection.unread`` for the other kind. The key ``data.train_on_valid`` is always in it.
 
     Args:
-        limits: Alternatives to the token limits of the three splits: one text for all, or one each.
+        limits: Alternatives to the token limits of train, valid and test: one text for all, or one each.
         instead: Alternatives to other keys, by key without ``data.``.
     """
     limit_texts = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
@@ -313,15 +328,16 @@ class Gating(Protocol):
     """Weighting of experts that a method defines, the same for all routers of a model; ``str`` describes it."""
 
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
-        """Return the number of rows of a router's matrix, and the function that draws their first values.
+        """Return the number of rows of a router's matrix ``(rows, width)``, and the function that draws initial values.
 
-        With fewer rows than experts, the rows belong to the last experts, in order. If there are no more rows than
-        experts, a user has only the rows of its own experts.
+        If there are at most as many rows as experts, the last row belongs to the last expert and so on; with fewer
+        rows the first experts have none. Users may have different experts, and each has only the rows of its own. If
+        there are more rows than experts, they belong to no single expert, and each user has all of them.
 
         Args:
             experts: Number of experts.
-            rank: Rank of the experts.
-            width: Width of the input.
+            rank: LoRA rank of the experts.
+            width: Width of the router's input.
         """
         ...
 
@@ -420,32 +436,39 @@ class SecureSection(Section):
     colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
     """Users that may reveal their noise to the server without weakening the bound."""
 
-    def least(self, users: int) -> int:
-        """Return the number of users that a sum requires in a round with ``users`` participants.
+    def required_users(self, participants: int) -> int:
+        """Return the least number of users whose uploads a round must sum; with fewer there is no sum.
 
-        ``max(LEAST, ceil(threshold users))``; a product that is whole except for rounding errors is not rounded up.
+        ``max(2, ceil(threshold * participants))``: a sum of one upload would reveal it. A product that is whole except
+        for rounding errors is not rounded up.
+
+        Args:
+            participants: Number of participants of the round.
         """
-        return max(LEAST, math.ceil(self.threshold * users - 1e-9))
+        return max(LEAST, math.ceil(self.threshold * participants - 1e-9))
 
-    def word(self, users: int) -> int:
-        """Return the bit width of masked uploads: 32, or 64 if a sum over ``users`` entries needs more.
+    def word_bits(self, users: int) -> int:
+        """Return the bit width of the integers that masked uploads consist of: 32, or 64 if sums need more.
 
-        A sum of that many entries of ``bits`` bits has ``bits + ceil(log2 users)`` bits. One more is spare, so that a
-        sum uses at most half of the range.
+        A sum of ``users`` integers of ``bits`` bits has at most ``bits + ceil(log2 users)`` bits. One bit more is
+        required, so that sums use at most half of the range.
+
+        Args:
+            users: Largest number of uploads in a sum.
         """
         needed_bits = self.bits + math.ceil(math.log2(max(users, 1))) + 1
         return WORDS[0] if needed_bits <= WORDS[0] else WORDS[1]
 
 
-def no_sum(done: int, fact: str, least: int) -> str:
-    """Return a one-line message for a round without a sum.
+def no_sum_message(round_number: int, completed: str, required: int) -> str:
+    """Return the one-line message for a round of secure aggregation that too few users completed for a sum.
 
     Args:
-        done: The round.
-        fact: Number of users who completed a step, as a clause: "1 of 3 users completed step 'mask'".
-        least: Number of users that a sum requires.
+        round_number: Number of the round, from 1.
+        completed: How many users completed which step: "1 of 3 users completed step 'mask'".
+        required: Number of users that a sum requires.
     """
-    return f"round {done}: {fact}; needed: {least}; the round ends without a sum"
+    return f"round {round_number}: {completed}; needed: {required}; the round ends without a sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -562,10 +585,11 @@ class PrivacySection(Section):
 
     @field_validator("mechanism", mode="before")
     @classmethod
-    def _registered(cls, mechanism: object) -> object:
-        """Check that a privacy mechanism is registered."""
+    def _check_mechanism(cls, mechanism: object) -> object:
+        """Check that there is a privacy mechanism of this name: a built-in one, or one of a plug-in."""
         if isinstance(mechanism, str) and mechanism in MECHANISMS:
             return mechanism
+        # Worded like pydantic's error for a fixed list of allowed values.
         *others, last = map(repr, MECHANISMS)
         raise ValueError(f"Input should be {', '.join(others)} or {last}")
 
@@ -626,13 +650,17 @@ class AggregationSection(Section):
 
     def enough(self, users: int) -> bool:
         """Return whether the rule's guarantee holds for this number of uploads."""
-        return users >= self.needed(self.hostile_among(users))
+        return users >= self.least_uploads(self.hostile_among(users))
 
-    def needed(self, hostile: int) -> int:
-        """Return the least number of uploads for which the rule's guarantee holds with ``hostile`` hostile ones.
+    def least_uploads(self, hostile: int) -> int:
+        """Return the least number of uploads in a round for which the rule's guarantee holds.
 
-        The mean and a fixed bound on norms guarantee nothing that depends on the number. Other rules need a majority of
-        honest uploads (``2 hostile + 1``) or more, as their papers say.
+        With h hostile uploads it is ``2 h + 3`` for "krum" and "multi-krum" (Blanchard et al. 2017), ``4 h + 3`` for
+        "bulyan" (El Mhamdi et al. 2018) and ``2 h + 1``, a majority of honest uploads, for the medians, "trimmed-mean"
+        and a norm bound that is the median. "mean" and a fixed norm bound have no guarantee that depends on the number.
+
+        Args:
+            hostile: Number of hostile uploads h among them.
         """
         if self.rule == "mean" or (self.rule == "norm-bound" and self.bound != "median"):
             return 1
@@ -724,13 +752,14 @@ class TrainingSection(Section):
 
     @field_validator("router", mode="before")
     @classmethod
-    def _constant_router(cls, router: object) -> object:
+    def _default_to_constant_rate(cls, router: object) -> object:
+        """Give the router's optimiser a constant learning rate, if the recipe sets keys of it but no schedule."""
         return {"schedule": ROUTER_OPTIMIZER.schedule, **router} if isinstance(router, Mapping) else router
 
     @field_validator("participation")
     @classmethod
     def _check_rounds(cls, participation: float | list[list[str]]) -> float | list[list[str]]:
-        """Check that each round in a list has users and names none twice; a fraction needs no check."""
+        """Check that each listed round has participants and names none of them twice; a fraction needs no check."""
         if not isinstance(participation, list):
             return participation
         if not participation or not all(participation):

@@ -280,10 +280,11 @@ class RobustRule(PrivacyMechanism):
         for size in sorted(sizes):
             if not aggregation.enough(size):
                 hostile = aggregation.hostile_among(size)
+                least = aggregation.least_uploads(hostile)
                 raise RecipeError(
-                    f"aggregation: {rule} needs {aggregation.needed(hostile)} users in a round with {hostile} hostile "
-                    f"users, but training.participation selects {size}; allowed: more users, a smaller "
-                    "aggregation.hostile, or another rule"
+                    f"aggregation: {rule} needs {least} users in a round with {hostile} hostile users, but "
+                    f"training.participation selects {size}; allowed: more users, a smaller aggregation.hostile, or "
+                    "another rule"
                 )
         if rule != "norm-bound" and not same_ranks:
             raise RecipeError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from comingle.config.settings import Terms, no_sum
+from comingle.config.settings import Terms, no_sum_message
 from comingle.privacy import secure_client
 from comingle.privacy.secure_client import Session, pair_mask
 from comingle.privacy.secure_sum import KEY_BYTES, PUBLIC_KEYS_BYTES
@@ -89,7 +89,7 @@ class SumCollector:
         """
         if len(completed) < self.terms.threshold:
             fact = f"{len(completed)} of {self.terms.expected} users completed step {step!r}"
-            raise NoSumError(no_sum(self.terms.round, fact, self.terms.threshold))
+            raise NoSumError(no_sum_message(self.terms.round, fact, self.terms.threshold))
 
     # ---------------------------------------------------------------- the sum
 

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.config.sections import Recipe
-from comingle.config.settings import LEAST, PrivacySection, SecureSection, Terms, no_sum
+from comingle.config.settings import LEAST, PrivacySection, SecureSection, Terms, no_sum_message
 from comingle.methods.base import Method
 from comingle.privacy.accounting import Participation, expected_participants
 from comingle.privacy.base import PrivacyMechanism, Update
@@ -228,7 +228,7 @@ class Sums:
     @property
     def word(self) -> int:
         """Bits of the numbers that are sent."""
-        return self.secure.word(len(self.users))
+        return self.secure.word_bits(len(self.users))
 
     def expected(self, round_number: int) -> int:
         """Return the number of users that round ``round_number`` selects."""
@@ -236,7 +236,7 @@ class Sums:
 
     def least(self, round_number: int) -> int:
         """Return the smallest number of uploads in the sum of round ``round_number``; with fewer there is no sum."""
-        return self.secure.least(self.expected(round_number))
+        return self.secure.required_users(self.expected(round_number))
 
     def deviation(self, round_number: int) -> float:
         """Return the standard deviation of each user's part of the noise: ``z C / sqrt(least - colluders)``.
@@ -412,7 +412,7 @@ class Sums:
         """
         if num_advertised < (least := self.least(round_number)):
             fact = f"{num_advertised} of {self.expected(round_number)} users completed step 'advertise'"
-            raise NoSumError(no_sum(round_number, fact, least))
+            raise NoSumError(no_sum_message(round_number, fact, least))
 
     def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, round_number: int) -> Tree:
         """Return the mean change of the users, float64, from the sum of their uploads.

@@ -231,7 +231,7 @@ def _refuse_links(folder: Path) -> None:
 
 def _first_difference(old: Recipe, new: Recipe) -> str:
     """Return the first key in alphabetical order whose value differs, with both values, for an error message."""
-    before, after = _flattened(old.computed), _flattened(new.computed)
+    before, after = _flattened(old.result_content), _flattened(new.result_content)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"

@@ -238,7 +238,7 @@ class Cell:
     @cached_property
     def computed(self) -> dict[str, Any]:
         """Settings that determine the result, without the local paths of text and base model."""
-        return with_placeholder(self.recipe.computed, self.data)
+        return with_placeholder(self.recipe.result_content, self.data)
 
     @cached_property
     def folder(self) -> str:

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
+from comingle.config.settings import Count, DataSection, Fraction, Positive, Section, plain_name, unread_keys_of_text
 from comingle.data.populations import as_users
 from comingle.data.samples.reading import Augment, Population
 from comingle.data.samples.samples import UserSamples, check, warn_unseen
@@ -487,7 +487,7 @@ class TaskDataSection(DataSection):
     accepted: ClassVar[Mapping[str, str]] = {"task": "a name, or a mapping with name"}
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
-        **keys_of_text(
+        **unread_keys_of_text(
             add_bos_token="a task has samples, which have no tokens",
             split="a task has its own train and test samples",
             held_out="a task has its own test samples",

@@ -14,8 +14,8 @@ from comingle.config.settings import (
     Source,
     TokenLimit,
     UserFiles,
-    keys_of_text,
-    steps_of,
+    unread_keys_of_text,
+    unread_local_steps,
 )
 from comingle.data.conversations.messages import Columns
 from comingle.data.text.section import DocumentsSection, UsersRows
@@ -67,9 +67,9 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
     label: ClassVar[str] = "conversations"
     implementation: ClassVar[str] = "comingle.training.kinds.conversations:KIND"
     unread: ClassVar[Mapping[str, str]] = {
-        **steps_of("conversations"),
+        **unread_local_steps("conversations"),
         **ON_LANGUAGE,
-        **keys_of_text(
+        **unread_keys_of_text(
             add_bos_token="conversations begin with it if the base model uses it",
             held_out="each user is tested on its own conversations",
             limits="give fewer rows, or set data.max_conversations",

@@ -13,15 +13,15 @@ from comingle.config.settings import (
     OwnUsersSection,
     Section,
     UserFiles,
-    keys_of_text,
-    steps_of,
+    unread_keys_of_text,
+    unread_local_steps,
 )
 
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]
 """Height or width of an image in pixels."""
 
 UNREAD: Mapping[str, str] = {
-    **steps_of("samples"),
+    **unread_local_steps("samples"),
     "training.context": "samples have no windows",
     "training.balance_weight": "nets have no token routers",
     "adapters": "use the section floral for adapters in nets",
@@ -77,7 +77,7 @@ class SamplesSection(OwnUsersSection[SampleSource]):
     }
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
-        **keys_of_text(
+        **unread_keys_of_text(
             add_bos_token="samples have no tokens",
             held_out="each user is tested on its own samples",
             on_small_user=NO_WINDOWS,
