@@ -218,7 +218,7 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
         """Return a path, or each path of a list, as an absolute path if it exists below the folder."""
         if isinstance(source, list):
             return [make_absolute(entry) for entry in source]
-        if not isinstance(source, str) or is_named(source):
+        if not isinstance(source, str) or is_named(source):  # a data set of the hub, or a demo
             return source
         source = os.path.expandvars(os.path.expanduser(source))
         return str((folder / source).resolve()) if os.path.exists(folder / source) else source
@@ -230,9 +230,10 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def check_used(recipe: Recipe) -> None:
-    """Check that the recipe sets no keys that have no effect for its kind of data, and weights users as it allows.
+    """Check that the recipe changes no settings that its kind of data does not use.
 
-    Keys with their default values are accepted, as recipes of runs have all keys.
+    Keys with their default values are accepted, as recipes of runs have all keys. Also check that the kind of data
+    allows the value of ``training.weighting``.
 
     Raises:
         RecipeError: A setting is not used for this kind, or its value is not allowed for it.

@@ -171,7 +171,7 @@ class Recipe(Section):
 
     @property
     def result_content(self) -> dict[str, Any]:
-        """The content of the recipe that determines a run's result, which the fingerprint is a hash of.
+        """The content of the recipe that determines a run's result; the fingerprint is its hash.
 
         It is all but the runtime, checkpoints and which rounds and users are evaluated. Evaluations count only if the
         best of the evaluated rounds is selected. The order of the users does not count: lists with a value per user
@@ -186,6 +186,7 @@ class Recipe(Section):
         if self.aggregation.is_mean:
             excluded["aggregation"] = True
         content = self.model_dump(mode="json", exclude=excluded)
+        # Keys that older versions did not have are left out at the values that correspond to those versions.
         if content.get("evaluation", {}).get("users", 0) is None:
             del content["evaluation"]["users"]
         for key, default in _LATER_DATA_KEYS.items():

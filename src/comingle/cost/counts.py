@@ -158,7 +158,8 @@ def _user_cost(
     num_models = method.server.server_models if method.client.sweeps else 0
     flops = shape.forward() * (num_models * plan.training.local_steps)
     for phase in clients.phases:
-        # Mean steps per round: a phase takes `steps` steps at every `every`-th local step, in some of the rounds.
+        # Mean steps per round: a phase takes `steps` steps at every `every`-th of the run's local steps
+        # (`plan.iterations`), in some of the rounds.
         steps = plan.iterations // phase.every * phase.steps / plan.training.rounds
         steps *= phase.rounds_of(plan.training.rounds) / plan.training.rounds
         flops += shape.training(phase) * (steps * method.placement.copies)  # each copy of a user's model is trained
@@ -387,7 +388,7 @@ def text_load(clients: Clients) -> Load:
 def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
     """Return the costs of the users of a net or of a client-level mixture, one entry for each group with equal loads.
 
-    Their models have no adapters per linear layer, for which there are formulas; their FLOPs are measured.
+    The formulas for FLOPs of token-level experts do not apply to these models, so FLOPs are measured on fake tensors.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -405,6 +406,7 @@ def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlo
         forward_total = measured.forward.each / load.unit  # of one token, or of one sample
         forward = base_forward + Flops(lora=forward_total - base_forward.total)
         round_total = measured.round(load)
+        # A method without training takes no FLOPs in a round, not even those of the base.
         round_flops = base_round + Flops(lora=round_total - base_round.total) if round_total else Flops()
         upload_bytes, download_bytes = mean_bytes([message_sizes[name] for name in names])
         costs.append(

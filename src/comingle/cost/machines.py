@@ -421,7 +421,7 @@ def _num_participants(participation: Participation, recipe_users: int, users: in
     """Return the number of participants per round in a population larger or smaller than the recipe's.
 
     The same fraction of the users takes part as in the recipe. If the recipe lists the participants of each round by
-    name, this is their mean number, divided by the number of the recipe's users.
+    name, the fraction is their mean number, divided by the number of the recipe's users.
 
     Args:
         participation: Participation of the recipe: a fraction, or the names of each round's participants.
@@ -448,7 +448,7 @@ def _check_single_values(recipe: Recipe) -> None:
 
 
 def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
-    """Return the recipe of a measurement, which takes little time: few local steps, and work that is not measured off.
+    """Return the recipe of a measurement: with few local steps, and without work that is not measured.
 
     Args:
         recipe: The recipe.

@@ -173,7 +173,7 @@ def user_bytes(state: State, store: str) -> UserBytes:
         state: Tensors of all users, in memory. All users have the same sizes.
         store: ``runtime.store``, whose format the records have.
     """
-    forms: Mapping[str, Form] = forms_of(state, STORES[store].moments)
+    forms: Mapping[str, Form] = forms_of(state, STORES[store].moments)  # layouts of a user's two records
     sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}  # the leading dimension is that of users
     moments = sum(size for name, size in sizes.items() if name in MOMENTS)
     return UserBytes(
@@ -564,6 +564,7 @@ def peak_memory(rehearsal: Rehearsal, *, alone: bool = False, pass_size: PassSiz
     # Some methods keep the gradients of one phase for another.
     kept_gradients_bytes = int(user_ratio * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
     exchange_bytes = _exchange_bytes(rehearsal, alone=alone)
+    # Free blocks between live tensors, as a fraction of the peak.
     gaps = (CHECKPOINTED_GAPS if rehearsal.checkpointed else ALLOCATOR_GAPS).get(clients.model.device.type, 0.0)
     on_disk = not alone and rehearsal.store != MEMORY
     if on_disk:

@@ -96,7 +96,7 @@ def add_privacy_forecast(
     Raises:
         RecipeError: Rounds have too few participants.
     """
-    if recipe.privacy is None and recipe.aggregation.is_mean:
+    if recipe.privacy is None and recipe.aggregation.is_mean:  # nothing to forecast or to check
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
     method = make(recipe.method.name, **recipe.method.settings)
@@ -345,10 +345,15 @@ def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
 def data_bytes(population: Population, dtype: torch.dtype) -> int:
     """Return the bytes of all users' samples: as read, and as copied for batches.
 
-    For users that are read on demand the bytes follow from their sizes: all splits have the shapes of the first user's.
+    Of users that are read on demand only the first is read. The bytes of all follow from its bytes per sample, as their
+    samples have the same shapes.
+
+    Args:
+        population: Users and their samples.
+        dtype: Dtype of the model, to which samples are converted in batches.
     """
     users, total = population.users, 0
-    if users.sizes is not None:
+    if users.sizes is not None:  # numbers of samples of each user, by split
         one_user = data_bytes(replace(population, users=users.select([0])), dtype)
         return int(one_user * users.sizes.sum() / users.sizes[0].sum())
     for part in (user.split(split) for user in users for split in SPLITS):
@@ -379,7 +384,7 @@ def plan(
         BaseModelError: The base cannot be used.
         DataError: The users' names cannot be read, or available text is too short for a run.
     """
-    participation = recipe.training.participation  # `with_method` lets all users take part
+    participation = recipe.training.participation  # memory and privacy depend on it; the variants have all users
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for variant in recipes:
         check_recipe(variant)
@@ -394,6 +399,7 @@ def plan(
     base = load_cached()
     check_context_length("training.context", recipe.training.context, base.model)
     # Costs of language models are counted for text, so other data is replaced with text that costs as much.
+    # `too_small` are the names of users with too little data, whom a run would leave out.
     text_recipes, too_small, note = as_text(kind, recipes, users, load_cached)
     names = tuple(name for name in user_names(text_recipes[0], users) if name not in too_small)
     free, training = free_bytes(base.device), text_recipes[0].training
@@ -566,7 +572,7 @@ def rehearse_text(
 
 
 def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """Return a function to the FLOPs of the base alone in a client-level mixture, without adapters and router.
+    """Return a function that gives the FLOPs of the base alone in a client-level mixture, without adapters and router.
 
     They are what the base takes under FedAvg, one pass per step. If the components of the mixture are trained
     independently, each is a whole model with a pass of its own, so the FLOPs are multiplied by their number.
@@ -664,7 +670,7 @@ def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -
         participation: Fraction or names of the participants.
     """
     kind, own_users, all_names = kind_of(recipe), run_data.present, run_data.users.names
-    if not kind.needs_base:
+    if not kind.needs_base:  # then `common` is the population of users with samples
         return rehearse_nets(recipe, replace(run_data.common, users=own_users), participation, all_names)
     # Passes over language data, conversations too, are measured on text that costs as much.
     if own_users.in_memory:

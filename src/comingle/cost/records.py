@@ -230,7 +230,7 @@ def _block_backward(block: Block, input_needs_grad: bool) -> tuple[Flops, bool]:
     """
     # Attention: `reads` project the input to queries, keys and values; `writes` projects the attended values.
     values_need_grad = input_needs_grad or any(linear.trained for linear in block.reads)
-    attention_needs_grad = values_need_grad or block.writes.trained
+    attention_needs_grad = values_need_grad or block.writes.trained  # gradient of the attention's output
     flops = Flops()
     attention = [(linear, input_needs_grad) for linear in block.reads] + [(block.writes, values_need_grad)]
     for linear, needs_grad in attention:  # needs_grad: whether the gradient of this layer's input is needed
@@ -577,7 +577,8 @@ class Plan:
     def as_dict(self) -> dict[str, object]:
         """Return nested dictionaries, for JSON.
 
-        Keys are the fields; ``base_flops``, ``methods`` and ``table3`` are under the names below, with nested costs.
+        Keys are the names of the fields, with two exceptions: the base's FLOPs have their unit in the key, and Table 3
+        of the paper is ``comigs_1g1s_minus_fedavg``, a dictionary for each of its columns.
         """
         plain = {
             key: getattr(self, key)

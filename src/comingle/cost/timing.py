@@ -528,10 +528,10 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
     with suppress(_RoundsDoneError):
         run_rounds(federation, observe=note_local_seconds, checkpoint=end_round, first_round=next_round)
     # The first round warms up; its end is the start of the second.
-    local_seconds = local_seconds[1:]
+    counted_seconds = local_seconds[1:]
     round_seconds = [end - start for start, end in pairwise(ends)]
-    other_seconds = [whole - local for whole, local in zip(round_seconds, local_seconds, strict=True)]
-    return median(local_seconds), max(0.0, median(other_seconds))
+    other_seconds = [whole - local for whole, local in zip(round_seconds, counted_seconds, strict=True)]
+    return median(counted_seconds), max(0.0, median(other_seconds))
 
 
 class _RoundsDoneError(Exception):
