@@ -298,7 +298,7 @@ def _method_setting(name: str) -> list[str]:
     from comingle.methods import REGISTRY, settings_of  # imports torch, so only when there is a mistake
 
     for method in REGISTRY:
-        with suppress(ComingleError):
+        with suppress(ComingleError):  # a plug-in that cannot be loaded
             if name in settings_of(method):
                 return [f"{_METHOD}{name}"]
     return []

@@ -395,7 +395,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that an operation created, until it is freed."""
-        key = storage._cdata
+        key = storage._cdata  # address of the storage, the same for all tensors that view it
         if key not in self._known:
             size = storage.nbytes()
             self._known[key] = weakref.ref(storage, functools.partial(self._remove, key, size))

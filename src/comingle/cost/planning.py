@@ -217,9 +217,8 @@ def smaller_pass(rehearsal: Rehearsal, machine: MemoryCost, free: int) -> PassSi
     return next((size for size in candidates if peak_memory(rehearsal, pass_size=size).total_bytes <= free), None)
 
 
-def _halved_passes(now: PassSize) -> Iterator[PassSize]:
-    """Yield ever smaller passes: halve the number of users until it is 1, then the number of sequences."""
-    size = now
+def _halved_passes(size: PassSize) -> Iterator[PassSize]:
+    """Yield smaller and smaller passes than ``size``: halve the users until there is 1, then the sequences of it."""
     while size.users * size.sequences > 1:
         size = replace(size, users=size.users // 2) if size.users > 1 else replace(size, sequences=size.sequences // 2)
         yield size
