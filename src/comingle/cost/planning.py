@@ -398,7 +398,7 @@ def plan(
     base = load_cached()
     check_context_length("training.context", recipe.training.context, base.model)
     # Costs of language models are counted for text, so other data is replaced with text that costs as much.
-    # `too_small` are the names of users with too little data, whom a run would leave out.
+    # `too_small` are the names of users that a run would leave out, as they have too little data.
     text_recipes, too_small, note = as_text(kind, recipes, users, load_cached)
     names = tuple(name for name in user_names(text_recipes[0], users) if name not in too_small)
     free, training = free_bytes(base.device), text_recipes[0].training
