@@ -8,7 +8,7 @@ import pytest
 
 import comingle
 from comingle.config import parse_recipe
-from comingle.config.hints import _KEYS, _paths
+from comingle.config.hints import _KEYS, _dotted_keys
 from comingle.config.sections import Recipe
 from comingle.config.settings import KINDS
 from comingle.methods import make
@@ -97,7 +97,7 @@ def test_the_key_is_one_that_such_users_read(key: str, meant: str) -> None:
 
 def test_every_key_of_the_table_exists() -> None:
     kinds = [KINDS[kind] for kind in ("text", "samples", "conversations")]
-    known = {path for kind in kinds for path in _paths(Recipe, kind)} | {"path"}
+    known = {path for kind in kinds for path in _dotted_keys(Recipe, kind)} | {"path"}
     meant = {path for paths in _KEYS.values() for path in paths.split() if not path.startswith("method.")}
     assert sorted(meant - known) == []
 
