@@ -212,7 +212,11 @@ class AdaptedModel(AdapterRouting, Model):
             return continue_greedily(self.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Return the model with fake base weights, and the size in bytes of the real ones."""
+        """Return the model with fake base weights, and the size of the real ones in bytes, to estimate memory.
+
+        Args:
+            fakes: Replaces real tensors by fake ones, which have a shape and a dtype but no data.
+        """
         size = fakes.size_of(self.network)
         head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.network, self.device)

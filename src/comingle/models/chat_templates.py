@@ -205,6 +205,8 @@ class ChatTemplate:
             return own
         values = {f"%{key}": self.date.strftime(f"%{key}") for key in _DIRECTIVES}
         filters = "".join(f" | replace({key!r}, {value!r})" for key, value in values.items())
+        # The empty expression protects a newline at the template's start: transformers lets Jinja drop the first
+        # newline after a block tag such as endmacro.
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
 
     def _prompt_text(self, messages: Sequence[Message]) -> str:
@@ -270,9 +272,9 @@ class ChatTemplate:
         try:
             return [self._encode_prepared(safe, hidden_texts, learnt, unwritten_calls)]
         except RewrittenTurnsError:
-            if len(learnt) < 2:
+            if len(learnt) < 2:  # to encode this response alone would fail again
                 raise
-        turns = [self._encode_prepared(safe, hidden_texts, [number], 0) for number in learnt]
+        turns = [self._encode_prepared(safe, hidden_texts, [number], unwritten=0) for number in learnt]
         return [replace(turns[0], unwritten_calls=unwritten_calls), *turns[1:]]
 
     def _prepare_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
@@ -425,8 +427,8 @@ class ChatTemplate:
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
         """Render a conversation so that its last response follows its prompt; return the text and the response's place.
 
-        Some templates render a whole conversation otherwise than its prompt. Then the text is the prompt, as in
-        generation, and the response after it.
+        Some templates write the beginning of a conversation differently in a prompt. Then the text is the prompt, as in
+        generation, followed by the response.
 
         Returns:
             The text, and three character offsets: the response's start, its end, and the end of the text, which may
@@ -435,11 +437,14 @@ class ChatTemplate:
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
         text = whole if whole.startswith(prompt) else prompt + self._response_after_prompt(messages, whole)
         try:
-            # Text that closes a conversation is missing where it continues with another prompt.
-            end = _common_prefix(self.render(messages, add_prompt=True), whole) + len(text) - len(whole)
-        except DataError:
+            # Text that closes a conversation is missing where the conversation continues with another prompt.
+            without_closing = _common_prefix(self.render(messages, add_prompt=True), whole)
+            end = without_closing + len(text) - len(whole)  # the same place in `text`, counted from the end
+        except DataError:  # the template refuses a prompt here, so closing text cannot be told from the response
             end = len(text)
-        return text, (len(prompt), end if end > len(prompt) else len(text), len(text))
+        if end <= len(prompt):  # the two renderings differ before the response: no end of it was found
+            end = len(text)
+        return text, (len(prompt), end, len(text))
 
     def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
         """Return the last response with its end, for templates whose conversation does not begin with the prompt.
@@ -675,9 +680,15 @@ def _without_spaces(text: str) -> str:
 
 
 def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
-    """Return the first part of a content that a text does not contain, verbatim or as JSON; empty if there is none.
+    """Return the first part of a message's content that a rendered text lacks, verbatim and as JSON; else "".
 
-    With ``thoughts`` the parts are the thoughts and the text around them, otherwise the whole content.
+    White space is ignored, because templates strip and add it.
+
+    Args:
+        content: The message's content.
+        text: The rendered text.
+        thoughts: Look for the thoughts (``<think>...</think>``) and the text around them one by one; otherwise the
+            only part is the whole content.
     """
     flat = _without_spaces(text)
     for part in re.split("</?think>", content) if thoughts else [content]:

@@ -161,7 +161,7 @@ class EnsembleModel(Model):
             users: Indices of the users.
             batch: Windows of context + 1 tokens.
             train: Ignored, as there is no dropout.
-            powers: Powers of the components' probabilities, ``(users, clusters)``; None: 1.
+            powers: Exponents of the components' probabilities (inverse temperatures), ``(users, clusters)``; None: 1.
         """
         components = [self._component_tensors(tensors, number) for number in range(self.mixture.clusters)]
         powers_of = [None] * len(components) if powers is None else powers.unbind(1)

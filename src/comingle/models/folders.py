@@ -271,7 +271,11 @@ def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _mapped_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of the weight files, which safetensors maps into memory, floating-point ones in ``dtype``."""
+    """Return the tensors of the weight files, which safetensors maps into memory, floating-point ones in ``dtype``.
+
+    A mapped file takes no memory until it is read, but a converted tensor does. So the weights of a GGUF file, which
+    the cache holds in another dtype, are written to the cache once more in bfloat16.
+    """
     if dtype == torch.bfloat16 and folder.parent == gguf_cache():
         with suppress(OSError):  # a full disk: convert in memory
             folder = make_once(folder.with_name(f"{folder.name}-bfloat16"), partial(_write_in, folder, dtype))

@@ -102,14 +102,18 @@ _IGNORED_KEYS = {"transformers_version", "bos_token_id", "pad_token_id"}
 def read_sampling(config: object | None = None, **given: object) -> Sampling:
     """Return validated settings from a transformers ``GenerationConfig`` and from keyword arguments, which override it.
 
-    Arguments that are None are ignored. ``do_sample`` switches sampling on or off; without it a ``temperature`` above 0
-    switches it on. Without a ``config`` the default of ``top_p`` is 0.95.
+    ``do_sample`` switches sampling on or off; without it a ``temperature`` above 0 switches it on. Without a ``config``
+    the default of ``top_p`` is 0.95.
+
+    Args:
+        config: A ``GenerationConfig``; None for none.
+        **given: Settings by name; those that are None are ignored.
 
     Raises:
         RecipeError: A name is unknown or unsupported, a value is out of range, or settings contradict each other.
     """
     arguments = {key: value for key, value in given.items() if value is not None}
-    values: dict[str, Any] = {**_config_values(config), **arguments}
+    values: dict[str, Any] = {**_config_values(config), **arguments}  # of the config and of the arguments
     for key in [key for key in values if key not in _RULES and key != "do_sample"]:
         _refuse_unsupported(key, values.pop(key))
     for key in ("stop", "stop_strings", "eos_token_id"):
@@ -132,14 +136,17 @@ def read_sampling(config: object | None = None, **given: object) -> Sampling:
 
 
 def _config_values(config: object | None) -> dict[str, Any]:
-    """Return the values of a ``GenerationConfig`` that are not defaults; sampling values only if it samples."""
+    """Return the values of a ``GenerationConfig`` that are not defaults, with ``do_sample`` in any case.
+
+    Values of sampling are left out if the config does not sample, and ``_IGNORED_KEYS``, which change no text, always.
+    """
     if config is None:
         return {}
     to_dict = getattr(config, "to_diff_dict", None)
     if to_dict is None:
         raise RecipeError(f"generation_config: got {config!r:.60}; allowed: transformers.GenerationConfig(...)")
     values = {key: value for key, value in to_dict().items() if value is not None and key not in _IGNORED_KEYS}
-    if not values.setdefault("do_sample", False):  # transformers ignores sampling values without do_sample, too
+    if not values.setdefault("do_sample", False):  # transformers ignores values of sampling here
         values = {key: value for key, value in values.items() if key not in (*_SAMPLING_ONLY, "temperature")}
     return values
 
@@ -310,6 +317,7 @@ def continue_texts(
     for ids in encoded:
         base.require_rows(ids, "the prompt")
     if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
+        # Prompts of different lengths cannot share a batch: continue one after another.
         return [text for prompt in prompts for text in continue_texts(network, base, [prompt], sampling)]
     _require_positions(network, encoded, sampling)
     width, device = max(map(len, encoded)), next(network.parameters()).device
@@ -321,6 +329,7 @@ def continue_texts(
         pad = next((end for end in ends if end < base.rows), 0)
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
+    # Last tokens of each text prompt, with which its new tokens are decoded; none for prompts of tokens.
     contexts = [
         decodable_suffix(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)
     ]
@@ -597,8 +606,10 @@ class _StopCriterion:
 
     def _is_finished(self, tokens: list[int], context: list[int]) -> bool:
         """Return whether a row's new tokens end with a stop token or contain a stop string."""
-        if tokens[-1] in self.stop_ids or not self.stops:
-            return tokens[-1] in self.stop_ids
+        if tokens[-1] in self.stop_ids:
+            return True
+        if not self.stops:  # no stop strings: spare the decoding
+            return False
         text = added_text(self.tokenizer, context, tokens)
         return any(stop in text for stop in self.stops)
 

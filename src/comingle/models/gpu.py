@@ -72,7 +72,9 @@ class TritonBackend:
         self.programs = programs
 
     def supports(self, x: Tensor, act: expert_mlp.Activation, rank: int) -> bool:
-        """Return whether the kernels support such tensors; also called for bases on CPUs, as the backend is global.
+        """Return whether the kernels support an MLP's input, activation and rank.
+
+        It is called for models on CPUs too, as the backend is global.
 
         Args:
             x: Input of the MLP.
@@ -325,7 +327,8 @@ class Recording:
     def _forward(self) -> None:
         """Run the function on the static inputs, and store its outputs as attributes, where a capture finds them.
 
-        A penalty that is a plain number is constant, so it is no output of the graph.
+        The function returns hidden states and the load-balancing penalty. A penalty that is a plain number is constant,
+        so it is no output of the graph.
         """
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
@@ -339,7 +342,7 @@ class Recording:
         self.gradients = torch.autograd.grad(outputs, self.leaves, output_gradients, materialize_grads=True)
 
     def _run_once(self) -> None:
-        """Run both passes without capturing, to warm up, and free their memory."""
+        """Run forward and backward pass without capturing, to warm up, and free the memory of their results."""
         self._forward()
         self.output_gradients = [torch.zeros_like(t) if t.requires_grad else None for t in self.outputs]
         self._backward()

@@ -117,13 +117,13 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
     Args:
         what: The setting that requires them, for the message.
         count: Number of models.
-        parameters: Number of parameters of one.
-        kind: Their name in the message.
+        parameters: Number of parameters of one model.
+        kind: Name of the models in the message.
 
     Raises:
         RecipeError: They do not fit.
     """
-    needed, total = 4 * count * parameters, psutil.virtual_memory().total
+    needed, total = 4 * count * parameters, psutil.virtual_memory().total  # 4 bytes for each number in float32
     if needed > total:
         raise RecipeError(
             f"{what}: {count:,} {kind} of {parameters:,} parameters need {needed / 2**30:,.0f} GiB; this machine has "

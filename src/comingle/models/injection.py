@@ -87,11 +87,12 @@ class RoutedMLP(nn.Module):
         the input: a kernel for generation, fused kernels (C++ or Triton), or PyTorch. With ``mix="linear"`` experts are
         mixed in each linear layer instead, a different function.
         """
-        users = self.factors["down"][0].shape[0]
+        a_down, _ = self.factors["down"]
+        users, rank = a_down.shape[0], a_down.shape[-2]
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "output" and self._fits_decoding(x, users):
             return self._mix_rows(tokens).view(x.shape)
-        backend = expert_mlp.backend_for(tokens, self.act, self.factors["down"][0].shape[-2])
+        backend = expert_mlp.backend_for(tokens, self.act, rank)
         if self.mix == "output" and backend is not None:
             return self._mix_natively(backend, tokens).view(x.shape)
         gates = self.router(tokens)
@@ -118,9 +119,10 @@ class RoutedMLP(nn.Module):
     def _mix_outputs(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with PyTorch; ``gates`` are the probabilities p_j."""
         names = ["gate", "up"] if "gate" in self.first else ["up"]
-        factors = [f.to(x.dtype) for name in [*names, "down"] for f in self.factors[name]]
-        bases = [base_weight(self.first[name]) for name in names] + [base_weight(self.last)]
-        weights = [t for pair in bases for t in pair]
+        # Autograd functions need flat arguments: A and B of each linear, then the base's weight and bias of each.
+        factors = [factor.to(x.dtype) for name in [*names, "down"] for factor in self.factors[name]]
+        linears = [*(self.first[name] for name in names), self.last]
+        weights = [t for linear in linears for t in base_weight(linear)]
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
     def _mix_natively(self, backend: object, x: Tokens) -> Tokens:
@@ -409,7 +411,7 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
 
     Args:
         ranks: LoRA rank of each user.
-        linears: All linear layers that get a LoRA.
+        linears: All linear layers that get a LoRA: name, module, leading dimensions of the factors, and roles.
 
     Raises:
         RecipeError: The largest rank exceeds d_in + d_out of the largest weight.
@@ -536,6 +538,7 @@ class Adapters:
 
         :func:`comingle.utils.trees.restrict` removes the same experts from tensors.
         """
+        # All slots of MLPs have the same roles along the expert axis, so the first one tells them.
         expert_roles = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
         keep = [i for i, role in enumerate(expert_roles) if role not in roles]
         return replace(self, present=self.present[:, keep])
@@ -647,7 +650,7 @@ def inject(
     Args:
         model: The base model.
         settings: Ranks, scale and target modules.
-        counts: How many experts each user has.
+        counts: How many experts each user has; ``counts.width`` is the largest number of a user.
         routed: Add a router to each MLP, if some user has more than one expert.
         gating: How routers compute gates; None: a softmax over logits.
         residual: Rank of the frozen residual beside each LoRA (:mod:`comingle.models.lora`); None for no residual.

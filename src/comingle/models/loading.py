@@ -278,10 +278,12 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 def lm_head(base: Base) -> Head:
     """Return the head of `base` after comparing its logits with the model's on two texts of 4 tokens.
 
-    Skips the comparison if the weights are on the meta device.
+    The head is a linear layer, and perhaps a scale and a soft cap of its logits. Skips the comparison if the weights
+    are on the meta device.
 
     Raises:
-        BaseModelError: The head is not linear, the logits are transformed otherwise, or the model is not causal.
+        BaseModelError: The output layer is not linear, the model computes other logits than this head, or the model is
+            not causal.
     """
     head = _read_head(base.model)
     if head.weight.is_meta:  # shapes only: nothing to compare

@@ -245,12 +245,12 @@ class Model(TokenRouting, ClientMixing, ABC):
 
     @abstractmethod
     def predict(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
-        """Return the values that a score is computed from: losses of text, outputs for samples.
+        """Return the values from which evaluation computes a score: losses of text, outputs for samples.
 
         Args:
             tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: The users' data.
+            users: Indices of the users, in the order of the rows of ``tensors``.
+            batch: The users' data: windows of tokens, or samples.
         """
 
     def generate(
@@ -267,10 +267,10 @@ class Model(TokenRouting, ClientMixing, ABC):
         raise NotImplementedError(f"{self.name}: a net cannot generate text")
 
     def without(self, roles: frozenset[str]) -> Model:
-        """Return the model without all entries of some roles.
+        """Return a model that predicts without the tensors of some roles; itself if it has no such tensors.
 
         Raises:
-            RecipeError: The remaining model cannot predict.
+            RecipeError: The model has tensors of these roles, without which this kind of model cannot predict.
         """
         if found := sorted(roles & self.layout.roles):
             raise RecipeError(f"{self.name}: cannot predict without {', '.join(found)}")

@@ -80,7 +80,8 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
     Attention has a single LoRA. An MLP's linears have one for each expert that the user has, weighted by the LoRA scale
-    alone: callers weigh experts against each other (:func:`averaged`).
+    alone: callers weigh experts against each other (:func:`averaged`). Ranks that only users with a larger rank have
+    are removed. Binds the user's tensors to the model's adapters.
 
     Args:
         model: The users' model.
@@ -92,12 +93,13 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     present = model.adapters.present[row]
     for name, lora in model.adapters.attention.items():
         layer, shares = _layer_number(name), _constant_shares(1, lora.scale)
-        a, b = (_widen(f[0]).unsqueeze(0) for f in lora.factors)  # of the only bound user, with an expert axis
+        # Index 0 is the only bound user; the expert axis has size 1.
+        a, b = (_widen(factor[0]).unsqueeze(0) for factor in lora.factors)
         changes.append(_change_of(names, lora.linear, layer, "", a, b, shares))
     for name, mlp in model.adapters.experts.items():
         layer, shares = _layer_number(name), _constant_shares(int(present.sum()), mlp.scale)
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
-            a, b = (_widen(f[0])[present.to(f.device)] for f in mlp.factors[key])
+            a, b = (_widen(factor[0])[present.to(factor.device)] for factor in mlp.factors[key])
             changes.append(_change_of(names, linear, layer, key, a, b, shares))
     return _trim_ranks(changes)
 
@@ -300,8 +302,11 @@ def turn_end(base: Base, about: ModelInfo | None) -> int | None:
         about: What the run knows about the model; None without a run.
     """
     template = chat_template_of(base, about)
+    if template is None:
+        return None
     try:
-        return next(reversed(template.ends()), None) if template is not None else None
+        # The last one is the token that the template itself writes; only without it the end-of-text token.
+        return next(reversed(template.ends()), None)
     except DataError:  # the template was never used in training, so it is unchecked
         return None
 
@@ -476,7 +481,8 @@ class PersonalModel(Personal):
             DataError: No weights can hold the user's model.
         """
         if isinstance(self.model, MixedLanguageModel):
-            return cast(PreTrainedModel, self._floral_model.merge(self.model.shares(self.tensors)[0]))
+            (mixture,) = self.model.shares(self.tensors)  # the tensors are those of one user
+            return cast(PreTrainedModel, self._floral_model.merge(mixture))
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {NO_SINGLE_MODEL}")
         if why := why_not_merged(self.model, self.row):
@@ -651,7 +657,11 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Return the sum of losses on a stream of tokens, in windows of ``context`` tokens or of its length if shorter.
+        """Return the sum of losses on a stream of tokens.
+
+        Args:
+            tokens: The stream.
+            context: Tokens per window; a shorter stream is a single window.
 
         Raises:
             DataError: A token has no row in the base's embedding or head.
@@ -665,7 +675,7 @@ class PersonalModel(Personal):
         begin = self.model.base.begin
         for part in (tokens, [] if begin is None else [begin]):
             self.model.base.require_rows(part, "the text")
-        # One stream and one model: passes of up to 16 windows.
+        # One stream, scored with model number 0, the only one: each pass has one slot of up to 16 windows.
         (scored,) = score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)
         return scored
 
@@ -697,6 +707,7 @@ class PersonalModel(Personal):
             """Return the user's gates ``(layers, n, experts)`` in one pass over ``n`` tokens."""
             adapters.bind(self.tensors, [self.row])
             model.backbone(input_ids=part.view(1, -1).to(model.base.device), use_cache=False)
+            # Of the only bound user, without the padding of the expert axis to the largest number of a user.
             return routing.gates(adapters)[:, 0, :, : len(names)]
 
         with routing.record_gates(adapters), torch.compiler.set_stance("force_eager"):

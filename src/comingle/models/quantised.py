@@ -125,7 +125,12 @@ def _pack_saved(t: Tensor) -> Tensor | _PackedView:
 
 
 def _restore_saved(saved: Tensor | _PackedView) -> Tensor:
-    """Return the tensor for the backward pass; unpack the weight again if it was not saved."""
+    """Return a saved tensor of the forward pass to autograd's backward pass.
+
+    Args:
+        saved: What :func:`_pack_saved` returned: the tensor itself, or a view of a packed linear's weight, which is
+            unpacked again.
+    """
     if isinstance(saved, Tensor):
         return saved
     linear, shape, strides, offset = saved

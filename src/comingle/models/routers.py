@@ -121,7 +121,11 @@ class Router(nn.Module):
     gates: Tensor | None = None
 
     def forward(self, x: Float[Tensor, "users n width"]) -> Float[Tensor, "users n experts"]:
-        """Return the gates, in float32 or wider."""
+        """Return the gates of the tokens ``x``, in float32 or wider.
+
+        Without :attr:`weight` they are equal for all of a user's experts, otherwise they follow from the logits ``W x``
+        (:meth:`choose`).
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         if self.weight is None:
             gates = uniform_gates(self.present).to(dtype)

@@ -58,8 +58,9 @@ def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
 
 def expert_names(adapters: Adapters, user: int) -> list[str]:
     """Return the names of a user's experts in order, such as "generalist", "specialist 1", "specialist 2"."""
-    of_all = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
-    roles = [role for role, present in zip(of_all, adapters.present[user].tolist(), strict=True) if present]
+    # All tensors of experts have the same roles along the expert axis, so the first one tells them.
+    axis_roles = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
+    roles = [role for role, present in zip(axis_roles, adapters.present[user].tolist(), strict=True) if present]
     counts: Counter[str] = Counter()
     names = []
     for role in roles:

@@ -77,7 +77,7 @@ def random_windows(
         generator: Generator of the starts.
         begin: Begin-of-text token, if the base has one.
     """
-    width = context + (begin is None)
+    width = context if begin is not None else context + 1  # tokens from the stream; `begin` is one more
     starts = torch.randint(len(stream) - width + 1, (count, 1), generator=generator, device=generator.device)
     starts = starts.to(stream.device)
     windows = stream[starts + torch.arange(width, device=stream.device)].long()

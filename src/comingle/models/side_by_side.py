@@ -254,7 +254,7 @@ class Sum(nn.Module):
         If the chain begins with a native step, that step also returns x for the other branch, so that its backward pass
         adds up both branches' gradients of x.
         """
-        # `lanes` converts x to the memory layout of native steps.
+        # `self.other` is a list of one module. `lanes` converts x to the memory layout of native steps.
         (other,), remaining, x = self.other, self.first, self.pass_shape.lanes(x)
         y = x  # output of the chain so far
         if remaining and isinstance(remaining[0], Step):
@@ -424,5 +424,5 @@ def _is_disjoint_max_pool(pool: nn.Module) -> bool:
     if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
         return False
     size = _square_side(pool.kernel_size)
-    others = (_square_side(pool.stride), _square_side(pool.padding), _square_side(pool.dilation))
-    return 1 < size <= convolutions.LARGEST_POOL and others == (size, 0, 1)
+    stride, padding, dilation = (_square_side(n) for n in (pool.stride, pool.padding, pool.dilation))
+    return 1 < size <= convolutions.LARGEST_POOL and (stride, padding, dilation) == (size, 0, 1)

@@ -200,7 +200,7 @@ def _adapted_slots(model: FloralModel) -> list[Slot]:
     slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
-        # The leading axis of an adaptor is that of the clusters, so it has one role for each.
+        # The leading axis of an adaptor is that of the clusters; a slot names the role of each index of that axis.
         roles_along_axis = (role,) * (model.num_clusters if role == ADAPTOR else 1)
         init = inits.get(name, _constant_init(value))  # base tensors keep their values
         factor = ""

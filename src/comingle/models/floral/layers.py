@@ -290,6 +290,8 @@ class AdaptedLayer(nn.Module, ABC):
     def shares(self, like: Tensor) -> Float[Tensor, " clusters"]:
         """Return this layer's mixture weights pi of the current forward pass, times alpha, in the dtype of ``like``.
 
+        The mixture of the pass is one vector for all layers, or one vector for each layer.
+
         Raises:
             RuntimeError: No forward pass of the model is under way.
         """
@@ -438,12 +440,14 @@ class LowRankLayer(AdaptedLayer):
         """Add the mixture of the clusters' adaptors to the base's weight and bias in place, and return the base.
 
         The change of the weight is ``sum_c shares_c U_c V_c``, with the factors U_c (``b``) and V_c (``a``) of cluster
-        c. ``shares`` are the mixture weights times alpha.
+        c. A layer may have adaptors of its bias only. ``shares`` are the mixture weights times alpha.
         """
         if self.geometry is not None and self.a is not None and self.b is not None:
             weight = self.base.get_parameter("weight")
-            outer = self.geometry.outer_matrix(self.b) * shares.to(self.b.dtype).view(-1, 1, 1, 1)
-            change = (outer @ self.geometry.inner_matrix(self.a)).sum(0)
+            # Factors as matrices (clusters, groups, rows, rank) and (clusters, groups, rank, columns).
+            outer, inner = self.geometry.outer_matrix(self.b), self.geometry.inner_matrix(self.a)
+            weighted = outer * shares.to(self.b.dtype).view(-1, 1, 1, 1)
+            change = (weighted @ inner).sum(0)
             weight.data.add_(self.geometry.weight(change))
         if self.bias is not None:
             self.base.get_parameter("bias").data.add_(mix(shares.to(self.bias.dtype), self.bias))

@@ -75,6 +75,7 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
     # Leave out layers that share a parameter with a module without adaptors.
     unshared = {name: module for name, module in layers.items() if set(sharing[name]) <= chosen_ids}
     for name, module in unshared.items():
+        # A shared parameter is allowed only under two names of the same module.
         others = [other for module_id, other in sharing[name].items() if other != name and module_id != id(module)]
         if others:
             raise RecipeError(f"floral: layers {name!r} and {others[0]!r} share a parameter; give each its own")
@@ -100,7 +101,10 @@ def _check_names(layers: dict[str, nn.Module]) -> None:
 
 
 def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
-    """Return for each parameter's ``id`` the modules that hold it: their ``id`` and their first name."""
+    """Return for each parameter's ``id`` the modules that hold it: their ``id`` and their first name.
+
+    A parameter with several owners is shared between layers, so it cannot get the adaptor of one of them.
+    """
     owners: dict[int, dict[int, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -156,8 +160,8 @@ def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: i
     """Log a warning if the minimum rank of 1 exceeds the budget in some layers.
 
     Args:
-        budget: The budget.
-        over: Names of the layers that exceed it.
+        budget: Allowed parameters of an adaptor divided by those of its base weight.
+        over: Names of the layers whose adaptors exceed the budget.
         layers: The number of low-rank layers.
         clusters: The number of clusters.
         growth: Parameters of the adaptors of all clusters divided by parameters of the base.

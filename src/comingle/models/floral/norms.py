@@ -6,6 +6,7 @@ beta_c)`` is one norm with ``gamma + sum_c share_c gamma_c`` and ``beta + sum_c 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -113,7 +114,7 @@ class AdaptedBatchNorm(AdaptedNorm):
         self.register_buffer("running_var", None if var is None else var.clone())
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the base's norm plus that of the mixed adaptors.
+        """Return the output of the base's norm plus that of the adaptors' norm, mixed over clusters.
 
         In training mode both normalise by the same batch, so one call computes the sum. In eval mode each has its own
         running statistics.
@@ -123,8 +124,9 @@ class AdaptedBatchNorm(AdaptedNorm):
         gain, shift = self._gain_and_shift()
         if base.training or self.running_mean is None:
             return self._normalise_by_batch(x, base.weight + gain, _add_present(base._parameters.get("bias"), shift))
-        y = F.batch_norm(x, base.running_mean, base.running_var, base.weight, base.bias, False, 0.0, base.eps)
-        return y + F.batch_norm(x, self.running_mean, self.running_var, gain, shift, False, 0.0, base.eps)
+        normalise = partial(F.batch_norm, x, training=False, momentum=0.0, eps=base.eps)  # statistics do not change
+        y = normalise(base.running_mean, base.running_var, base.weight, base.bias)
+        return y + normalise(self.running_mean, self.running_var, gain, shift)
 
     def _gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
         """Return gain and shift of the adaptors' norm, mixed over clusters.

@@ -72,7 +72,7 @@ class _Plan:
     def rank_one_geometry(self, module: nn.Module) -> Geometry | None:
         """Return the shapes that a layer's low-rank adaptor would have at rank 1; None if the layer gets none.
 
-        The final rank may follow from these shapes: a budget of parameters buys so much of it.
+        With a budget of parameters, the final rank is the number of adaptors of this size that fit into the budget.
         """
         if is_linear(module):
             return linear_geometry(module) if self.lora else None
@@ -113,7 +113,8 @@ class _Plan:
     def limited(self, layers: dict[str, nn.Module]) -> list[str]:
         """Return the names of the layers whose adaptors have a smaller rank than the settings.
 
-        Their weights cannot have that rank. A geometry's width is the rank times its width at rank 1.
+        Their weights cannot have that rank. A geometry's width is the rank times its width at rank 1. Empty if the
+        settings have a budget in place of a rank.
         """
         names = []
         for name, module in layers.items():

@@ -363,4 +363,5 @@ class _Fused(torch.autograd.Function):
         )  # fmt: skip
         d_x, *d_parameters = gradients
         d_sum = _from_memory_order(d_added) if ctx.adds else None
+        # None for the step, for the norm's mean and rstd, and for `returns_input`.
         return None, _from_memory_order(d_x), *d_parameters, None, None, d_sum, None

@@ -406,7 +406,7 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def supports(x: Tensor, act: Activation, rank: int) -> bool:
-    """Return whether the native code is in use and supports such tensors.
+    """Return whether the native code is in use and supports an MLP's input, activation and rank.
 
     Args:
         x: Input of the MLP.
@@ -537,6 +537,7 @@ def _mixture_struct(
     It holds addresses only, so the caller must keep the tensors alive during the call. Args: as in :func:`forward`.
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
+    # Native code gets a single stride of z: users follow each other without a gap, but rows may be longer than used.
     assert z.stride() == (z.shape[1] * z.stride(1), z.stride(1), 1)
     assert gates.dtype == torch.float32
     users, n, hidden = bases[0].shape
@@ -582,7 +583,7 @@ class _Rows(ctypes.Structure):
 
 
 def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
-    """Return whether the decoding kernels, :func:`linear` and :func:`experts`, support such tensors.
+    """Return whether the decoding kernels, :func:`linear` and :func:`experts`, support an input and weights.
 
     They support one token for each of a few texts, without gradients, while native code is in use. In bfloat16 each
     user must have one text only, as PyTorch is as fast for more.
@@ -649,8 +650,8 @@ def experts(
     alive.append(_fill_linear_struct(call.last, *last))
     call.firsts, call.experts, call.act = len(first), gates.shape[-1], ACTIVATION_CODES[act]
     call.gates = gates.data_ptr()
-    y = torch.empty_like(x)
-    _run_rows(call, x, y, len(last[1][0]))
+    y, (_, (last_a, _)) = torch.empty_like(x), last
+    _run_rows(call, x, y, users=len(last_a))
     del alive  # only now: the struct holds addresses of these tensors
     return y
 
@@ -687,7 +688,7 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
         users: Number of users, with equally many rows each; 0 without adapters.
     """
     call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
-    call.share = call.rows // (users or call.rows)
+    call.share = call.rows // (users or call.rows)  # 1 without adapters, where rows need no user
     call.x, call.y = x.data_ptr(), y.data_ptr()
     native = library()
     assert native is not None
