@@ -148,7 +148,8 @@ class AdaptedModel(AdapterRouting, Model):
             batch: Windows of context + 1 tokens; a negative target has loss 0.
             train: Ignored, as there is no dropout.
             shares: Ignored; for models that mix experts per sample.
-            powers: Factor of each row's logits; only for heads without bias and soft cap.
+            powers: Factor of the logits of row i (an exponent of the probabilities); None for 1. The hidden states are
+                multiplied instead, which is the same only for heads without bias and soft cap.
 
         Returns:
             The losses, and the penalties (0.0 without load balancing).
@@ -258,7 +259,7 @@ def adapt(
     network = share_weights(base.model)
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
     expert_mlp.set_fusing(compiled)
-    expert_mlp.disable()
+    expert_mlp.disable()  # an earlier model of this process may have enabled the kernels
     use_kernels = (compiled if native_code is None else native_code) and expert_mlp.fits(base.device, base.dtype)
     if use_kernels and expert_mlp.enable(cache_folder() / "native"):
         from comingle.models.loss import use_native_code
@@ -338,6 +339,10 @@ def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
     """
     global _compiled_for
     attention = adapters.layout.only({ATTENTION})
-    if _compiled_for is None or _compiled_for[0]() is not model or _compiled_for[1] != attention:
+    is_same = False
+    if _compiled_for is not None:
+        last_model, last_attention = _compiled_for
+        is_same = last_model() is model and last_attention == attention
+    if not is_same:
         torch.compiler.reset()
     _compiled_for = (weakref.ref(model), attention)

@@ -182,6 +182,7 @@ class ChatTemplate:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
+                    # Without comingle's own keys: "learn", and "tools", which the template gets as an argument.
                     [{key: value for key, value in message.items() if key not in _OWN_KEYS} for message in messages],
                     tools=list(tools) if tools else None,
                     chat_template=template if template or not self.dated else self._with_date,
@@ -413,8 +414,18 @@ class ChatTemplate:
         return text, [*places, final], None if some_unknown else masked
 
     def _locate_earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
-        """Return the place of a response that is not the last; None if the text does not begin with its prompt."""
-        if not number:
+        """Return the place of a response that is not the last; None if the text does not begin with its prompt.
+
+        Args:
+            messages: The conversation.
+            number: Index of the response.
+            text: The rendered conversation.
+
+        Returns:
+            Character offsets of the response's start and of its end, which is given twice, as no text that closes the
+            conversation follows.
+        """
+        if not number:  # a response that opens the conversation has no prompt
             return None
         try:
             prompt = self._prompt_text(messages[:number])
@@ -457,7 +468,7 @@ class ChatTemplate:
             whole: The rendered conversation.
 
         Raises:
-            RewrittenTurnsError: Prompt and conversation differ otherwise too.
+            RewrittenTurnsError: Prompt and conversation differ in other ways than these two.
         """
         question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
@@ -503,6 +514,7 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             content = message["content"]
             required = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
+            # A short content may stand in the text by chance, so messages omitted by their role are looked up.
             missing = content if number in omitted else _missing_part(required, flat)
             if missing.strip():
                 raise _omission_error(messages, number, missing)
@@ -518,7 +530,8 @@ class ChatTemplate:
         """Return the indices of messages that the template omits because of their role.
 
         The conversation is rendered with a placeholder for each content, to see which are missing. Without tool calls
-        the result depends on roles alone, and is cached.
+        the result depends only on the roles and on which messages have text. So it is cached by these; with tool calls
+        it is computed each time.
         """
         key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
         has_calls = any(message.get("tool_calls") for message in messages)
@@ -568,7 +581,11 @@ class ChatTemplate:
             options.append((formatted, unwritten))
         if refusal is not None and not options:
             raise refusal
-        return min(options, key=lambda option: len(option[1]))
+
+        def num_unwritten(option: tuple[list[Message], frozenset[int]]) -> int:
+            return len(option[1])
+
+        return min(options, key=num_unwritten)
 
     # ------------------------------------------------------------ special tokens in messages
 

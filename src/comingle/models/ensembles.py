@@ -271,7 +271,7 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
             by_user = t.unflatten(0, (users, -1)).unsqueeze(1)
             return by_user.expand(users, count, *by_user.shape[2:]).flatten(0, 2)
 
-        per_text = ((key, options.get(key)) for key in PER_TEXT)
+        per_text = ((key, options.get(key)) for key in PER_TEXT)  # attention mask and positions
         # A single row for all texts needs no repetition.
         repeated = {key: repeat(t) for key, t in per_text if isinstance(t, Tensor) and len(t) == texts}
         folded = None if cache is None else FoldedCache(cache, users, count)
@@ -308,7 +308,8 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
         reason = f"the head of base {inner.name!r} has a bias or a soft cap"
         raise RecipeError(f"method.temperatures: got true, but {reason}; allowed: false, or another base")
     assert generalists + specialists == mixture.clusters
-    # Component c starts with draw ``draws[c]``: the first generalist and the first specialist both with draw 0.
+    # Initial values are drawn several times. Component c starts with draw number ``draws[c]``: generalist i and
+    # specialist i both with number i.
     draws = [*range(generalists), *range(specialists)]
     roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists
     slots = [
@@ -323,13 +324,16 @@ def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, s
 
 
 def _stacked_init(init: Init, draws: Sequence[int]) -> Init:
-    """Return an initialiser of a tensor of all components, whose component c gets draw number ``draws[c]`` of ``init``.
+    """Return an initialiser of a tensor ``(components, ...)`` that holds all components.
 
-    Components with the same number start equal.
+    Args:
+        init: Initialiser of one component's tensor; it is called ``max(draws) + 1`` times.
+        draws: For each component the number of the call whose values it gets; components with the same number start
+            equal.
     """
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        drawn = [init(shape[1:], generator) for _ in range(max(draws) + 1)]
-        return torch.stack([drawn[number] for number in draws])
+        values_by_call = [init(shape[1:], generator) for _ in range(max(draws) + 1)]
+        return torch.stack([values_by_call[number] for number in draws])
 
     return draw

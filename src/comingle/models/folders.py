@@ -283,7 +283,10 @@ def _mapped_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]
 
 
 def _read_in(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of the weight files, floating-point ones in ``dtype``: mapped if they are in it already."""
+    """Return the tensors of the weight files by name, floating-point ones in ``dtype``.
+
+    Tensors whose file has this dtype are mapped into memory, others are converted copies.
+    """
     from safetensors.torch import load_file
 
     tensors = {name: tensor for path in weight_files(folder) for name, tensor in load_file(path).items()}
@@ -389,7 +392,7 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 def digest_folder(folder: Path) -> str:
     """Return a digest of a model's weight files and configuration, to recognise the same model elsewhere.
 
-    Keys of the configuration are left out that depend on where and with which version it was saved.
+    The digest leaves out the configuration's keys for the folder and the version that saved it.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     parts: list[Any] = [{key: value for key, value in config.items() if key not in _IGNORED_KEYS}]

@@ -185,9 +185,10 @@ def _check_agreement(do_sample: object, values: Mapping[str, object], arguments:
         RecipeError: ``do_sample`` and the temperature disagree, or a setting of sampling has no effect.
     """
     temperature = values.get("temperature")
+    # do_sample=False of a config wins over a temperature given by name, so below only arguments contradict each other.
     if do_sample and temperature == 0:
         raise RecipeError("temperature: got 0 with do_sample=True; sampling needs a temperature above 0")
-    if do_sample is False and arguments.get("do_sample") is False and arguments.get("temperature"):
+    if arguments.get("do_sample") is False and arguments.get("temperature"):
         raise RecipeError(
             f"temperature: got {temperature} with do_sample=False, which is greedy; leave one of them out"
         )
@@ -240,7 +241,7 @@ def _generate_greedily(
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     with padded_attention(network):
         tokens = generate(
-            prompts.clamp(min=0),
+            prompts.clamp(min=0),  # any valid token in place of PAD, which the mask excludes
             attention_mask=(prompts != PAD).long(),
             max_new_tokens=limit,
             use_cache=True,
@@ -374,6 +375,8 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], begin: int | None = None
 ) -> list[int]:
     """Return the tokens of a prompt (text or tokens); an empty one becomes the token between documents.
+
+    This is the begin-of-text token, or without it the end-of-text token.
 
     Args:
         tokenizer: The tokenizer.
@@ -550,7 +553,10 @@ def row_processors(
 
 
 def _sampling_warpers(sampling: Sampling) -> list[Any]:
-    """Return the logits processors that reshape the distribution to sample from; none for neutral settings."""
+    """Return the logits processors that reshape the distribution to sample from; none for neutral settings.
+
+    Temperatures below ``_MIN_TEMPERATURE`` are raised to it: they give the same tokens, but logits would overflow.
+    """
     import transformers as library
 
     warpers: list[Any] = []

@@ -159,6 +159,7 @@ class TritonBackend:
         d_factors: list[Factor] = []
         if factors:
             ranges = -(-n // SPAN)  # of tokens, each with a partial sum
+            # Of B of each first layer, then of A of the last; for a plain MLP, entries 0 and -2 are the same.
             partial_sums = [a.new_empty(ranges, *a.shape, dtype=torch.float32) for _ in (*b, a)]
             with torch.cuda.device_of(d_mixed):
                 self.programs.backward_factors[chunks, ranges, users * experts](
@@ -286,7 +287,7 @@ class RecordedModel(AdaptedModel):
                 return plain.states(dict(zip(names, tensors, strict=True)), present, inputs)
 
         try:
-            return Recording(run, given, pools[0] if pools else None)
+            return Recording(run, given, pools[0] if pools else None)  # all recordings share the memory of the first
         except RuntimeError as error:
             if lacks_memory(error):
                 raise

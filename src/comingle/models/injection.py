@@ -152,7 +152,7 @@ class RoutedMLP(nn.Module):
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         """Run the MLP with experts mixed in each linear layer (``mix: linear``)."""
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
-        hidden = self.act(pre.get("gate", pre["up"]))[0]
+        hidden, _ = self.act(pre["gate"] if "gate" in pre else pre["up"])  # value and derivative
         if "gate" in pre:
             hidden = hidden * pre["up"]
         return self._mix_linear(self.last, "down", hidden, gates)
@@ -347,6 +347,7 @@ class _NativeMixture(torch.autograd.Function):
         z, gates, z_last, gated, *saved = ctx.saved_tensors
         products, rest = saved[:num_first], saved[num_first:]
         b_first, (a_last, b_last), weights, biases = _split_native_arguments(rest, num_first)
+        # Arguments of `forward` by index: 3 is x, and from 7 on follow the factors and the frozen base weights.
         wants_x, wants_factors = ctx.needs_input_grad[3], any(ctx.needs_input_grad[7:])
         d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
@@ -610,7 +611,8 @@ class Adapters:
             has_several = self.present.sum(1, keepdim=True) > 1
             is_routed = self.present & has_several  # of each expert
             # A method's gating may have fewer rows than experts, which are those of the last experts, or more rows,
-            # which do not belong to single experts.
+            # which do not belong to single experts: a user with several experts has them all. Every user has expert 0,
+            # so its entry tells whether the user has several.
             rows = is_routed[:, -num_rows:] if num_rows <= num_experts else is_routed[:, :1]
             return rows.unsqueeze(-1).expand(users, *slot.shape)
         if slot.roles[0] == RESIDUAL:

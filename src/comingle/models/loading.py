@@ -405,7 +405,7 @@ def load_base(
         BaseModelError: The model is not found, not loadable or not a causal language model, or dtype, device or
             attention is unknown.
     """
-    require_docstrings()
+    require_docstrings()  # transformers fails without them (python -OO)
     place = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, place)
     implementation = resolve_attention(attention, place)

@@ -135,7 +135,7 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
 def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return the scaled and soft-capped logits, and their derivative with respect to ``raw``."""
     scaled = raw * head.scale
-    if head.softcap is None:
+    if head.softcap is None:  # a constant derivative: one column, which broadcasts over the vocabulary
         return scaled, torch.full_like(raw[:, :1], head.scale)
     tanh = torch.tanh(scaled / head.softcap)
     return tanh * head.softcap, (1 - tanh * tanh) * head.scale

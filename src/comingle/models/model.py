@@ -122,7 +122,7 @@ class TokenRouting:
 
         Args:
             tensors: Tensors of ``users``; those of the routers are not used.
-            users: Numbers of the users.
+            users: Indices of the users, in the order of the rows of ``tensors``.
             batch: Windows of tokens.
             whole: Average the states over all tokens of a window, instead of taking the state at the prompt's last
                 token.
@@ -149,8 +149,8 @@ class ClientMixing:
 
         Args:
             tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: The users' data.
+            users: Indices of the users, in the order of the rows of ``tensors``.
+            batch: The users' data: windows of tokens, or samples.
             train: Run in training mode.
         """
         raise NotImplementedError(f"{self.name}: no client-level mixture")
@@ -223,8 +223,8 @@ class Model(TokenRouting, ClientMixing, ABC):
 
         Args:
             tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: The users' data.
+            users: Indices of the users, in the order of the rows of ``tensors``.
+            batch: The users' data: windows of tokens, or samples.
             train: Run in training mode.
             shares: Mixture weights of each sample, in place of the users' own.
         """
@@ -238,10 +238,11 @@ class Model(TokenRouting, ClientMixing, ABC):
 
         Args:
             tensors: Tensors of ``users``.
-            users: Numbers of the users.
-            batch: The users' data.
+            users: Indices of the users, in the order of the rows of ``tensors``.
+            batch: The users' data: windows of tokens, or samples.
         """
-        return self.losses(tensors, users, batch, train=True)[0]
+        losses, _ = self.losses(tensors, users, batch, train=True)  # without the penalty
+        return losses
 
     @abstractmethod
     def predict(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
@@ -260,7 +261,7 @@ class Model(TokenRouting, ClientMixing, ABC):
 
         Args:
             tensors: Tensors of ``users``.
-            users: Numbers of the users.
+            users: Indices of the users, in the order of the rows of ``tensors``.
             prompts: Token ids, padded on the left with ``PAD``.
             limit: Largest number of new tokens.
         """

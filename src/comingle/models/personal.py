@@ -125,15 +125,22 @@ def averaged(changes: Sequence[Change]) -> list[Change]:
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
     """Return the change of each adapted linear's weight in a user's client-level mixture.
 
-    The C clusters' adaptors take the place of experts; the user's mixture weights pi are part of the shares.
+    The C clusters' adaptors take the place of experts; the shares of a change are the user's mixture weights pi times
+    alpha.
+
+    Args:
+        model: The users' model.
+        tensors: The tensors of one user, ``(1, ...)`` by name.
     """
-    personal, shares = model.of_one_user(tensors), _widen(model.shares(tensors)[0])
+    (mixture,) = model.shares(tensors)
+    personal, shares = model.of_one_user(tensors), _widen(mixture)
     names, changes = _module_names(model.base.model), []
     for name, layer in personal.layers().items():
         a, b = layer.get_parameter("a"), layer.get_parameter("b")
         factors = (_widen(a.detach()), _widen(b.detach()).mT)
         scaled_shares = layer.alpha * layer.of_mixture(shares)
-        changes.append(_change_of(names, layer.base, _layer_number(name), "", *factors, scaled_shares))
+        key = ""  # so that `averaged` keeps these shares
+        changes.append(_change_of(names, layer.base, _layer_number(name), key, *factors, scaled_shares))
     return changes
 
 
@@ -318,7 +325,7 @@ def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
     config_ends = () if config.eos_token_id is None else as_tuple(config.eos_token_id)
     response_end = turn_end(base, about)
     ends = list(dict.fromkeys([*config_ends, *base.ends, *(() if response_end is None else (response_end,))]))
-    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None  # as configurations write one, several or none
     return config
 
 
@@ -452,7 +459,8 @@ class PersonalModel(Personal):
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
         else:
-            with self._floral_model.mixing(self.model.shares(self.tensors)[0]):
+            (mixture,) = self.model.shares(self.tensors)  # the tensors are those of one user
+            with self._floral_model.mixing(mixture):
                 yield cast(PreTrainedModel, self._floral_model.model)
 
     @cached_property
@@ -578,6 +586,7 @@ class PersonalModel(Personal):
         tokenizer, is_chat = self._tokenizer, _is_chat(prompt)
         prompts: list[Any]
         if is_chat:
+            # A response ends with the template's token too, unless the caller says which tokens end it.
             if generation_config is None or generation_config.eos_token_id is None:
                 options.setdefault("eos_token_id", list(chat_ends(self.model.base)))
             prompts = [ChatTemplate(tokenizer, self.model.base.date).prompt(self._checked_messages(prompt))]

@@ -58,9 +58,10 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def _compiler_stubs() -> Iterator[None]:
-    """Replace torch's compiler, if it is not loaded, by stubs in the context, with what transformers imports of it.
+    """Replace torch's compiler by stubs in the context, unless it is loaded already.
 
-    Without the compiler, marks such as ``torch.compiler.disable`` return the function itself.
+    The stubs have only the names that transformers imports. Decorators such as ``torch.compiler.disable`` return the
+    function itself.
     """
     if _COMPILER in sys.modules:
         yield

@@ -135,7 +135,10 @@ class Router(nn.Module):
     def choose(
         self, logits: Float[Tensor, "users n _"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Return the gates for logits that the caller computed from ``x``, one per row of :attr:`weight`."""
+        """Return the gates for logits that the caller computed from ``x``, one per row of :attr:`weight`.
+
+        A method's own :attr:`gating` may set :attr:`penalty` itself; otherwise it is computed here.
+        """
         if self.gating is not None:
             gates = self.gating(self, logits, x)
         else:

@@ -130,9 +130,9 @@ def fixed_windows(
         context: Inputs per window.
         begin: Begin-of-text token, if the base has one.
     """
-    width = context + (begin is None)
-    omits_last = len(stream) % width == 1
-    count = -(-len(stream) // width) - omits_last
+    width = context if begin is not None else context + 1  # tokens from the stream; `begin` is one more
+    is_last_single = len(stream) % width == 1
+    count = -(-len(stream) // width) - int(is_last_single)  # rounded up
     windows = _cut_windows(stream, width=width, stride=width, count=count)
     return windows if begin is None else begin_windows(windows, begin, at_start=_is_first(windows))
 
@@ -289,7 +289,8 @@ def score_windows(
     jobs = [
         _ScoringJob(i, windows) for i, windows_of_set in enumerate(parts) for windows in windows_of_set if len(windows)
     ]
-    jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # group equal sizes, in a deterministic order
+    # Widest and largest parts first: passes of jobs of equal size need no padding.
+    jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
         windows = _stack_padded([job.windows for job in group])
@@ -297,7 +298,7 @@ def score_windows(
         slot_gates = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
         for slot, job in enumerate(group):
             sums[job.owner] += float(slot_losses[slot])
-            counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())
+            counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())  # tokens with a loss: not PAD, not hidden
             gate_sums[job.owner] = gate_sums[job.owner] + slot_gates[slot]
     scored = zip(sums, counts, gate_sums, strict=True)
     return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in scored]
@@ -315,7 +316,7 @@ def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots bat
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
-    """Return each slot's gates, summed over the positions that have a target."""
+    """Return each slot's gates, summed over the positions that have a target (a next token that is not negative)."""
     has_target = (windows[..., 1:] >= 0).flatten(1).to(gates)
     return list(torch.einsum("lsne,sn->sle", gates, has_target).double().cpu())
 
@@ -377,7 +378,7 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
 def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
     """Return a loss of real targets: the mean of an elementwise loss of torch over a sample's outputs.
 
-    It is ``paired``: output i is compared with number i of the target.
+    The loss is ``paired``, as output i is compared with number i of the target, which is no class number.
     """
 
     def mean(outputs: Tensor, targets: Tensor) -> Tensor:

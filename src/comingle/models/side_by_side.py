@@ -338,6 +338,7 @@ class Chained:
         """
         if type(net) is nn.Sequential:
             return self._convert_sequential(net)
+        # A Flatten from axis 0 would mix samples; other modules have no `start_dim`.
         if type(net) in _BY_SAMPLE and getattr(net, "start_dim", 1) == 1:
             return net
         if not getattr(net, "by_sample", False):

@@ -92,7 +92,7 @@ def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -
 
 
 def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
-    """Return a net's feature extractor and its head, which is its last layer.
+    """Return a net's feature extractor and its head, which is its last layer, for the method pFedMoE.
 
     Raises:
         RecipeError: The net is not an ``nn.Sequential`` of several layers.
@@ -156,8 +156,8 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 def _net_slots(net: nn.Module) -> list[Slot]:
     """Return one slot (name, shape, role, initial value, part of the net) per tensor of a net without adaptors.
 
-    All parameters have the role "base", except for a :class:`GatedPair`: its role depends on the submodule, such as
-    "specialist" for a user's own feature extractor.
+    All parameters have the role "base", except in a :class:`GatedPair`, where the role depends on the submodule, such
+    as "specialist" for a user's own feature extractor.
     """
     parts, slots = _module_parts(net), []
     for name, (t, role) in _tensors(net).items():
@@ -182,7 +182,8 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
     """Return the slots of a mixture of whole models, each a tensor ``(components, ...)`` of all components.
 
-    Parameters have the role "adaptor", because servers average each adaptor with its users' mixture weights.
+    Parameters have the role "adaptor", because servers average each adaptor with its users' mixture weights. All nets
+    have the same names and roles, so they are read from the first.
     """
     components = [_tensors(net) for net in nets]
     slots = []
@@ -418,8 +419,8 @@ class StackedModel(Model):
         """Return the outputs of each component of the users' mixtures alone.
 
         A component is a whole model, or the base with one adaptor set, which a one-hot mixture selects. In training
-        running statistics in ``tensors`` change: whole models have their own, adaptor sets share the user's, which
-        become the mean ``sum_c pi_c stats_c`` of those that each component would have.
+        running statistics in ``tensors`` change. Whole models have their own. Adaptor sets share those of the user:
+        each component updates a copy stats_c, and the user gets the mean ``sum_c pi_c stats_c``.
 
         Args:
             tensors: The users' tensors.
@@ -627,7 +628,8 @@ class MixedLanguageModel(StackedModel):
             for row, user_prompts in enumerate(prompts):
                 user_tensors = {name: t[row : row + 1] for name, t in tensors.items()}
                 personal = self.of_one_user(user_tensors)
-                with personal.mixing(self.shares(user_tensors)[0]):
+                (mixture,) = self.shares(user_tensors)
+                with personal.mixing(mixture):
                     continued.append(continue_greedily(cast(PreTrainedModel, personal.model), user_prompts, limit))
         width = max(tokens.shape[1] for tokens in continued)
         return torch.stack([F.pad(tokens, (0, width - tokens.shape[1]), value=PAD) for tokens in continued])
@@ -637,6 +639,7 @@ class MixedLanguageModel(StackedModel):
         base, net = self.base.model, self.net
         assert isinstance(net, FloralModel)
         copied = copy_with_tensors(net, tensors, shared=(*base.parameters(), *base.buffers()))
+        # `copied` holds the backbone with adaptors. Put it into a causal language model, in place of its own backbone.
         network = share_weights(base)
         setattr(network, network.base_model_prefix, copied.model)
         copied.model = network
@@ -648,7 +651,11 @@ class MixedLanguageModel(StackedModel):
         return self.base.model.num_parameters()
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Replace the weights of the base, which no user trains, by fake tensors."""
+        """Replace the weights of the base, which no user trains, by fake tensors, to estimate memory.
+
+        Returns:
+            The model, and the bytes of the replaced weights.
+        """
         size = fakes.size_of(self.base.model)
         head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
         fakes.replace(self.net, self.device)

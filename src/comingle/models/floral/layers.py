@@ -477,7 +477,8 @@ class AdaptedLinear(LowRankLayer):
         assert self.b is not None
         z = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, self.a.shape[:2])  # (*batch, clusters, rank)
         z = z * shares.to(z.dtype).unsqueeze(-1)
-        return F.linear(z.flatten(-2), self.b.transpose(0, 1).flatten(1))
+        outer = self.b.transpose(0, 1).flatten(1)  # (clusters, d_out, rank) -> (d_out, clusters * rank)
+        return F.linear(z.flatten(-2), outer)
 
     def spread(self, bias: Float[Tensor, " d_out"]) -> Tensor:
         """Return the bias unchanged: outputs are the last axis."""
@@ -672,7 +673,7 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
             pair.geometry, tensors[pair.inner], tensors[pair.outer], shares
         )
         centred[pair.weight] = tensors[pair.weight] + pair.alpha * mean
-    for offset in pairs.offsets:
+    for offset in pairs.offsets:  # adaptors (..., clusters, *shape of the base's tensor), which has `dims` axes
         cluster_axis = -offset.dims - 1
         adaptors = tensors[offset.adaptor]
         weights = shares.to(adaptors).view(-1, *(1 for _ in range(offset.dims)))  # (clusters, 1, ...)

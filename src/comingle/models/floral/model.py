@@ -256,7 +256,7 @@ class FloralModel(nn.Module):
             self._mixture.value = before
 
     def _set_mixture(self, mixture: Tensor | None) -> Tensor | None:
-        """Set the mixture of the layers, and return the one before, which the caller must restore.
+        """Set the mixture of the layers, and return the previous mixture, which the caller must restore.
 
         Args:
             mixture: Weights of the clusters; None: that of an enclosing :meth:`mixing`, or else the router's.

@@ -328,7 +328,11 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
 
 
 def _log_sizes(model: FloralModel, plan: _Plan) -> None:
-    """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows."""
+    """Log a warning if some adaptors have a smaller rank than asked for, or more parameters than the budget allows.
+
+    ``plan.warn`` switches off only the warning about the budget.
+    """
+    # Names in the caller's model, which is the submodule "model" of the wrapper.
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
     num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())  # layers, without norms
     if plan.rank is not None:

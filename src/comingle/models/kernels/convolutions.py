@@ -74,7 +74,7 @@ def supports(x: Tensor) -> bool:
 
 @contextmanager
 def accepting_fakes() -> Iterator[None]:
-    """Accept fake tensors in the context, to estimate a pass's memory: it allocates memory but computes nothing."""
+    """Accept fake tensors in the context, to estimate memory: a pass allocates its tensors but computes nothing."""
     global _accepts_fakes
     before, _accepts_fakes = _accepts_fakes, True
     try:

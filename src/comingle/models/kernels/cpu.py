@@ -49,7 +49,7 @@ def _load(cache: Path) -> ctypes.CDLL | None:
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Return whether the native code is in use and supports such tensors."""
+    """Return whether the native code is in use and supports the tensors: not empty, on a CPU, of a known dtype."""
     return (
         _library is not None
         and expert_mlp.is_enabled()
@@ -151,7 +151,11 @@ def use_attention(network: PreTrainedModel) -> None:
 def mask(*args: Any, **options: Any) -> Tensor | None:
     """Return the additive mask of transformers' ``eager`` attention, or None if the mask is purely causal.
 
-    transformers' ``sdpa_mask`` tells which: it returns None then.
+    The mask is purely causal if transformers' ``sdpa_mask`` returns None.
+
+    Args:
+        *args: Arguments with which transformers calls its mask functions, such as sizes and positions.
+        **options: Further arguments by name.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
 

@@ -379,7 +379,9 @@ def set_backend(backend: object) -> None:
 
 
 def backend_for(x: Tensor, act: Activation, rank: int) -> object:
-    """Return the backend for such tensors: this module, that of :func:`set_backend`, or None for PyTorch.
+    """Return the code that runs a mixture: this module, the backend of :func:`set_backend`, or None for PyTorch.
+
+    It is the first that supports the input, the activation and the rank.
 
     Args:
         x: Input of the MLP.
