@@ -192,7 +192,8 @@ class AdaptedModel(AdapterRouting, Model):
         """
         # Applied a second time, `hide` restores such tokens; PAD becomes token 0. So every position has a target.
         all_targets = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
-        return self.losses(tensors, users, all_targets, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
+        losses, _ = self.losses(tensors, users, all_targets, train=True)  # without the penalty
+        return losses.masked_fill(batch[..., 1:] < 0, 0.0)
 
     def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """Return the next-token losses in nats without the penalty, as perplexity needs them."""
@@ -206,7 +207,14 @@ class AdaptedModel(AdapterRouting, Model):
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue prompts greedily; all users share each forward pass."""
+        """Continue prompts greedily; all users share each forward pass.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            prompts: Token ids, padded on the left with ``PAD``.
+            limit: Largest number of new tokens.
+        """
         prompts = prompts.to(self.device)
         with torch.compiler.set_stance("force_eager"):  # the length grows with each token: do not compile
             self.adapters.bind(tensors, users)

@@ -122,6 +122,10 @@ def rows_of(model: PreTrainedModel) -> int:
 def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Freeze a model in place: no gradients, no dropout, no cache in training, greedy generation.
 
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, which gives the special tokens of generation; None: the model's configuration does.
+
     Returns:
         The tokens that end a text by the model's original generation settings.
     """

@@ -169,7 +169,7 @@ class EnsembleModel(Model):
         return torch.stack(losses, 1)
 
     def _component_tensors(self, tensors: Tree, number: int) -> Tree:
-        """Return the users' tensors of one component, without the router's logits."""
+        """Return the users' tensors of component ``number``, without the router's logits."""
         return {name: t[:, number].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
 
     def losses(
@@ -209,14 +209,29 @@ class EnsembleModel(Model):
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue prompts greedily; all users and components share each forward pass."""
+        """Continue prompts greedily; all users and components share each forward pass.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+            prompts: Token ids, padded on the left with ``PAD``.
+            limit: Largest number of new tokens.
+        """
         prompts = prompts.to(self.device)
+        # The length grows with each token: do not compile.
         with torch.compiler.set_stance("force_eager"), self.mixed_network(tensors, users) as network:
             return continue_greedily(network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
     @contextmanager
     def mixed_network(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
-        """Yield the causal language model with the logits of the users' mixtures; batches are ordered by user."""
+        """Yield a causal language model whose logits are those of the users' mixtures.
+
+        Its forward pass is replaced in the context. Batches hold equally many texts of each user, ordered by user.
+
+        Args:
+            tensors: The users' trainable tensors.
+            users: Indices of the users.
+        """
         network, mixing = self.inner.network, self.mixing(tensors)
         self.bind(tensors, users)
         before = vars(network).get("forward")  # an earlier replacement; None if the class's own is in use
@@ -229,7 +244,12 @@ class EnsembleModel(Model):
                 setattr(network, "forward", before)  # noqa: B010 (a method, not a Tensor)
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
-        """Bind each user's components to the adapters; rows are (user, component)."""
+        """Bind each user's components to the adapters as if they were users; rows are ordered by user and component.
+
+        Args:
+            tensors: The users' trainable tensors, ``(users, clusters, ...)``.
+            users: Indices of the users.
+        """
         count = self.mixture.clusters
         flat = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
         self.inner.adapters.bind(flat, [user for user in users for _ in range(count)])

@@ -333,7 +333,14 @@ def _require_all_tensors(folder: Path, unexpected: Sequence[str]) -> None:
 
 
 def _is_computed(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is a buffer of older files: rotary frequencies or a causal mask (GPT-2, -J, -NeoX)."""
+    """Return whether a tensor is a buffer of older files: rotary frequencies or a causal mask (GPT-2, -J, -NeoX).
+
+    Models compute these buffers themselves, so they may be missing from a model.
+
+    Args:
+        name: Name of the tensor.
+        shape: Its shape, which tells a mask from a trained bias of the same name.
+    """
     if re.search(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name):
         return True
     if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
@@ -342,7 +349,7 @@ def _is_computed(name: str, shape: Sequence[int]) -> bool:
 
 
 def _shapes_of(folder: Path, names: Collection[str]) -> dict[str, list[int]]:
-    """Read the shapes of some tensors from the headers of the weight files."""
+    """Read the shapes of the tensors ``names`` from the headers of the weight files, without their values."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}

@@ -232,7 +232,12 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
 def _generate_greedily(
     network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int
 ) -> Int64[Tensor, "n new"]:
-    """Continue prompts greedily by up to ``limit`` tokens, for which the base must have positions.
+    """Continue prompts greedily.
+
+    Args:
+        network: The base model with bound adapters.
+        prompts: Token ids, padded with ``PAD`` on the left.
+        limit: Largest number of new tokens; the base must have positions for prompts and new tokens.
 
     Returns:
         New tokens on the CPU; fewer than ``limit`` if all texts have ended.
@@ -361,8 +366,15 @@ def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: li
 def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """Return the shortest suffix of a prompt's tokens that decodes to complete characters.
 
-    :func:`added_text` decodes new tokens together with it, because a tokenizer may decode a token otherwise at the
-    beginning of a text. Empty if the last ``_CONTEXT`` tokens hold no such suffix.
+    :func:`added_text` decodes new tokens together with this suffix, because a tokenizer may decode a token differently
+    at the beginning of a text.
+
+    Args:
+        tokenizer: The tokenizer.
+        ids: Tokens of the prompt.
+
+    Returns:
+        The suffix; empty if none of up to ``_CONTEXT`` tokens decodes to complete characters.
     """
     for count in range(1, min(len(ids), _CONTEXT) + 1):
         text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
@@ -611,7 +623,12 @@ class _StopCriterion:
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
     def _is_finished(self, tokens: list[int], context: list[int]) -> bool:
-        """Return whether a row's new tokens end with a stop token or contain a stop string."""
+        """Return whether a row's new tokens end with a stop token or contain a stop string.
+
+        Args:
+            tokens: The new tokens.
+            context: The tokens before them, with which they are decoded (:func:`added_text`).
+        """
         if tokens[-1] in self.stop_ids:
             return True
         if not self.stops:  # no stop strings: spare the decoding

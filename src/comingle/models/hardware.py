@@ -93,7 +93,11 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_attention(attention: str, device: torch.device) -> str | None:
-    """Return transformers' attention implementation for "auto", "eager" or "sdpa".
+    """Return transformers' attention implementation for a setting.
+
+    Args:
+        attention: "auto", "eager" or "sdpa".
+        device: The device that computes attention, on which "auto" depends.
 
     Returns:
         "eager" or "sdpa"; None leaves the choice to transformers.

@@ -150,7 +150,12 @@ class RoutedMLP(nn.Module):
         return cast(Tensor, _NativeMixture.apply(backend, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
-        """Run the MLP with experts mixed in each linear layer (``mix: linear``)."""
+        """Run the MLP with experts mixed in each linear layer (``mix: linear``).
+
+        Args:
+            x: The MLP's input.
+            gates: The experts' probabilities.
+        """
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
         hidden, _ = self.act(pre["gate"] if "gate" in pre else pre["up"])  # value and derivative
         if "gate" in pre:
@@ -468,7 +473,15 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
 
 
 def _require_one_input(original: nn.Module, family: str) -> None:
-    """Raise an error if an MLP takes more than one input; Bloom's, for example, also gets the residual that it adds."""
+    """Raise an error if an MLP takes more than one input; Bloom's, for example, also gets the residual that it adds.
+
+    Args:
+        original: The MLP of the base model.
+        family: Class of the base model, for the message.
+
+    Raises:
+        BaseModelError: The MLP's ``forward`` needs no argument or several.
+    """
     needed = [
         p.name
         for p in signature(original.forward).parameters.values()
@@ -738,6 +751,11 @@ def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> N
     It replaces the MLP module. If the layer itself holds the MLP's linears (OPT), the mixture replaces ``up``, and
     ``down`` and the activation become identities.
 
+    Args:
+        layer: The decoder layer.
+        targets: Names of its modules; ``targets.mlp`` is empty if the layer itself holds the linears.
+        mlp: The mixture.
+
     Raises:
         BaseModelError: The layer holds the linears but has no activation module.
     """
@@ -773,7 +791,15 @@ def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
 
 
 def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
-    """Return the slot of a router; a method's gating may define its number of rows and initial values."""
-    width, gating = base_weight(mlp.first["up"])[0].shape[1], mlp.router.gating
+    """Return the slot of a router; a method's gating may define its number of rows and initial values.
+
+    Args:
+        name: Name of the MLP.
+        mlp: The mixture that the router belongs to.
+        experts: Largest number of experts of a user.
+        rank: Largest LoRA rank of a user.
+    """
+    up, _ = base_weight(mlp.first["up"])
+    width, gating = up.shape[1], mlp.router.gating
     rows, init = (experts, init_router) if gating is None else gating.start(experts, rank, width)
     return Slot(name=f"{name}.router", shape=(rows, width), roles=(ROUTER,) * rows, init=init)

@@ -80,13 +80,26 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
 
 
 def _name_hint(name: str, linears: set[str]) -> str:
-    """Return a hint for a name that has a wrong prefix or is misspelt."""
+    """Return a hint for a name that has a wrong prefix or is misspelt.
+
+    Args:
+        name: The name in the recipe.
+        linears: The names of the linears in a decoder layer.
+    """
     near = sorted(n for n in linears if name.endswith(f".{n}") or n.endswith(f".{name}"))
     return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
 
 
 def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
-    """Check that the replaced module holds all linears of the MLP and no others, which injection would drop."""
+    """Check that the replaced module holds all linears of the MLP and no others, which injection would drop.
+
+    Args:
+        targets: Target modules; ``mlp`` is the replaced module, empty if the decoder layer itself holds the linears.
+        linears: Names of all linears in a decoder layer.
+
+    Raises:
+        BaseModelError: Linears are missing, or there are others.
+    """
     of_mlp = targets.names - set(targets.attention)
     if targets.mlp:
         inside = {name for name in linears if name.startswith(f"{targets.mlp}.")}
@@ -101,6 +114,10 @@ def _check_mlp(targets: TargetsSection, linears: set[str]) -> None:
 
 def activation_name(model: nn.Module, targets: TargetsSection) -> str:
     """Return the MLP's activation, by its name in transformers.
+
+    Args:
+        model: The model, whose configuration names the activation.
+        targets: Target modules; its ``activation`` takes precedence.
 
     Raises:
         BaseModelError: The activation's derivative is not implemented.

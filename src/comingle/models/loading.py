@@ -191,7 +191,15 @@ def locate(name: str) -> ModelSource:
 
 
 def _locate_file(path: Path, name: str) -> ModelSource:
-    """Convert a GGUF file and return the folder; other files raise a :class:`BaseModelError`."""
+    """Convert a GGUF file and return the folder.
+
+    Args:
+        path: The file.
+        name: The name that the user gave, for the message.
+
+    Raises:
+        BaseModelError: The file is not a GGUF file, or cannot be converted.
+    """
     if path.suffix.lower() != ".gguf":
         raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
     return ModelSource(folder=convert_gguf(path), name=name)
@@ -199,6 +207,10 @@ def _locate_file(path: Path, name: str) -> ModelSource:
 
 def _locate_alias(name: str, alias: Alias) -> ModelSource:
     """Return an alias's model from the hub, or else converted from the installed package.
+
+    Args:
+        name: The alias's name, for messages.
+        alias: Its repository on the hub, and its file in a package.
 
     Raises:
         BaseModelError: The hub is unreachable and the package is not installed.

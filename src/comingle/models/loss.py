@@ -119,8 +119,13 @@ def _chunk_loss(hidden: Tensor, ids: Tensor, head: Head, needs_gradient: bool) -
 def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of a cross-entropy, computed in float32 or wider.
 
-    These are the losses ``(n,)`` in nats, the unnormalised softmax ``exp(logit - max)`` ``(n, vocab)`` in the logits'
-    dtype, and its sum ``(n,)``.
+    Args:
+        logits: Logits of ``n`` positions; not modified.
+        ids: Target of each position.
+
+    Returns:
+        The losses ``(n,)`` in nats, the unnormalised softmax ``exp(logit - max)`` ``(n, vocab)`` in the logits' dtype,
+        and its sum ``(n,)``. The gradient follows from the last two.
     """
     exact = wide(logits)
     largest = exact.amax(1)
@@ -133,7 +138,12 @@ def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> t
 
 
 def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Return the scaled and soft-capped logits, and their derivative with respect to ``raw``."""
+    """Return the scaled and soft-capped logits, and their derivative with respect to ``raw``.
+
+    Args:
+        raw: Products of the hidden states and the head's weight, ``(n, vocab)``.
+        head: The head, with its scale and perhaps a soft cap.
+    """
     scaled = raw * head.scale
     if head.softcap is None:  # a constant derivative: one column, which broadcasts over the vocabulary
         return scaled, torch.full_like(raw[:, :1], head.scale)

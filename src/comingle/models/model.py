@@ -156,11 +156,21 @@ class ClientMixing:
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return the gradients, preconditioned if the mixture does that."""
+        """Return the gradients, preconditioned if the mixture does that.
+
+        Args:
+            tensors: The users' tensors by name, at which the gradients were taken.
+            gradients: Their gradients by name.
+        """
         return gradients
 
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Centre the components under ``shares`` and add their mean to the base; unchanged without such a mixture."""
+        """Move the mean of the components' adaptors into the base; return the tensors unchanged if there are none.
+
+        Args:
+            tensors: Tensors by name.
+            shares: Weight of each component in the mean.
+        """
         return tensors
 
     @property

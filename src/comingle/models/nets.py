@@ -53,6 +53,11 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
 def _build_net(name: str, input_shape: Shape, outputs: int) -> nn.Module:
     """Call a registered builder and check its result.
 
+    Args:
+        name: A key of :data:`NETS`.
+        input_shape: Shape of a sample.
+        outputs: Number of outputs.
+
     Raises:
         PluginError: The builder is not a function, or returns something else than a module.
     """

@@ -319,7 +319,12 @@ def turn_end(base: Base, about: ModelInfo | None) -> int | None:
 
 
 def generation_of(base: Base, about: ModelInfo | None) -> GenerationConfig:
-    """Return the generation settings of an exported model, with the same end tokens as the user's model."""
+    """Return the generation settings of an exported model, with the same end tokens as the user's model.
+
+    Args:
+        base: The base model.
+        about: What the run knows about the model; None without a run.
+    """
     config = copy.deepcopy(base.model.generation_config)
     assert config is not None
     config_ends = () if config.eos_token_id is None else as_tuple(config.eos_token_id)

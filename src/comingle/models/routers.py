@@ -231,7 +231,12 @@ class ClientMixture:
 def mix_probabilities(
     logits: Float[Tensor, "*users clusters batch classes"], shares: Float[Tensor, "*users clusters"]
 ) -> Float[Tensor, "*users batch classes"]:
-    """Return ``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions."""
+    """Return ``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions.
+
+    Args:
+        logits: Logits f_c of each component.
+        shares: Mixture weights pi.
+    """
     return (shares.log()[..., None, None] + logits.log_softmax(-1)).logsumexp(-3)
 
 
@@ -241,6 +246,10 @@ def mix_losses(
     """Return ``-log sum_c pi_c exp(-loss_c)``: the loss in nats of the mixture of the components' predictions.
 
     Exactly 0 where all components' losses are 0, as at positions without a target.
+
+    Args:
+        losses: Loss of each component in nats.
+        shares: Mixture weights pi.
     """
     weights = shares.log().view(*shares.shape, *(1 for _ in losses.shape[2:])).to(losses)
     return (-torch.logsumexp(weights - losses, 1)).masked_fill((losses == 0).all(1), 0)
@@ -252,7 +261,12 @@ def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree
 
 
 def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "users clusters"]) -> Tensor:
-    """Return the base once per component, ``(users, clusters, ...)``, with gradients scaled by ``pi_c`` (MFL-WS)."""
+    """Return the base once per component, ``(users, clusters, ...)``, with gradients scaled by ``pi_c`` (MFL-WS).
+
+    Args:
+        base: One tensor of the users' bases.
+        shares: Mixture weights pi.
+    """
     value, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
     return value + weights * (base.unsqueeze(1) - value)  # the difference is zero, but has a gradient
 

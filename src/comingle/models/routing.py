@@ -57,7 +57,12 @@ def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
 
 
 def expert_names(adapters: Adapters, user: int) -> list[str]:
-    """Return the names of a user's experts in order, such as "generalist", "specialist 1", "specialist 2"."""
+    """Return the names of a user's experts in order, such as "generalist", "specialist 1", "specialist 2".
+
+    Args:
+        adapters: The injected modules, with the layout and the users' experts.
+        user: Index of the user.
+    """
     # All tensors of experts have the same roles along the expert axis, so the first one tells them.
     axis_roles = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
     roles = [role for role, present in zip(axis_roles, adapters.present[user].tolist(), strict=True) if present]

@@ -322,7 +322,12 @@ def _sum_gates(
 
 
 def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], ...]:
-    """Return each layer's mean gates; empty if no gates were summed."""
+    """Return each layer's mean gates over ``tokens`` tokens; empty if no gates were summed.
+
+    Args:
+        total: Sums of gates ``(layers, experts)``; the number 0.0 if none were summed.
+        tokens: Number of tokens.
+    """
     return tuple(tuple(layer) for layer in (total / tokens).tolist()) if isinstance(total, Tensor) else ()
 
 

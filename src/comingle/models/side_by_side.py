@@ -389,7 +389,12 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _leading_step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
-    """Return the step that the first modules form, and their number; None unless they begin with a convolution."""
+    """Return the step that the first modules form, and their number; None unless they begin with a convolution.
+
+    Args:
+        following: Modules that run one after another.
+        pass_shape: Numbers of users and images of the current pass, for the step.
+    """
     convolution, *rest = following
     if type(convolution) is not nn.Conv2d or not _is_plain(convolution):
         return None

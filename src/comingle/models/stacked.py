@@ -520,7 +520,12 @@ class StackedModel(Model):
 
     @torch.no_grad()
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Return base and adaptors: adaptors centred under p(c), their mean added to the base (FLoRAL eq. 37)."""
+        """Return base and adaptors: adaptors centred under p(c), their mean added to the base (FLoRAL eq. 37).
+
+        Args:
+            tensors: Tensors of base and adaptors by name.
+            shares: The clusters' p(c).
+        """
         return tensors if self._adaptor_pairs is None else centre(self._adaptor_pairs, tensors, shares)
 
 
@@ -621,7 +626,14 @@ class MixedLanguageModel(StackedModel):
     def generate(
         self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
     ) -> Int64[Tensor, "users batch new"]:
-        """Continue the prompts greedily, one user after another."""
+        """Continue the prompts greedily, one user after another.
+
+        Args:
+            tensors: The users' tensors.
+            users: Ignored, as users are alike.
+            prompts: Token ids, padded on the left with ``PAD``.
+            limit: Largest number of new tokens.
+        """
         continued, prompts = [], prompts.to(self.device)
         # Lengths change with every token, so compiling would not pay off.
         with torch.compiler.set_stance("force_eager"):
@@ -662,7 +674,13 @@ class MixedLanguageModel(StackedModel):
         return replace(self, head=head), size
 
     def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
-        """Embed the tokens, then call the function for each user; always in evaluation mode, without dropout."""
+        """Embed the tokens, then call the function for each user; always in evaluation mode, without dropout.
+
+        Args:
+            train: Ignored.
+            call: The function of one user's tensors, inputs and further arguments.
+            *stacked: Its arguments, each with a leading user axis: a tree of tensors, the tokens, and others.
+        """
         # Embed first: some families search the token ids for padding, which vmap does not support.
         tensors, inputs, *rest = stacked
         return super()._run_users(False, call, tensors, self.embedding(inputs), *rest)

@@ -561,7 +561,12 @@ def _select(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...
 
 
 def _padding_amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
-    """Return the padding for ``F.pad``: before and after each dimension, last dimension first."""
+    """Return the padding for ``F.pad``: before and after each dimension, last dimension first.
+
+    Args:
+        base: The layer that has the padding.
+        inside: For each kernel dimension whether it is padded; the others get 0.
+    """
     amounts = base._reversed_padding_repeated_twice  # two per dimension, so item i is of dimension -1 - i // 2
     return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(amounts)]
 
@@ -640,7 +645,8 @@ def _at_least_float32(matrix: Tensor) -> Tensor:
 def _solve(gram: Gram, right: Float[Tensor, "... groups width n"], eps: float) -> Float[Tensor, "... groups width n"]:
     """Return ``(gram + eps)^-1 right``; not finite, without an error, where the sum is singular in floating point."""
     damped = gram + eps * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve_ex(damped, right)[0]
+    solution, _ = torch.linalg.solve_ex(damped, right)
+    return solution
 
 
 def _block_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
@@ -730,7 +736,15 @@ def _centre_factors(
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
-    """Return each cluster's coefficients ``D_c`` of all clusters' columns: 1 - p(c) for its own, -p(c) for others."""
+    """Return the diagonals of ``D_c``: coefficients of all clusters' columns in the difference of cluster c's change.
+
+    The difference from the mean is ``O_c I_c - sum_k p(k) O_k I_k``. So the coefficient of cluster k's columns is
+    ``[k = c] - p(k)``.
+
+    Args:
+        shares: The clusters' p(k).
+        width: Number of columns of a cluster.
+    """
     deviations = torch.eye(len(shares)).to(shares) - shares
     return deviations.repeat_interleave(width, dim=-1)[:, None, None]
 

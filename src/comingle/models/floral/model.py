@@ -114,7 +114,12 @@ def _parameter_owners(model: nn.Module) -> dict[int, dict[int, str]]:
 
 
 def _sharing_layers(module: nn.Module, owners: dict[int, dict[int, str]]) -> dict[int, str]:
-    """Return the names, by module id, of all modules that share a parameter with this one, including itself."""
+    """Return the names, by module ``id``, of all modules that share a parameter with ``module``, including itself.
+
+    Args:
+        module: The module.
+        owners: For each parameter's ``id`` its modules, from :func:`_parameter_owners`.
+    """
     by_parameter = [owners[id(p)] for p in module._parameters.values() if p is not None]
     return {key: name for modules in by_parameter for key, name in modules.items()}
 

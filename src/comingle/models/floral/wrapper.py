@@ -306,7 +306,13 @@ def check_flags(**flags: bool) -> None:
 
 
 def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.Module:
-    """Replace layers by adapted ones, in place; return the model, which may itself be such a layer."""
+    """Replace layers by adapted ones, in place; return the model, or the adapted layer if the model is a single layer.
+
+    Args:
+        model: The model.
+        layers: The layers to adapt, by name.
+        plan: Settings of the adaptors.
+    """
     for name in layers:
         model = replace_module(model, name, plan.adapt(model.get_submodule(name)))
     for module in model.modules():
@@ -317,7 +323,14 @@ def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -
 
 
 def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
-    """Initialise the adaptors, and move the router to their device and to their dtype or float32 if that is wider."""
+    """Initialise the adaptors and prepare the router.
+
+    The router gets the adaptors' device, their dtype or float32 if that is wider, and the model's training mode.
+
+    Args:
+        model: The model with adaptors.
+        generator: Generator of the initial values; None: torch's global one.
+    """
     for layer in model.layers().values():
         layer.reset(generator)
     first = next(p for layer in model.layers().values() for p in layer.parameters(recurse=False))

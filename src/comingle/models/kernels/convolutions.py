@@ -67,7 +67,7 @@ def fits(tensor: Tensor) -> bool:
 
 
 def supports(x: Tensor) -> bool:
-    """Return whether the native code is loaded and supports such samples."""
+    """Return whether the native code is loaded and supports the samples ``x``."""
     plain = _accepts_fakes or type(x) is Tensor  # a fake tensor has no memory
     return _library is not None and plain and fits(x)
 
@@ -180,7 +180,12 @@ class Step:
     pass_shape: PassShape = field(default_factory=PassShape)
 
     def __call__(self, x: Tensor, added: Outputs | None = None) -> Outputs:
-        """Run the step; running statistics are updated in place."""
+        """Run the step; running statistics are updated in place.
+
+        Args:
+            x: Samples or maps.
+            added: Tensor to add before the ReLU; None for none.
+        """
         outputs: Outputs = self._apply(self.pass_shape.lanes(x), added, returns_input=False)
         return outputs
 

@@ -202,7 +202,7 @@ def attend(
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether native causal attention supports such queries, keys and values.
+    """Return whether native causal attention supports queries, keys and values of these shapes, dtype and device.
 
     There must be as many keys as queries, more than one (no cached tokens), and all heads of the same width. Native
     code does not use matrix units (AMX); in bfloat16 it is as fast as PyTorch, which does, at a context of 128.
@@ -287,9 +287,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float
 
 
 def _setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save queries, keys, values and softmax statistics for :func:`_backward`."""
+    """Save queries, keys, values and softmax statistics for :func:`_backward`.
+
+    Args:
+        ctx: Autograd context.
+        inputs: Arguments of :func:`causal_attention`.
+        output: Its results: the output and the softmax statistics.
+    """
     *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    _, sums = output
+    ctx.save_for_backward(*tensors, sums)
 
 
 def _backward(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -137,7 +137,17 @@ def _run_compiler(command: Sequence[str]) -> None:
 
 
 def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
-    """Compile a library and return a file descriptor of it; cache it if only this user can write to the folder."""
+    """Compile a library and return a file descriptor of it; cache it if only this user can write to the folder.
+
+    Args:
+        compiler: Path of the compiler.
+        cache: Folder of compiled libraries.
+        name: Name of the library, to which the file name adds a digest of the content.
+        source: The file to compile.
+
+    Raises:
+        PermissionError: Another user has replaced the compiled file.
+    """
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = open_private(cache)  # None if others can write to the folder
     if private is None:

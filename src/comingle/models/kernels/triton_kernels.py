@@ -62,7 +62,7 @@ def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
 
 @triton.jit
 def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Load ``RANK`` columns of some rows, padded with zeros to ``WIDE`` columns.
+    """Load ``RANK`` columns of some rows from ``first_column`` on, padded with zeros to ``WIDE`` columns.
 
     ``start`` is the address of the tensor, ``row`` the offsets of the rows and ``valid`` masks rows within the tensor.
     """
@@ -73,7 +73,10 @@ def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _load_factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Load some columns of one expert's factor ``(rank, hidden)``, padded with zeros."""
+    """Load the columns ``c`` of one expert's factor ``(rank, hidden)``; pad it with zeros to ``WIDE`` rows.
+
+    ``factor`` is the address of all experts' factors, ``number`` the index of the expert among those of all users.
+    """
     r = tl.arange(0, WIDE)
     offsets = (number * RANK + r)[:, None] * hidden + c[None, :]
     return tl.load(factor + offsets, mask=(r < RANK)[:, None] & (c < hidden)[None, :], other=0.0)
@@ -137,7 +140,7 @@ def forward(
     if FIRST == 2:
         pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    part = (chunk * tl.num_programs(2) * n + token) * (EXPERTS * RANK)
+    part = (chunk * tl.num_programs(2) * n + token) * (EXPERTS * RANK)  # offset of the row in `last`
     for j in tl.static_range(EXPERTS):
         lora = _dot(
             _load_columns(z, row, valid, j * RANK, RANK, WIDE),
