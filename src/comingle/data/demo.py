@@ -53,20 +53,20 @@ def read_numpy() -> list[str]:
 
 
 def read_licences() -> list[str]:
-    """Return the licences of Python and of the installed distributions, in blocks of paragraphs without repetitions.
+    """Return documents from the licences of Python and of the installed distributions, each paragraph only once.
 
-    Each paragraph is kept once. Blocks are needed because the longest files are collections of licences that other
-    files contain one by one.
+    A document is a block of paragraphs, not a file: the longest files are collections of licences that other files
+    contain one by one, so dropping duplicate files would leave much text twice.
     """
     texts = {text for path in _licence_files() if (text := _read_or_none(path))}
     known: set[str] = set()
     blocks: list[str] = []
-    for text in sorted(texts, key=lambda text: (len(text), text)):
-        # Equal except for case and white space counts as equal.
+    for text in sorted(texts, key=lambda text: (len(text), text)):  # short files first, so collections lose paragraphs
+        # Paragraphs that differ only in case and white space count as equal.
         paragraphs = {" ".join(split_words(paragraph)): paragraph for paragraph in split_paragraphs(text)}
         blocks += join_paragraphs(paragraph for normalised, paragraph in paragraphs.items() if normalised not in known)
         known.update(paragraphs)
-    return _select_documents({block: block for block in blocks})
+    return _select_documents({block: block for block in blocks})  # blocks have no names, so the text is the name
 
 
 DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {

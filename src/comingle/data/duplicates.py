@@ -81,9 +81,10 @@ class DuplicateFilter:
         *,
         held_out: Sequence[str] = (),
     ) -> dict[str, list[T]]:
-        """Return a user's documents by split, each document once; unchanged unless ``drops``.
+        """Return a user's documents by split, each document once; all documents if the filter is off (``drops``).
 
-        Documents that differ only in case and white space are duplicates. Counts what it drops, for :meth:`report`.
+        Documents that differ only in case and white space are duplicates. The dropped documents are counted for
+        :meth:`report`.
 
         Args:
             name: Name of the user.
@@ -97,6 +98,7 @@ class DuplicateFilter:
         seen: set[bytes] = set()
         kept: dict[str, list[T]] = {split: [] for split in documents_by_split}
         # Held-out splits come first, so that dropping a duplicate leaves them complete and train without their text.
+        # The key is a split's position in `held_out`; for all other splits, it is the length of `held_out`.
         for split in sorted(documents_by_split, key=lambda split: [*held_out, split].index(split)):
             for document in documents_by_split[split]:
                 text = " ".join(text_of(document).casefold().split())

@@ -297,10 +297,12 @@ def _is_visible(name: str) -> bool:
 def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
     """List the files of rows below a folder by split and path, and the other files, which are not read.
 
-    The split of a file follows from its own name or that of a folder, as in ``train.jsonl``,
-    ``test-00000-of-00002.parquet`` or ``validation/a.csv``; without such a name it is "train". Names such as
-    ``news_train.csv``, with the word of a split anywhere in the path, decide only if all files have such a word and
-    one of them is in train: a single ``mental_test.csv`` need not be a test split.
+    There are two rules for the split of a file:
+
+    1. If every path has the word of a split anywhere, as in ``news_train.csv``, and at least one of these words is
+       for train, the words decide. A single ``mental_test.csv`` need not be a test split, so it falls under rule 2.
+    2. Otherwise a file belongs to the split that begins its name or that names one of its folders, as in
+       ``train.jsonl``, ``test-00000-of-00002.parquet`` or ``validation/a.csv``, and else to "train".
 
     Returns:
         The files of rows; and the relative paths of the other files, except a README.md.

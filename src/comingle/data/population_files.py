@@ -119,8 +119,8 @@ def _count_tokens(user: UserAnswers) -> Mapping[str, int]:
     """Return what a user adds to the totals of a population (``UserForm.counts``).
 
     Returns:
-        ``most_width``, the width of the train windows, of which the total is the maximum over the users; and
-        ``tokens``, the number of their tokens without padding, of which it is the sum.
+        ``most_width``, the width of the train windows; the population's total is the maximum over the users. And
+        ``tokens``, the number of tokens in the train windows without padding; the population's total is the sum.
     """
     return {"most_width": user.train.windows.shape[1], "tokens": int((user.train.windows != PAD).sum())}
 

@@ -230,9 +230,10 @@ class Mixture:
                     for share in cut_shares(own, quota, len(by_name), split, self.seed, name):
                         shares.add(share)
                 shares.finish()
-        ranks = {user: rank for rank, user in enumerate(by_name)}
+        receivers = {user: position for position, user in enumerate(by_name)}  # positions in the order of names
         for user, name in enumerate(self.names):
-            mixed = {split: self._mixture_of(shares, ranks[user], by_name) for split, shares in self._shares.items()}
+            receiver = receivers[user]
+            mixed = {split: self._mixture_of(shares, receiver, by_name) for split, shares in self._shares.items()}
             yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
 
     def _mixture_of(self, shares: DocumentLists, receiver: int, by_name: Sequence[int]) -> tuple[str, ...]:

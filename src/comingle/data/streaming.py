@@ -279,7 +279,9 @@ def read_each(
     noun: str,
     report: Callable[[], None],
 ) -> Generator[Read, None, None]:
-    """Yield the data of each user, then raise one error if users had none; it counts them and names the first.
+    """Yield the data of each user, then raise one error if some users had no data.
+
+    The error has the number of these users and the names of the first of them.
 
     With ``skips``, users without data are yielded as empty users, which the caller skips. It is then an error only if
     no user has data.

@@ -56,8 +56,9 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
     Raises:
         DataError: No row has one of the columns.
     """
-    # For meta.set both, since a column of this very name takes precedence over a field of meta.
+    # For "meta.set", read the columns "meta.set" and "meta": if both exist, the column takes precedence over the field.
     columns_to_read = [name for column in columns for name in (column, column.partition(".")[0])]
+    # Known columns of the table, for the error; and requested columns that the table or all rows so far lack.
     names, missing = list(table.columns or ()), list(columns)
     if table.columns is not None:
         missing = [column for column in columns if column not in names and column.partition(".")[0] not in names]
@@ -66,7 +67,7 @@ def iterate_texts(table: Table, columns: Sequence[str], bad: BadRows) -> Iterato
     for place, row in table.read(bad, columns_to_read):
         is_empty = False
         names = names or list(row)
-        missing = [column for column in missing if not has_column(row, column)]  # in all rows so far
+        missing = [column for column in missing if not has_column(row, column)]
         document, *others = (field_of(row, column) for column in columns)
         if document is None or any(other is None for other in others):
             continue

@@ -215,7 +215,8 @@ def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None
         recipes: The recipe of each of them.
 
     Raises:
-        RecipeError: There are none, one of them shares nothing, or one shares nothing before its only evaluation.
+        RecipeError: There are no methods, a method shares no parameters, or a method shares them only after the only
+            evaluation of a run of one round.
     """
     if not chosen:
         raise RecipeError("--methods: got only local; give a method that shares parameters, such as fedavg")
@@ -223,6 +224,7 @@ def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None
         method = make(recipe.method.name, **recipe.method.settings)
         if not method.shared:
             raise RecipeError(f"--methods: {name} shares nothing, so users cannot gain from each other; leave it out")
+        # `ends_exchanged`: the method's evaluation after the last round follows the exchange, also for local models.
         if recipe.training.rounds == 1 and recipe.evaluation.model == "local" and not method.client.ends_exchanged:
             raise RecipeError(
                 "--rounds: got 1; allowed: whole numbers from 2, because with evaluation.model: local nothing is "

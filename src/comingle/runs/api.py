@@ -140,9 +140,9 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 def _reopened_population(
     folder: Path, recipe: Recipe, kind: Kind, read_users: Callable[[], Sequence[Any]]
 ) -> LazyPopulation:
-    """Return the users of a run with so large a population that its record does not list them.
+    """Return the users of a finished or interrupted run; each user's data is read on first access.
 
-    The users' data is read on first access.
+    For populations that are too large for the run folder's list of users. Only the names are read at once.
 
     Args:
         folder: The run folder.
@@ -192,15 +192,15 @@ def run(
             response, as a list or a ``datasets.Dataset``; samples, as a ``torch.utils.data.Dataset`` or tensors; or a
             mapping of ``train``, ``valid`` and ``test`` to one of these. All users have the same kind. The recipe's
             ``data`` may still set how it is split and how much of it is kept.
-        base: A name; ``(model, tokenizer)`` of transformers, whose weights are shared and never changed; or, for
-            samples, a function that returns an ``nn.Module``.
-        method: A name; a :class:`comingle.methods.base.Method`; a function that returns one; or a mapping with such a
-            ``name`` and settings.
+        base: The name of a base model; a pair ``(model, tokenizer)`` of transformers, whose weights all users share
+            and training never changes; or, if the users' data is samples, a function that returns an ``nn.Module``.
+        method: The name of a method; a :class:`comingle.methods.base.Method`; a function that returns a method; or a
+            mapping of ``name`` to any of these, and of settings to values.
         loss: A function of outputs and targets that returns one loss per sample. Set a loss by name with
             ``data={"loss": NAME}``.
         out: The run folder.
-        resume: Whether to resume the run in that folder.
-        force: Whether to replace that folder.
+        resume: Whether to resume the run in ``out``.
+        force: Whether to replace the run in ``out``.
         observers: Functions that are called with each event, a mapping with the key ``event``.
         run_data: The base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
         progress: Whether to print progress to stderr, or below the cell in a notebook.
@@ -218,6 +218,7 @@ def run(
         full_recipe = recipe_with(recipe, given, base=base, method=named_method, changes=changes)
         folder = Path(out) if out is not None else None
         if folder is not None:
+            # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
             check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:
@@ -303,7 +304,7 @@ def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
         named: The name of the passed method, or a mapping with its ``name`` and settings; None if none was passed.
 
     Raises:
-        RunError: It is another method, or a method whose code is not loaded or has changed.
+        RunError: The passed method is not the run's, or the code of the run's method is not loaded or has changed.
     """
     name = named["name"] if isinstance(named, Mapping) else named
     if name not in (None, recipe.method.name):

@@ -136,10 +136,10 @@ def _work_group(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, for example killed, and can no longer end it."""
+    """Wait until the parent process is gone, for example killed, then end this process. Runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        wait([parent.sentinel])
+        wait([parent.sentinel])  # returns when the parent ends
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -47,8 +47,9 @@ class _RankHandler(logging.Handler):
     def install(self) -> None:
         """Handle all records of ``comingle`` from now on, in place of the root logger."""
         logger = logging.getLogger("comingle")
-        logger.addHandler(self)  # a filter would not see the records of modules' loggers
-        logger.propagate = False
+        # A handler, not a filter: filters of a logger do not see the records of the loggers below it.
+        logger.addHandler(self)
+        logger.propagate = False  # records do not reach the root logger's handlers
         logger.setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -179,7 +179,7 @@ def recipe_with(
     else:
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
         parsed = parse_recipe(mark_given(content))
-    if given.users is not None and "data" in changes:  # it may replace options, but not the users
+    if given.users is not None and "data" in changes:  # the change may set options of `data`, but not other users
         changes = {**changes, **_with_given_users({"data": changes["data"]}, given.users, changes, nets=has_net)}
     all_changes: dict[str, Any] = {}
     if isinstance(base, str) or given.loaded is not None:
@@ -194,8 +194,9 @@ def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
     """Return changes of a recipe, where a changed section also has the keys that the change does not mention.
 
     For example, the change ``training={"rounds": 5}`` keeps the recipe's other keys of ``training``. A mapping that
-    names another method, optimiser, rule or other users replaces the section instead, since the other keys belong to
-    what it replaces. None as the value of a section resets the section to its defaults.
+    names another method, optimiser or aggregation rule, or other users, replaces the whole section, since the other
+    keys are settings of the old method, optimiser or rule. None as the value of a section resets the section to its
+    defaults.
 
     Args:
         recipe: The recipe.
@@ -241,7 +242,7 @@ _KIND_KEYS = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "
 
 
 def _refuse_paths(users: Mapping[str, object]) -> None:
-    """Check that users of nets are not given by paths, which only a recipe can name.
+    """Check that no user's data is a path if a program passes users with samples; only a recipe can name folders.
 
     Raises:
         DataError: A user's data is a path, or a mapping of splits to paths; the message says how to read folders.
@@ -249,6 +250,7 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
     if not isinstance(users, Mapping):  # another check reports that
         return
     for name, data in users.items():
+        # Of a mapping from splits to data, the first value shows whether the values are paths.
         path = next(iter(data.values()), None) if isinstance(data, Mapping) else data
         if isinstance(path, str | Path):
             raise DataError(

@@ -357,6 +357,7 @@ class Lines:
 
     def _print_overdue(self) -> None:
         """Print the current operation whenever there was no line for :data:`LONG_SECONDS`, in a thread of its own."""
+        # `wait` returns whether the run ended; it waits at least 10 ms, so that the loop does not busy-wait.
         while not self._ended.wait(max(0.01, self._last_line_at + LONG_SECONDS - time.perf_counter())):
             if time.perf_counter() - self._last_line_at < LONG_SECONDS:  # there was a line in the meantime
                 continue

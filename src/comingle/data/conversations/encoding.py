@@ -268,12 +268,13 @@ class Encoder:
         self.counts, self.ends = Counter[str](), self.template.ends()
 
     def encode(self, user: UserConversations) -> UserAnswers:
-        """Encode a user's conversations and cut them to the context.
+        """Encode a user's conversations as windows of tokens, and cut them to the context.
 
         Conversations that the chat template rejects become bad rows.
         """
         encoded_by_split = {split: self._encode_split(user.name, getattr(user, split)) for split in SPLITS}
         encoded = [conversation for of_split in encoded_by_split.values() for conversation in of_split]
+        # Generated responses are at most as long as the longest response of any split.
         limit = max((conversation.longest for conversation in encoded), default=1)
         train, valid, test = (
             build_answers(

@@ -278,9 +278,9 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
     Reasoning is put before the content between ``<think>`` tags. A response without loss gets ``learn: False``.
 
     Args:
-        record: The message.
-        where: Its place, for messages.
-        remark: Called with properties that users should know about.
+        record: The message as read.
+        where: Its place, for error messages.
+        remark: Called with a text about each problem of a usable message, for a warning.
 
     Raises:
         ValueError: The role is unknown, or a value has a wrong type.
@@ -301,7 +301,7 @@ def _read_message(record: Mapping[str, object], where: str, remark: Remark) -> M
         message["tool_call_id"] = record["tool_call_id"]
     if role == "tool" and _is_value(record.get("name")):
         message["name"] = record["name"]
-    for key in _REASONING_KEYS:
+    for key in _REASONING_KEYS:  # at most one has an effect, since the content then begins with <think>
         if _is_value(thought := record.get(key)) and not message["content"].lstrip().startswith("<think>"):
             thought = _read_text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"

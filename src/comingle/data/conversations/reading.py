@@ -264,7 +264,7 @@ def split_records(
     if not any(by_split.values()):
         raise NoTextError(f"user {name!r}: no conversations; at least one is needed")
     if not split.given:
-        conversations = [placed for of_split in by_split.values() for placed in of_split]
+        conversations = [conversation for of_split in by_split.values() for conversation in of_split]
         train, valid, test = split_by_count(conversations, split.valid, split.test, seed, name)
         return UserConversations(name=name, train=train, valid=valid, test=test)
     for wanted in filter(None, (split.train_name, split.valid_name, split.test_name)):

@@ -311,11 +311,11 @@ def split_rows(
     duplicates: DuplicateFilter,
     advice: str = "",
 ) -> UserText:
-    """Split a user's rows of a data set into train, valid and test, by the data set's splits or by fractions.
+    """Split a user's documents of a data set into train, valid and test, by the data set's splits or by fractions.
 
     Args:
         name: Name of the user.
-        splits: Documents by the data set's splits.
+        splits: The documents by the data set's splits.
         split: The recipe's section ``split``. ``given`` says whether to use the data set's splits, whose names are
             ``train_name``, ``valid_name`` and ``test_name``. Otherwise all documents are split by the fractions
             ``valid`` and ``test``.
@@ -323,7 +323,9 @@ def split_rows(
         duplicates: Drops duplicate documents.
         advice: What to do if a split is missing, for the message.
     """
-    splits = duplicates.drop(name, splits, text_of=str, held_out=(split.test_name, split.valid_name or ""))
+    # A document in several splits stays in the first of these.
+    held_out = (split.test_name, split.valid_name or "")
+    splits = duplicates.drop(name, splits, text_of=str, held_out=held_out)
     if not split.given:
         documents = [document for documents_of_split in splits.values() for document in documents_of_split]
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
@@ -333,7 +335,7 @@ def split_rows(
         train=split.train_name,
         valid=split.valid_name,
         test=split.test_name,
-        # A validation split of the data set is used as it is; without one, a fraction is cut from train.
+        # Validation documents are cut from train only if the recipe names no validation split.
         valid_fraction=0.0 if split.valid_name else split.valid,
         seed=seed,
         advice=advice,
@@ -527,10 +529,14 @@ class LanguageReader(StreamingReader[Read, User]):
 def require_rows(base: Base, user: Named) -> None:
     """Check that the base model has an embedding row for each token of a user.
 
+    Args:
+        base: The base model; its attribute ``begin`` is the begin-of-text token, or None.
+        user: The user, whose attribute for each split is a token stream or an object with padded ``windows``.
+
     Raises:
-        DataError: Rows are missing.
+        DataError: A token has no embedding row.
     """
-    splits = [getattr(user, split) for split in SPLITS]  # token streams, or conversations with windows
+    splits = [getattr(user, split) for split in SPLITS]
     tokens_by_split = [split if isinstance(split, torch.Tensor) else split.windows for split in splits]
     begin = [] if base.begin is None else [base.begin]
     for tokens in (begin, *tokens_by_split):
@@ -704,34 +710,35 @@ def check_local_text(data: TextSection) -> tuple[bool, str]:
 def _users_with_short_text(
     recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
 ) -> set[str]:
-    """Return the users with too little text, which a run would skip.
+    """Return the names of the users with too little text, which a run would skip.
 
     Args:
         recipe: The recipe.
-        data: Its section ``data``.
-        texts: Documents of all users, split but not mixed.
+        data: The recipe's section ``data``.
+        texts: Documents of all users, split but not mixed across users (``data.held_out: mixture``).
         tokenizer: Tokenizer of the base model.
-        validates: The method needs validation data.
+        validates: Whether the method needs validation data.
 
     Raises:
-        DataError: A run would refuse these users instead, or would skip all users.
+        DataError: All users have too little text, or some have and ``data.on_small_user`` is not ``skip``.
     """
     context = recipe.training.context
     skips = data.on_small_user == "skip"
     if data.held_out == "mixture" and not skips:  # with skipping, a run tests users before it mixes their text
         texts = mix_held_out(texts, seed=recipe.data_seed)
     # One window per stream shows whether there is enough text, and is quickly tokenised.
-    window_tokens = context + 1  # the last one is only a target
+    window_tokens = context + 1  # the last token is only a target
     window_limits: dict[str, dict[str, int | None]] = {}
     for name, limits in token_limits(data, [text.name for text in texts]).items():
         window_limits[name] = {key: min(limit or window_tokens, window_tokens) for key, limit in limits.items()}
     users = [pack(text, tokenizer, **window_limits[text.name]) for text in texts]
     users = [add_validation_to_train(user) for user in users] if data.train_on_valid else users
-    begins = data.add_bos_token and bool(begin_of(tokenizer))  # windows begin with a token that no stream has
+    # If true, windows get a begin-of-text token that the users' streams lack, so a stream may be one token shorter.
+    begins = data.add_bos_token and bool(begin_of(tokenizer))
     needed = {"context": context, "needs_validation": validates, "begins": begins}
     small = {user.name for user in users if find_shortage(user, **needed)}
     if not skips or len(small) == len(users):
-        check(users, **needed)  # raises an error if there are small users
+        check(users, **needed)  # raises an error if there are users with too little text
     return small
 
 
