@@ -240,12 +240,14 @@ class PopulationWriter:
         """
         self._open.close()
         self._names.finish()
-        sums = {path.name: _checksum(path) for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)}
+        # The file of users has a checksum per user instead; the file that is written here has none.
+        hashed_files = [path for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)]
+        checksums = {path.name: _checksum(path) for path in hashed_files}
         about = {
             "type": self._form.__name__,
             "digest": self._digest.hexdigest(),
             "counts": self._counts,
-            "sums": sums,
+            "sums": checksums,
         }
         (self.folder / ABOUT).write_text(json.dumps(about | dict(more or {}), indent=2) + "\n", encoding="utf-8")
         return self.count

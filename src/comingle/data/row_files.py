@@ -230,7 +230,7 @@ def read_name(value: object, column: str) -> str:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, TypedNumber) and math.isfinite(value):
+    if isinstance(value, TypedNumber) and math.isfinite(value):  # a number of a JSON file, with its spelling
         return value.spelling
     raise ValueError(f"column {column!r} holds {_describe_value(value)}; allowed: text or a whole number")
 

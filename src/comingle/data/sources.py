@@ -105,10 +105,11 @@ def group_documents(
     where = source_label(source)
     rows.fill(
         iterate_documents(source, user=user, text=text, users=users, **options),
+        # A store on disk writes documents as bytes. `surrogatepass` also encodes unpaired surrogates.
         pack=lambda document: document.encode("utf-8", "surrogatepass"),
         unpack=lambda content: content.decode("utf-8", "surrogatepass"),
     )
-    if not rows.owners:
+    if not rows.owners:  # users by name
         if (bad := options.get("bad")) is not None:
             bad.report()
         raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
@@ -267,6 +268,6 @@ def _read_path(path: Path, column: str, max_bytes: int | None, bad: BadRows) -> 
     if path.is_dir() and not is_saved(path):
         yield from read_text_folder(path, max_bytes=max_bytes)
     elif path.is_dir() or has_rows(path):
-        yield from _read_rows(str(path), column, None, max_bytes, bad)
+        yield from _read_rows(str(path), column, count=None, max_bytes=max_bytes, bad=bad)
     else:
         yield from read_text_file(path, max_bytes=max_bytes)

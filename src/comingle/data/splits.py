@@ -316,13 +316,13 @@ def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
 def cut_shares(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
     """Return the shares that the user ``name`` contributes to each of the mixtures of a split.
 
-    Shuffles the documents, then cuts their first ``quota`` characters into consecutive parts of equal size, to within a
-    line; the rest is not used.
+    Shuffles the documents, then cuts their first ``quota`` characters into consecutive shares of equal size, to within
+    a line; the rest is not used.
 
     Args:
         documents: Documents of the user in the split.
         quota: Number of characters to contribute.
-        parts: Number of mixtures.
+        parts: Number of mixtures, each of which gets one share.
         split: Name of the split.
         seed: Seed of the shuffle.
         name: Name of the user.
@@ -331,9 +331,9 @@ def cut_shares(documents: Sequence[str], quota: int, parts: int, split: str, see
     rest = _shuffle(documents, "mix", split, seed, name)
     # Cut from the end, so that every cut is at a multiple of quota / parts characters from the beginning.
     for index in range(parts, -1, -1):
-        rest, part = _cut(rest, quota * index // parts)
-        shares.insert(0, part)
-    return shares[:-1]  # the last part is beyond the quota
+        rest, share = _cut(rest, quota * index // parts)
+        shares.insert(0, share)
+    return shares[:-1]  # the last entry is the text beyond the quota
 
 
 def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -422,16 +422,16 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     def inspect(self, read: Read, user: User) -> None:
-        """Check a user before it is written to disk, and collect warnings.
+        """Check a user before it is written to disk, and collect warnings; the base class does nothing.
 
-        A run in memory checks all users together later instead.
+        Not called for a run with all users in memory, which are checked together later.
 
         Raises:
             DataError: The user cannot be trained.
         """
 
     def report(self) -> None:
-        """Report what could not be encoded; called after the last user.
+        """Report what could not be encoded; called after the last user. The base class has nothing to report.
 
         Raises:
             DataError: Rows could not be encoded and are refused.

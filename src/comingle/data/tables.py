@@ -290,8 +290,8 @@ def open_splits(
 
     Args:
         source: Name of a data set, or a file or folder of rows.
-        name: Its configuration.
-        data_files: Files of it to read.
+        name: Configuration of the data set.
+        data_files: Files of the data set to read.
         stream: Stream rows; only of sources named as ``hub:NAME``.
         decoded: Decode values such as images; ``datasets`` then reads local files as well.
     """

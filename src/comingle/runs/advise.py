@@ -70,10 +70,10 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
     yield from _warn_of_equal_users(run_data)
     small = [user.name for user in run_data.users if len(user.test) < _FEW_TESTED.get(unit, 0)]
     if small:
-        least = min(len(user.test) for user in run_data.users)
+        smallest_test = min(len(user.test) for user in run_data.users)
         yield (
-            f"little test data (from {least:,} {unit}): {list_names(small)}; intervals will be wide; give more test "
-            "data or more --seeds to narrow them"
+            f"little test data (from {smallest_test:,} {unit}): {list_names(small)}; intervals will be wide; give more "
+            "test data or more --seeds to narrow them"
         )
     yield from _warn_of_short_runs(recipe, run_data, unit)
     for overlap in run_data.overlaps():
@@ -224,7 +224,7 @@ def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None
         method = make(recipe.method.name, **recipe.method.settings)
         if not method.shared:
             raise RecipeError(f"--methods: {name} shares nothing, so users cannot gain from each other; leave it out")
-        # `ends_exchanged`: the method's evaluation after the last round follows the exchange, also for local models.
+        # `ends_exchanged`: the last evaluation is after the exchange, whatever `evaluation.model` says.
         if recipe.training.rounds == 1 and recipe.evaluation.model == "local" and not method.client.ends_exchanged:
             raise RecipeError(
                 "--rounds: got 1; allowed: whole numbers from 2, because with evaluation.model: local nothing is "

@@ -91,7 +91,8 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
 def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
     """Return the data of a finished run; the base model is loaded now, the users' data on first access.
 
-    An error is raised for another base model at once, and for data that differs from what the run read on first access.
+    If the base model is not the run's, an error is raised at once. If the data has changed since the run read it, an
+    error is raised on first access.
 
     Args:
         folder: The run folder.
@@ -321,7 +322,7 @@ def _check_round(folder: Path, metrics: JsonMapping, progress: Progress) -> None
         progress: Progress at the restored checkpoint.
 
     Raises:
-        RunError: It is of another round.
+        RunError: The checkpoint is of another round.
     """
     newest = list_checkpoints(folder)[-1]
     if progress.round != metrics["rounds"]:

@@ -52,7 +52,7 @@ def in_processes(
         groups: The groups, such as lists of runs; they must pickle.
         work: Yields the results of a group; it and the results must pickle.
         jobs: The number of processes at a time.
-        label: Returns the name of a group for the error of a process that ended without one.
+        label: Returns the name of a group for the message if its process ends without an error, for example killed.
 
     Raises:
         ComingleError: A group failed; the error of the first one is raised.

@@ -80,12 +80,13 @@ def read_shared(
         ComingleError: As :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
     """
     if not ranks.leads:
-        _RANK_HANDLER.install()  # else each process would log what process 0 logs
+        _RANK_HANDLER.install()  # so that messages of all processes are logged once, by process 0
     ranks.each(lambda: select_gpu(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
     all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
-    users_per_step = recipe.runtime.users_per_step  # a number, or `auto`
+    # Each process gets whole cohorts; with `users_per_step: auto` their size is not known yet.
+    users_per_step = recipe.runtime.users_per_step
     cohort_size = users_per_step if isinstance(users_per_step, int) else 1
     user_numbers = ranks.each(lambda: divide_users(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
     return keep_users(all_data, user_numbers)
@@ -170,7 +171,8 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     num_trainers = ranks.gather(lambda: len(clients.trainers))
     federation.shards = ranks.share(lambda: num_trainers)  # checkpoints record the number of users of each process
     if (private := clients.steps.private) is not None:
-        # The accountant, which runs in process 0, needs the batch sizes of all users.
+        # The accountant of DP-SGD, which runs in process 0, needs every user's amount of work (`Work`: its number of
+        # examples, batch size, steps and rounds). Processes exchange these as dicts.
         works_of_shards = ranks.gather(
             lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()}
         )
@@ -181,7 +183,7 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
         has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
         ranks.share(lambda: clients.require_validation(any(has_validation)))
     if not federation.leads:
-        federation.server.kept = {}  # only process 0 has the server's state
+        federation.server.kept = {}  # free the server's state, which only process 0 needs
     return federation
 
 
@@ -213,7 +215,12 @@ def run_sharded(
     """
 
     def enter(contexts: ExitStack, opening: AbstractContextManager[None]) -> None:
-        """Open the folder in process 0 while the others wait, and record it for a restart by the launcher."""
+        """Open the folder in process 0 while the others wait, and record it for a restart by the launcher.
+
+        Args:
+            contexts: Stack on which the folder stays open until the end of the run.
+            opening: Context manager that opens the folder.
+        """
         ranks.share(lambda: contexts.enter_context(opening))
         ranks.opened(folder)
 
@@ -266,7 +273,7 @@ def _check_alike(federation: Sharded) -> None:
     """Check that all processes use the same type of device and the same dtype.
 
     Raises:
-        RecipeError: They do not.
+        RecipeError: The devices or dtypes differ.
     """
     model, ranks = federation.clients.model, federation.ranks
     devices_and_dtypes = ranks.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])

@@ -270,10 +270,10 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
         content: The content of a recipe file; returned unchanged if it is not a mapping with a mapping ``data``.
         users: The passed users' data by name, which determines the kind of data together with the options.
         changes: Changed keys of the recipe, whose options for ``data`` count in place of the content's.
-        nets: Whether the users train nets, for which paths are refused.
+        nets: Whether the program passes a net, which trains on samples; samples must not be given by a path.
 
     Raises:
-        DataError: A user of nets is given by a path, or the data is of no known kind, or of several.
+        DataError: Samples are given by a path, or the data is of no known kind, or of several.
     """
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content

@@ -63,7 +63,7 @@ def temporary_folder_for(
     if folder is None:
         yield None
         return
-    check_folder(folder, recipe, resume=None, force=force)
+    check_folder(folder, recipe, resume=None, force=force)  # None: the message must not offer to resume
     run_folder, target = None if joined is None else joined.resolve(), folder.resolve()
     if run_folder is not None and (run_folder.is_relative_to(target) or target.is_relative_to(run_folder)):
         raise RunError(f"{folder}: overlaps the run to join, which is only read; use another --out")
@@ -126,12 +126,13 @@ def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_ste
         name: The newcomer's name.
         data: A path, or data that a program passes.
         rounds: The number of rounds; None: as many as the run had.
-        local_step: Whether to add a round that trains the downloaded roles too.
+        local_step: Whether to add a last round that trains the downloaded roles too; the other rounds train only the
+            local roles.
 
     Raises:
         DataError: The name is taken, or the recipe generates this kind of data.
         RunError: The run has nothing to download.
-        RecipeError: ``local_step`` is set although everything is trained anyway.
+        RecipeError: ``local_step`` is set, but the method has no local roles, so every round trains all roles.
     """
     method = run.federation.clients.method
     if name in run.users:
@@ -201,18 +202,18 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
         raise DataError(f"--data: the run's users have {section.label}, which the recipe generates; no user can join")
     content = section.model_dump(mode="json", exclude_unset=True)
     dataset = content.pop("dataset", None) or {}
-    for key in ("users", "given", "held_out"):  # of the run's users
+    for key in ("users", "given", "held_out"):  # keys that describe the run's users, not the newcomer
         content.pop(key, None)
     for key in _LIMITS:
         if isinstance(content.get(key), dict):  # limits of the run's users by name
             del content[key]
     content |= {"kind": section.kind}
     # With a loss on classes, the run collected the classes from all its users; the newcomer may lack some of them.
-    has_class_targets = bool(run.settings.get("whole"))
+    has_class_targets = bool(run.settings.get("whole"))  # whole numbers as targets are classes
     if has_class_targets:
         class_names, num_classes = list(run.settings["labels"]), run.settings["classes"]
         content["classes"] = class_names or num_classes
-    if "on_small_user" in content:  # there is no other user
+    if "on_small_user" in content:  # skipping the only user would leave nothing to train
         content["on_small_user"] = "refuse"
     if dataset and "split" in content:  # names of a data set's splits
         content["split"] = {key: value for key, value in content["split"].items() if key in ("valid", "test")}
@@ -228,13 +229,14 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
 
 
 def freezes_downloaded(clients: Clients) -> bool:
-    """Return whether a newcomer trains only local roles and freezes what it downloads.
+    """Return whether a newcomer trains only local roles and freezes the roles that it downloads.
 
-    It does if the method has local roles; else it fine-tunes the downloaded model.
+    This is so if the method has local roles; else the newcomer fine-tunes the downloaded model.
     """
     method, layout = clients.method, clients.model.layout
     if method.placement.mixture is not None or method.placement.copies > 1:
         return True  # a mixture vector, or local copies of the model, are local
+    # Masks of the columns of a user's row of tensors, by roles.
     is_trained_and_local = layout.mask(method.client.trained) & ~layout.mask(method.received)
     return bool(is_trained_and_local.any())
 
@@ -295,7 +297,8 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     federation = build(new_user.recipe, run_data, store="memory")
     download_state(federation, run, rounds=new_user.recipe.training.rounds - new_user.fine_tuning_rounds)
     clients = federation.clients
-    shared_scores = clients.scorer.score(_shared_models(clients), [clients.users[0].test], [0])
+    test_data = [clients.users[0].test]  # the newcomer is the only user of its federation, number 0
+    shared_scores = clients.scorer.score(_shared_models(clients), test_data, [0])
     measure = measure_of(shared_scores)
     shared = measured(shared_scores[0])
     train_key = f"train_{clients.batch_source.unit}"  # tokens or samples that training used
@@ -337,8 +340,7 @@ def _check_alike(run: Run, new_user: Newcomer, run_data: RunData) -> None:
     """Check that a newcomer's data has the settings of the run, such as net, loss, input shape and classes of samples.
 
     Raises:
-        DataError: A setting differs. Of a net and a loss, which a program may pass, it says that they must be passed
-            again.
+        DataError: A setting differs. For a net or a loss, which a program may pass, the message says to pass it again.
     """
     settings_of_newcomer = run_data.kind.settings(run_data)
     for key, wanted in run.settings.items():
@@ -363,14 +365,15 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
     """
     clients, server, method = federation.clients, federation.server, federation.clients.method
     run_state = run.federation.server.kept
-    state_per_user = method.server.by_user  # names of such tensors
+    state_per_user = method.server.by_user  # names of the server's tensors with a row per user
     server.kept = {name: t if name in state_per_user else run_state[name].clone() for name, t in server.kept.items()}
-    server.method = replace(method, server=method.server.settled())  # does not change the state of all users
+    # A settled server does not update the state that it has learned from all users.
+    server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
-    clients.state.versions[:1] = -1  # has received nothing, not even the initial version
+    clients.state.versions[:1] = -1  # the newcomer has received nothing, not even the initial version 0
     if freezes_downloaded(clients):
         clients.steps.frozen_columns = FrozenColumns(columns=clients.model.layout.mask(method.received), rounds=rounds)
-    federation.download([0])
+    federation.download([0])  # number of the only user
 
 
 def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: int, reporter: Reporter) -> JsonObject:
@@ -418,6 +421,7 @@ def _run_newcomer(
     observers = [reporter.watch(federation.clients, f"{new_user.name} joins")]
     if folder is None:
         return execute(federation, new_user.recipe, None, observers=observers)
+    # The folder is a temporary one of this process, so there is nothing of value to replace.
     with open_folder(folder, new_user.recipe, describe(run_data, new_user.recipe), resume=False, force=True):
         return execute(federation, new_user.recipe, folder, observers=observers)
 
@@ -453,9 +457,9 @@ def join(
     Raises:
         ComingleError: The name is taken, the data is of another kind or too little, or the run has nothing to download.
     """
-    require_alone("join")
+    require_alone("join")  # in a run of several processes, each has only a part of the users
     opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         new_user = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
-        given = given_of(None, base, None, loss)
+        given = given_of(users=None, base=base, loss=loss)
         return join_run(opened, new_user, Path(out) if out is not None else None, reporter, given=given, force=force)

@@ -96,7 +96,7 @@ def steps_before(clients: Clients) -> Callable[[int], int]:
         num_rows = sample_size(plan.participation, len(names)) * copies
         steps_per_round = -(-num_rows // cohort_size) * local_steps  # cohorts, rounded up, times steps
         return lambda rounds: rounds * steps_per_round
-    names_here = set(clients.names)  # of several processes, each counts its own users
+    names_here = set(clients.names)  # if several processes share a run, each process counts only its own users
     period = len(plan.participation) if isinstance(plan.participation, Sequence) else 1
     steps_of_rounds: list[int] = []  # of one period
     for round_number in range(period):
@@ -148,7 +148,7 @@ class RunProgress:
         Args:
             advance: The number of cohort steps since the last event.
         """
-        if self.started_at < 0:  # the first event: the run was not resumed, or starts with round `self.round`
+        if self.started_at < 0:  # no event yet; a resumed run starts with round `self.round`, another with round 1
             self.started_at = self.done = self._steps_before(self.round - 1)
             self._began = time.perf_counter()
         self.done += advance

@@ -87,11 +87,13 @@ class Run:
         """
         require_user(name, self.users)
         clients = self.federation.clients
+        # The row of the tensors that are the user's model, and the trainer whose data they were trained on.
         row, model = clients.row_of[self.users.index(name)], clients.model
+        (trainer,) = clients.owners([row])
         # Methods that fine-tune at the end do it for this user only, while its tensors are copied.
-        with finetuned(clients, members=clients.owners([row])):
+        with finetuned(clients, members=[trainer]):
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
-        personal = kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
+        personal = kind_of(self.recipe).personal(name, model, tensors, trainer)
         return replace(personal, about=self._model_info(name)) if isinstance(personal, PersonalModel) else personal
 
     def _model_info(self, name: str) -> ModelInfo:

@@ -124,7 +124,7 @@ def messages_of(
         used, messages = (SHAREGPT,), _read_messages(row[SHAREGPT], SHAREGPT, remark)
     else:
         used, messages = (*columns.prompt, columns.response), _prompt_and_response(row, columns)
-    # Of meta.set, a field of a column, the whole column counts as used.
+    # If a field is read, such as meta.set, its whole column counts as used.
     known = {name if name in row else name.partition(".")[0] for name in (*used, *read)}
     others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
     messages = _read_history(others.pop("history", None), remark) + messages
@@ -175,7 +175,7 @@ def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
 
     Args:
         value: Pairs of question and response, or messages; a missing or empty value gives no messages.
-        remark: Called with properties that users should know about.
+        remark: Called with a text about each problem of a usable message, for a warning.
 
     Raises:
         ValueError: The value is neither.
@@ -249,8 +249,8 @@ def _read_messages(value: object, column: str, remark: Remark) -> list[MessageRe
 
     Args:
         value: The list.
-        column: Its column, for messages.
-        remark: Called with properties that users should know about.
+        column: Name of the list's column, for error messages.
+        remark: Called with a text about unused keys and about each problem of a usable message, for a warning.
 
     Raises:
         ValueError: The value is not a list of valid messages.
@@ -399,12 +399,12 @@ def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
     """Check that a conversation has a response with a loss, and that no response with a loss is empty.
 
     A response that is the first message has no prompt, so it has no loss; others may be excluded from the loss by
-    ``learn: False``.
+    ``learn: False``. Unusual but usable conversations are remarked on.
 
     Args:
         messages: The conversation.
-        remark: Called for properties that users should know about: a first message of the assistant, an empty message
-            of another role, and consecutive messages of one role.
+        remark: Called with a text, for a warning, about each of: a first message of the assistant, an empty message of
+            another role, and consecutive messages of one role.
 
     Raises:
         ValueError: No response has a loss, or one with a loss is empty.
@@ -412,13 +412,14 @@ def _check_responses(messages: Sequence[MessageRecord], remark: Remark) -> None:
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:
         raise ValueError("no response; at least one message of the assistant is needed")
-    begins_with_response = messages[0]["role"] == ASSISTANT  # it has no prompt, hence no loss
-    if begins_with_response and len(responses) == 1:
+    begins_with_response = messages[0]["role"] == ASSISTANT  # this response has no prompt, hence no loss
+    prompted = responses[1:] if begins_with_response else responses
+    if not prompted:
         raise ValueError("the first message is the only response; begin with a message of the user or system")
     with_loss = [message for message in responses if message.get("learn", True)]
     if not all(message["content"].strip() or message.get("tool_calls") for message in with_loss):
         raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
-    if not any(message.get("learn", True) for message in responses[int(begins_with_response) :]):
+    if not any(message.get("learn", True) for message in prompted):
         raise ValueError(
             "every response is excluded from the loss, by a key or because a tool call has no function name; at least "
             "one response with loss is needed"

@@ -50,7 +50,7 @@ def read_records(
     """
     collected = bad or BadRows()
     for table in read_tables(source, name=config):
-        for place, row in table.read(collected, None):
+        for place, row in table.read(collected, None):  # None: all columns
             yield table.split, f"{table.where}: {place}", row
     if bad is None:
         collected.report()
@@ -383,6 +383,7 @@ def _dataset_readers(
     """
     assert data.dataset is not None
     rows.fill(
+        # A record is a row with its split and place; the split comes first.
         ((owner, record[0], record) for owner, record in records_with_users(data, bad)),
         pack=lambda record: json.dumps(record, default=_placeholder).encode(),
         unpack=lambda content: tuple(json.loads(content)),
@@ -462,7 +463,7 @@ def _source_label(source: ConversationRows) -> str:
 def has_messages(data: object, columns: Columns) -> bool:
     """Return whether an object may be one user's conversations, judged by its type and first row.
 
-    These are a list of rows, a ``datasets.Dataset``, or a mapping from splits to either.
+    Conversations are a list of rows, a ``datasets.Dataset``, or a mapping from splits to lists or ``Dataset`` objects.
 
     Args:
         data: The object.

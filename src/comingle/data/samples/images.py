@@ -121,7 +121,7 @@ def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[P
 
     Args:
         folder: The folder.
-        seen: Real paths of the folders above it.
+        seen: Real paths of the folder's parents up to the first call's folder, to detect cycles.
     """
     real = os.path.realpath(folder)
     if real in seen:
@@ -172,8 +172,8 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
     """Check that the subfolders are classes, which hold images directly.
 
-    Without the check, subfolders for splits or albums, whose own subfolders are the classes, would become classes. It
-    fails if no subfolder holds images directly, or if one that does not has the name of a split.
+    Without the check, subfolders for splits or albums, whose own subfolders are the classes, would become classes. The
+    check fails if no subfolder holds images directly, or if a subfolder without images of its own is named as a split.
 
     Args:
         folder: The folder.
@@ -246,7 +246,8 @@ def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
                 "L" if image_format.grey else "RGB"
             )
             if image_format.size is not None:
-                upright = upright.resize((image_format.size[1], image_format.size[0]), Image.Resampling.BILINEAR)
+                height, width = image_format.size
+                upright = upright.resize((width, height), Image.Resampling.BILINEAR)
             pixels = np.array(upright)
     except DataError:
         raise
@@ -284,13 +285,13 @@ def _convert_to_8_bits(image: Any, file: Any) -> Any:
         )
     if image.mode.startswith("I"):
         tags = getattr(file, "tag_v2", {})  # of a TIFF file; empty for other formats
-        num_bits = tags.get(_BITS, (16,))[0]
+        num_bits = tags.get(_BITS, (16,))[0]  # a tuple with the number of bits of each channel
         values = np.array(image).astype(np.float64) / (2**num_bits - 1)
         values = 1 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values
         return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in _WITH_ALPHA:
         colours = image.convert("RGBA")
-        lowest_alpha, _ = colours.getextrema()[3]
+        lowest_alpha, _ = colours.getextrema()[3]  # minimum and maximum of the fourth channel, alpha
         if lowest_alpha < 255:
             return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
     return image

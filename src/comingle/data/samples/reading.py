@@ -536,6 +536,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if self._first_user is None:
             raise DataError("no users; at least one is needed")
         train, is_classification = self._first_user.train, self.loss.classes
+        # The recipe or the folders of images name the classes; else their number is the largest target plus 1.
         num_named_classes = max(len(self.labels), self.section.outputs or 0)
         num_classes = num_named_classes or max(1, self._num_classes)
         outputs = num_classes if is_classification else train.targets.shape[-1]

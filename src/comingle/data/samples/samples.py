@@ -203,7 +203,7 @@ def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: i
     Args:
         user: The user.
         split: The split.
-        first: User whose shapes count.
+        first: First user of the run; the train samples of this user have the shapes that all samples need.
         classes: Number of classes; None for a regression.
 
     Raises:

@@ -87,9 +87,9 @@ def _score_jobs(
         group: The jobs: each is a user and some of its samples.
         loss: Loss of outputs and targets.
     """
-    owners = [job.row for job in group]
-    inputs, targets, present = bank.take(owners, _sample_indices(group))
-    outputs = forward(owners, inputs)
+    users = [job.row for job in group]
+    inputs, targets, present = bank.take(users, _sample_indices(group))
+    outputs = forward(users, inputs)
     losses = _sum_present(loss(outputs, targets).double(), present)
     if not loss.classes:  # a regression
         return losses, torch.zeros(len(group), dtype=torch.float64)
@@ -104,7 +104,15 @@ def _sum_present(
 
 
 def _sample_indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
-    """Return the indices of each job's samples, padded with ``PAD`` to the longest job, which is the first."""
+    """Return the indices of each job's samples, padded with ``PAD`` to the longest job.
+
+    Args:
+        group: Jobs that are scored in one pass, the longest first. Each is a range of one user's samples: ``count``
+            samples from ``first`` on.
+
+    Returns:
+        A row for each job.
+    """
     steps = torch.arange(group[0].count)
     first = torch.tensor([job.first for job in group])[:, None]
     count = torch.tensor([job.count for job in group])[:, None]

@@ -293,7 +293,7 @@ def split_sources(
     valid_fraction = split.valid if "valid" not in readers else 0.0
     max_bytes = {
         "train": max_read_bytes(train=(max_train, 1 - valid_fraction), valid=(max_valid, valid_fraction)),
-        # All of such a source is for one split, which `max_read_bytes` calls train.
+        # These sources are used entirely for one split. `max_read_bytes` calls the first split of a source train.
         "valid": max_read_bytes(train=(max_valid, 1.0)),
         "test": max_read_bytes(train=(max_test, 1.0)),
     }
@@ -582,7 +582,7 @@ class DocumentsReader(LanguageReader[Read, User]):
         return _paths_of_users(self.data)
 
     def inspect(self, read: Read, user: User) -> None:
-        """Check the tokens of a user, and record it if held-out documents are also in its training data.
+        """Check a user's tokens, and record the user if its held-out documents are also in its training data.
 
         :meth:`summary` warns of the recorded users.
         """

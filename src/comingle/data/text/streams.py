@@ -57,7 +57,7 @@ def _tokenise_batches(
         encoded = tokenizer(
             list(documents[start : start + _BATCH_DOCUMENTS]),
             add_special_tokens=False,
-            split_special_tokens=True,
+            split_special_tokens=True,  # special tokens that are spelt out in a document are plain text
             return_attention_mask=False,
             verbose=False,  # no warning that a document is longer than the model's context: it is cut into windows
         )
