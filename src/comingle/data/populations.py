@@ -121,7 +121,8 @@ class StoredNamesWriter:
         if problem := name_problem([name]):
             raise DataError(problem)
         content = name.encode()
-        self._digest.update((b"\0" if len(self._hashes) else b"") + content)
+        separator = b"\0" if len(self._hashes) else b""  # none before the first name
+        self._digest.update(separator + content)
         self._hashes.append(_hash(content))
         self._text.write(content)
         self._end += len(content)

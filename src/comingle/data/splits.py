@@ -265,7 +265,8 @@ def find_overlap(user: UserText) -> Overlap:
     """
     train = [split_words(document) for document in user.train]
     texts = {" ".join(words) for words in train}
-    shingles = np.unique(hash_shingles(train)[0])
+    hashes, _ = hash_shingles(train)
+    shingles = np.unique(hashes)
     valid = _documents_in_train(user.valid, texts, shingles)
     test = _documents_in_train(user.test, texts, shingles)
     return Overlap(
@@ -286,15 +287,17 @@ def _documents_in_train(documents: Sequence[str], texts: set[str], shingles: UIn
         texts: Train documents, with words joined by single spaces.
         shingles: Hashes of the train documents' shingles.
     """
-    split = [split_words(document) for document in documents]
-    hashes, owner = hash_shingles(split)
-    in_train = np.isin(hashes, shingles)
-    known = np.bincount(owner[in_train], minlength=len(split))
-    totals = np.bincount(owner, minlength=len(split))
+    words_of_documents = [split_words(document) for document in documents]
+    hashes, document_of_hash = hash_shingles(words_of_documents)
+    is_in_train = np.isin(hashes, shingles)
+    # Number of shingles per document, those in train and all.
+    num_in_train = np.bincount(document_of_hash[is_in_train], minlength=len(documents))
+    num_shingles = np.bincount(document_of_hash, minlength=len(documents))
+    is_mostly_in_train = 2 * num_in_train > num_shingles
     return [
         document
-        for document, words, mostly in zip(documents, split, 2 * known > totals, strict=True)
-        if mostly or " ".join(words) in texts
+        for document, words, is_mostly in zip(documents, words_of_documents, is_mostly_in_train, strict=True)
+        if is_mostly or " ".join(words) in texts
     ]
 
 
@@ -372,7 +375,8 @@ def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str
     document_start = ends[index] - len(document)
     cut_point = _cut_point(document, characters - document_start)
     head, tail = document[:cut_point], document[cut_point:]
-    return [*documents[:index], *filter(None, [head])], [*filter(None, [tail]), *documents[index + 1 :]]
+    before, after = [*documents[:index], head], [tail, *documents[index + 1 :]]
+    return before if head else before[:-1], after if tail else after[1:]
 
 
 def _cut_point(document: str, position: int) -> int:

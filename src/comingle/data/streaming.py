@@ -415,7 +415,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         raise AssertionError(small.listed)
 
     def check(self, user: User) -> None:
-        """Check a user who is not skipped.
+        """Check a user who is not skipped; the base class accepts all users.
 
         Raises:
             DataError: The user cannot be trained.

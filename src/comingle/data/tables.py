@@ -228,7 +228,7 @@ def read_tables(
     """Open the tables of a source, one after another; each can be read until the next is requested.
 
     Args:
-        source: A file of rows, several, a folder, a folder written by ``save_to_disk``, or a hub name.
+        source: A file of rows, a folder of them, a folder written by ``save_to_disk``, a hub name, or a list of these.
         name: Configuration of a data set of the hub, or of a folder with the same layout.
         data_files: Passed on to ``datasets``.
         stream: Stream sources named as ``hub:NAME``.
@@ -276,6 +276,7 @@ def _has_configurations(folder: Path) -> bool:
     try:
         with (folder / "README.md").open(encoding="utf-8") as file:
             card = file.read(_CARD_CHARACTERS)
+        # The header of a data card is YAML between two lines "---"; its key "configs" lists the data files.
         header = yaml.safe_load(card.split("---", 2)[1]) if card.startswith("---") else None
     except (OSError, ValueError, IndexError, RecursionError, yaml.YAMLError):
         return False
@@ -308,8 +309,8 @@ def _load_splits(
     Args:
         datasets: The package.
         source: Name of a data set, or a file or folder of rows.
-        name: Its configuration.
-        data_files: Files of it to read.
+        name: Configuration of the data set.
+        data_files: Files of the data set to read.
         cache: Temporary folder for converted local files.
         stream: Stream rows of a source named as ``hub:NAME``.
         decoded: Decode values such as images.

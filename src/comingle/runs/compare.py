@@ -325,7 +325,7 @@ def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, r
     Args:
         recipes: The runs.
         folders: The folder of each run.
-        resume: Whether the comparison is resumed; if not, the recipes stay.
+        resume: Whether the comparison is resumed; if not, the recipes are returned unchanged.
     """
     started = {key: with_bos_of_run(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
     # `with_bos_of_run` returns a new recipe only for runs of an older version.

@@ -169,8 +169,8 @@ def compare(
         loss: As in :func:`run`.
         out: The folder of the comparison; None writes nothing.
         against: The baseline in the tables. None: ``local``, or the first method.
-        resume: Whether to resume the runs in that folder.
-        force: Whether to replace the runs in that folder.
+        resume: Whether to resume the runs in ``out``.
+        force: Whether to replace the runs in ``out``.
         progress: As in :func:`run`.
         changes: As in :func:`run`.
 
@@ -181,7 +181,7 @@ def compare(
     require_alone("compare")
     if not methods:
         raise RecipeError("methods: got none; list them with `comingle methods`")
-    given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
+    given, folder = given_of(users, base, loss=loss), Path(out) if out is not None else None
     with lending(list(methods)) as named_methods, reporting(quiet=not progress) as reporter:
         full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(full_recipe, named_methods, list(seeds))
@@ -237,7 +237,7 @@ def advise(
         ComingleError: There is a problem that the user can correct; the message is one line.
     """
     require_alone("advise")
-    given = given_of(users, base, None, loss)
+    given = given_of(users, base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **shortened(rounds)})
         return advise_runs(read, methods, None if seeds is None else list(seeds), reporter, given=given)

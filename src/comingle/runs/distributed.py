@@ -93,9 +93,10 @@ def read_shared(
 
 
 def divide_users(users: int, processes: int, cohort_size: int) -> list[range]:
-    """Return the numbers of the users of each process.
+    """Divide the users of a run among processes; return the numbers of the users of each process.
 
-    The shares are as equal as possible. Whole cohorts are divided if there is one for every process, else users.
+    Each process gets consecutive units: whole cohorts if there is at least one for every process, else single users.
+    The numbers of units are as equal as possible.
 
     Args:
         users: The number of users.
@@ -117,9 +118,9 @@ def divide_users(users: int, processes: int, cohort_size: int) -> list[range]:
 
 
 def keep_users(run_data: RunData, here: range) -> RunData:
-    """Return a run's data with the data of this process's users only; of the other users the names stay.
+    """Return a run's data without the data of other processes' users, except their names and clusters.
 
-    The result is marked as ``shared_out``: other processes have the data of the other users.
+    The result is marked as ``shared_out``, which says that other processes have the data of the other users.
 
     Args:
         run_data: The data of all users.
@@ -137,6 +138,7 @@ def keep_users(run_data: RunData, here: range) -> RunData:
         return lazy_user(run_data.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
 
     users = as_users(user if number in here else without_data(user) for number, user in enumerate(run_data.users))
+    # The data that users have in common, such as a task, lists the users too for some kinds of data.
     common = replace(run_data.common, users=users) if hasattr(run_data.common, "users") else run_data.common
     names = {users[number].name for number in here}
     texts = tuple(text for text in run_data.texts if text.name in names)
@@ -258,7 +260,7 @@ def _build_shard(recipe: Recipe, run_data: RunData, plan: RunPlan, ranks: Ranks)
     model = run_data.kind.model(recipe, run_data, plan)
     server = start_server(model, names, plan)
     server.check_rounds(plan)
-    here = run_data.here
+    here = run_data.here  # numbers of this process's users among all users
     assert here is not None
     clients = run_data.kind.clients(recipe, run_data, plan)
     clients.population_names = names
@@ -345,14 +347,14 @@ def run(
     resumes.
 
     Args:
-        recipe: As in :func:`comingle.runs.api.run`, like all others.
+        recipe: As in :func:`comingle.runs.api.run`, which describes all arguments in detail.
         users: The users' data.
         base: The base model.
         method: The method.
         loss: The loss.
         out: The run folder, which all processes see; required.
-        resume: Whether to resume the run in that folder.
-        force: Whether to replace that folder.
+        resume: Whether to resume the run in ``out``.
+        force: Whether to replace the run in ``out``.
         observers: Functions that process 0 calls with each event.
         run_data: The base and the users' data, if they are read already.
         progress: Whether process 0 prints progress.

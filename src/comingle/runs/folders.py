@@ -51,8 +51,8 @@ def open_folder(
 ) -> Iterator[None]:
     """Create a run folder or open an existing one, and lock it while the context is entered.
 
-    Errors of the file system, such as a full disk, become one line. Only its owner can read a new folder, since reports
-    show text.
+    Errors of the file system, such as a full disk, become one line. A new folder is readable by its owner only, since
+    reports in it may show users' texts.
 
     Args:
         folder: The run folder.
@@ -136,21 +136,21 @@ def _has_trained(folder: Path) -> bool:
 
 
 def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
-    """Return the recipe of a run to resume, with the default of ``data.add_bos_token`` with which the run began.
+    """Return the recipe with ``data.add_bos_token`` as in the run to resume, if the recipe does not set the key.
 
     Versions before this key added no begin-of-text tokens, and the default is now to add them. So a recipe file without
     the key would differ from the run that was started with the same file. :func:`load_recipe` reads the key as False
-    from run folders of those versions. A recipe that sets the key stays.
+    from run folders of those versions.
 
     Args:
         folder: The run folder.
-        recipe: The recipe.
-        resume: Whether to resume; if not, the recipe stays.
+        recipe: The recipe; returned unchanged if it sets the key.
+        resume: Whether to resume; if not, the recipe is returned unchanged.
     """
     if not resume or not (folder / "recipe.yaml").exists():
         return recipe
     old, new = (getattr(of.data, BOS, None) for of in (load_recipe(folder), recipe))
-    has_key = old is not None and new is not None  # other kinds of data have none
+    has_key = old is not None and new is not None  # only some kinds of data have the key
     if not has_key or old == new or BOS in recipe.data.model_fields_set:
         return recipe
     return recipe.with_changes({f"data.{BOS}": old})

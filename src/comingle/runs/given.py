@@ -96,8 +96,8 @@ class Given:
     def load_base(self, recipe: Recipe) -> Base:
         """Return the passed base, or else the recipe's, on the device and with the dtype of its runtime.
 
-        If the base's chat template writes the current date, the base gets a fixed one, so that all prompts of a run
-        are alike: for a run that is resumed that of its start.
+        If the base's chat template writes the current date, the base gets a fixed date, so that all prompts of a run
+        are alike: the date of the start, also if the run is resumed.
 
         Raises:
             BaseModelError: The base cannot be used.
@@ -111,7 +111,7 @@ class Given:
         settings = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
         if loaded or self.bases is None:
             base = load(**settings)
-        else:  # reuse bases that this process has loaded
+        else:  # reuse a base that this process has loaded for the same recipe keys
             key = (recipe.base, recipe.quantise, *settings.values())
             if key not in self.bases:
                 self.bases[key] = load(**settings)

@@ -322,8 +322,8 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
 def _shared_models(clients: Clients) -> Models:
     """Return the downloaded models without the newcomer's local parts, to evaluate them before training.
 
-    These are the shared tensors alone. A mixture of independent models has local models beside the downloaded ones,
-    whose mixture weights are set to zero here.
+    Usually these models are the shared tensors alone. A mixture of independent models has local models beside the
+    downloaded ones; here the mixture weights of the local models are set to zero.
     """
     placement, models = clients.method.placement, clients.models
     mixture = placement.mixture
@@ -331,7 +331,7 @@ def _shared_models(clients: Clients) -> Models:
         return models
     rows = clients.state.rows.clone()  # a row of parameters per user
     mixture_logits = clients.model.layout.views(rows)[CLIENT_ROUTER]  # users x models: downloaded ones, then local ones
-    # A logit so low that the softmax gives the local models a weight of exactly 0.
+    # Columns of the local models get a logit so low that the softmax gives these a weight of exactly 0.
     mixture_logits[:, placement.generalists : mixture.clusters] = ZERO_SHARE_LOGIT
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 

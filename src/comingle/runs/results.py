@@ -60,8 +60,8 @@ class Run:
     def records(self) -> list[JsonObject]:
         """Return one record per user.
 
-        Its keys are ``user``, the test result (such as ``test_perplexity``), the amount of data of each split, the
-        number of trained parameters and the bytes uploaded in a round.
+        The keys of a record are ``user``, the test result (such as ``test_perplexity``), the amount of data of each
+        split, the number of trained parameters and the bytes uploaded in a round.
         """
         return records_of(self.metrics)
 
@@ -117,7 +117,9 @@ class Run:
             user = clients.users[self.users.index(name)]
             if not len(user.valid):
                 raise DataError(f"user {name!r}: no validation data")
-            return clients.steps.batch_source.score(losses, [user.valid], [0], clients.pass_size, gates)[0]
+            # One data set, scored with the model in row 0; `losses` is of this model alone.
+            (score,) = clients.steps.batch_source.score(losses, [user.valid], [0], clients.pass_size, gates)
+            return score
 
         return ModelInfo(
             method=self.metrics.get("method", self.recipe.method.name),

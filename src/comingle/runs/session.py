@@ -86,7 +86,7 @@ def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
     Args:
         folder: The run folder.
         recipe: The recipe.
-        users: The number of users; trackers of many users log quantiles.
+        users: The number of users. With more than ``MAX_SERIES``, trackers log quantiles instead of per-user series.
     """
     for tracker in _unlimited_trackers(folder, recipe):
         yield tracker if users <= MAX_SERIES else QuantileTracker(tracker)
@@ -273,9 +273,9 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
 def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     """Return the record of a run's base and data that is compared when the run is resumed or opened.
 
-    It has digests of the base model, and for each user the sizes and digests of the splits, the true cluster if it is
-    known, and the user's values from lists in the recipe. For users on disk, who may be millions, it has one digest of
-    all users instead of an entry for each.
+    The record has digests of the base model, and for each user the sizes and digests of the splits, the true cluster if
+    it is known, and the user's values from lists in the recipe, such as ``adapters.rank``. For users on disk, who may
+    be millions, the record has one digest of all users instead of an entry for each.
     """
     kind, base, settings = run_data.kind.name, digests_of(run_data.base), run_data.kind.settings(run_data)
     if not run_data.users.in_memory:
@@ -289,7 +289,8 @@ def describe(run_data: RunData, recipe: Recipe) -> Inputs:
     }
     lists = {key: values for key, values in settings_of_users.items() if isinstance(values, list)}
     users: dict[str, UserInputs] = {}
-    # In a run of several processes, each one has the data of some users; `numbers` are theirs among all users.
+    # In a run of several processes, each one has the data of some users (`present`), whose numbers among all users are
+    # `numbers`.
     for number, user in zip(run_data.numbers, run_data.present, strict=True):
         values_of_user = {key: values[number] for key, values in lists.items() if number < len(values)}
         users[user.name] = UserInputs(

@@ -33,7 +33,8 @@ def route_texts(
     A token view shows the experts to which each user's model routes the tokens of some texts.
 
     Args:
-        entries: The runs of each method.
+        entries: The runs of each method, as entries whose ``runs`` differ only in their seeds; ``first`` is the run
+            with the lowest seed.
         given: Text files or texts to route. None: the users' test texts.
         users: Names of users. None: the first few.
         length: The number of tokens to route of each text.
@@ -44,7 +45,7 @@ def route_texts(
     """
     from comingle.runs.api import load
 
-    chosen = choose_users(entries[0].first.users, users)
+    chosen = choose_users(entries[0].first.users, users)  # all runs have the same users
     texts = [read_text(text, number) for number, text in enumerate(given or (), start=1)]
     views = []
     for entry in entries:

@@ -239,7 +239,7 @@ def _concatenate(parts: Sequence[Answers]) -> Answers:
         prompt_tokens=torch.cat([part.prompt_tokens for part in parts]),
         references=tuple(reference for part in parts for reference in part.references),
         limit=max(part.limit for part in parts),
-        measures=parts[0].measures,
+        measures=parts[0].measures,  # the same for all users of a run
         ends=tuple(dict.fromkeys(end for part in parts for end in part.ends)),
     )
 
@@ -360,11 +360,13 @@ def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[
     counts["all"] += 1
     if len(encoded) <= context:
         return encoded
-    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []  # token spans
+    # Token spans of the responses that fit, in order.
+    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []
     counts["cut" if kept else "left out"] += 1
     if not kept:
         return None
-    tokens, references = encoded.tokens[: kept[-1][1]], encoded.references[: len(kept)]
+    _, end_of_last = kept[-1]
+    tokens, references = encoded.tokens[:end_of_last], encoded.references[: len(kept)]
     masked = tuple(span for span in encoded.masked or () if span[1] <= len(tokens))
     return replace(encoded, tokens=tokens, responses=tuple(kept), references=references, masked=masked)
 
@@ -492,20 +494,22 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
 
     Args:
         recipe: The recipe.
-        data: Its section ``data``.
-        validates: The method needs validation data.
+        data: The recipe's section ``data``.
+        validates: Whether the method needs validation data.
 
     Raises:
         DataError: Conversations cannot be read, or a run would refuse them.
     """
     tokenizer, context, skipped = local_tokenizer(recipe.base), recipe.training.context, set[str]()
     reader_class = _UnencodedReader if tokenizer is None else ConversationReader
+    # `_no_base` stands for the function that loads the base model, which is not needed here.
     reader = reader_class(data, recipe.data_seed, _no_base, context=context, validates=validates)
     if tokenizer is not None:  # set the cached property, which would load the base model
         reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad)
     reader.on_skip = lambda name, what: skipped.add(name)
     users = [user for _, user in reader.stream(list(reader.read(ListedRows())))]
-    for line in reader.summary()[1]:
+    _, warnings = reader.summary()
+    for line in warnings:
         logger.warning("%s", line)
     check_shortages(users, needs_validation=validates)
     return {user.name: len(user.train) for user in users}, skipped

@@ -338,7 +338,8 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
 def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[str, object]], bool]:
     """Return the tool calls that name a function, and whether there are calls without a name.
 
-    Parses arguments that are a JSON object. Calls without a name are dropped, since no template can write them.
+    Arguments that are a JSON text of an object are parsed. Calls without a name are dropped, since no template can
+    write them.
 
     Args:
         value: List of calls or its JSON, in which a call is ``{name, arguments}`` or ``{function: {name, arguments}}``.
@@ -359,6 +360,7 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     named = [call for call in calls if _is_function(call)]
     normalised = []
     for call in named:
+        # The function is in a mapping of its own, or its name and arguments are keys of the call.
         function = {**call.get("function", {key: call[key] for key in ("name", "arguments") if key in call})}
         arguments = _from_json(function.get("arguments"))
         function["arguments"] = arguments if isinstance(arguments, Mapping) else function.get("arguments") or {}

@@ -139,7 +139,8 @@ def given_readers(
 
     Args:
         data: The recipe's section.
-        given: Rows by user.
+        given: Each user's data by name: a list of rows, a ``Dataset``, a path, or a mapping from splits to lists or
+            ``Dataset`` objects.
         bad: Collects bad rows.
         duplicates: Drops duplicate conversations.
 
@@ -305,9 +306,13 @@ def _conversations(
     return conversations
 
 
-def _comparable_text(placed: PlacedConversation) -> str:
-    """Return a conversation as JSON with normalised white space, which is equal for duplicates."""
-    _, messages = placed
+def _comparable_text(conversation: PlacedConversation) -> str:
+    """Return the messages as JSON with normalised white space, which is equal for duplicate conversations.
+
+    Args:
+        conversation: Place in its source, which does not count, and messages.
+    """
+    _, messages = conversation
     normalised = [
         {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
         for message in messages
@@ -422,7 +427,7 @@ def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tup
             hint, found = did_you_mean(source.user, columns), list_names(columns)
             raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {found}.{hint}")
     if not counts:
-        bad.report()
+        bad.report()  # raises an error if rows are bad, which may be why no row has a user
         raise DataError(f"{_source_label(source)}: no row has a user in column {source.user!r}")
 
 
@@ -446,6 +451,10 @@ def _user_and_split(row: Row, source: ConversationRows, own_split: str) -> tuple
 
 def choose_dataset_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:
     """Return the selected users of a data set.
+
+    Args:
+        source: The recipe's section, which selects users by name or number.
+        groups: Rows of each user of the data set, by name.
 
     Raises:
         DataError: A name is invalid, or a selected user has no rows.

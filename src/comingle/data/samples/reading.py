@@ -240,7 +240,7 @@ class Remarks:
         """One line per kind of note."""
         lines = []
         if self.renamed:
-            folder = next(iter(self.renamed.values()))
+            folder = next(iter(self.renamed.values()))  # the first user's, as an example
             lines.append(f"no test split; using {folder} as the test split of {list_names(self.renamed)}")
         if self.unread:
             counts = sum(self.unread.values(), Counter[str]())
@@ -474,8 +474,8 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             DataError: The targets are real numbers, but those of the first user were whole numbers. The opposite is
                 found later, when all users are checked.
         """
-        user, is_first = read, self._first_user is None
-        if is_first:
+        user = read
+        if self._first_user is None:
             self._targets_are_whole, self._first_user_as_read = _has_whole_targets(user), user
         if self._targets_are_whole and not _has_whole_targets(user):
             # This raises the error, since the first user has whole numbers and this one real numbers. The default loss
@@ -491,11 +491,15 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return user
 
     def _count_classes(self, user: UserSamples) -> None:
-        """Update the number of classes, the classes seen, and the users with held-out classes they do not train on."""
+        """Update the counts for the warnings of :meth:`summary` by a user with class numbers as targets.
+
+        The counts are the number of classes, two classes that occur in train samples, and the users whose held-out
+        samples have classes that their train samples lack.
+        """
         for samples_of_split in (user.train, user.valid, user.test):
             if len(samples_of_split):
                 self._num_classes = max(self._num_classes, int(samples_of_split.targets.max()) + 1)
-        if len(self._seen) < 2:  # two suffice: the check is for data with a single class
+        if len(self._seen) < 2:  # two classes suffice: the check is for data with a single class
             self._seen.update(user.train.targets.unique()[:2].tolist())
         if labels := unseen_labels(user):
             self._unseen.add(user.name, labels)
@@ -584,7 +588,7 @@ def _paths(source: SampleSource) -> list[str]:
 
 
 def _classes_in(user: str, source: SampleSource) -> set[str]:
-    """Return a user's classes from folder names; ignore missing folders, which reading them reports."""
+    """Return a user's classes from folder names; ignore missing folders, for which reading raises an error later."""
     folders = [folder for path in _paths(source) if (folder := expand_home(path)).is_dir()]
     if source.path is not None:  # otherwise each folder is a split
         folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]

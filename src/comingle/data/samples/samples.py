@@ -330,18 +330,19 @@ def _as_cpu_tensor(values: object, where: str) -> Tensor:
 
     Args:
         values: Tensor, array or nested list.
-        where: What they are, for messages.
+        where: Place and name of the values, such as "user 'ada': inputs", for error messages.
 
     Raises:
-        DataError: They are not numbers, or are complex.
+        DataError: The values are not numbers, or are complex.
     """
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
     else:
         array = np.asarray(values)
-        if array.dtype.kind not in "biuf":
+        if array.dtype.kind not in "biuf":  # Booleans, signed and unsigned integers, real numbers
             raise DataError(f"{where} are {array.dtype}; allowed: numbers")
-        if array.dtype.kind == "u" and array.dtype.itemsize > 2:  # torch supports few operations on these types
+        # Unsigned integers of more than 2 bytes, on which torch supports few operations.
+        if array.dtype.kind == "u" and array.dtype.itemsize > 2:
             array = array.astype(np.int64)
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
     if tensor.is_complex():
@@ -414,7 +415,7 @@ def _as_item_tensor(value: object, where: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf":  # Booleans, signed and unsigned integers, real numbers
         raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or an image")
     if array.dtype == np.float16:
         return torch.from_numpy(array.astype(np.float32))
