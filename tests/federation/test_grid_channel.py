@@ -21,7 +21,7 @@ from flwr.common.constant import ErrorCode
 from tests.federation.grid import LocalGrid, run_app
 
 from comingle.federation.flower.app_status import read_status
-from comingle.federation.flower.channel import Channel, GridChannel
+from comingle.federation.flower.channel import Channel, GridChannel, MessageSender
 from comingle.federation.flower.client_app import User, make_client_app
 from comingle.federation.flower.server_app import make_server_app
 from comingle.utils.errors import MessageError
@@ -361,3 +361,32 @@ def test_an_error_of_flowers_own_is_said_in_plain_words(grid: LocalGrid, tmp_pat
     lost.train()(lambda message, context: Message(Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node"), reply_to=message))
     grid.join(lost, name="ada", state=str(tmp_path / "ada"))
     assert talk(grid, {"ada": b""}) == {"ada": "connection lost"}
+
+
+class _SlowCount(int):
+    """A number whose sums and differences take so long that other threads run in between."""
+
+    def __add__(self, other: int) -> _SlowCount:
+        time.sleep(0.01)
+        return _SlowCount(int(self) + other)
+
+    def __sub__(self, other: int) -> _SlowCount:
+        return self + -other
+
+
+class _RefusingGrid:
+    """A grid that accepts no message."""
+
+    def push_messages(self, messages: list[Message]) -> list[str]:
+        return []
+
+
+def test_messages_in_flight_are_counted_when_threads_interleave() -> None:
+    sender = MessageSender(_RefusingGrid())  # type: ignore[arg-type]
+    sender._in_flight = _SlowCount(0)
+    before = set(threading.enumerate())
+    for _ in range(8):
+        sender.send(RecordDict(), node=1, kind="query.hello", seconds=1.0, tag=None, put=lambda _: None)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert sender._in_flight == 0

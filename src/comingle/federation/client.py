@@ -129,9 +129,10 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
     """
     session, round_number = _current_session(store, task), task.round + 1  # Tasks count from 0, messages from 1.
     encrypted_shares = read_sealed(message, task.user, round_number)
-    upload = store.clients.upload([0], round_number, {})
+    only_user = 0  # this client group has a single user
+    upload = store.clients.upload([only_user], round_number, {})
     # All shared tensors, rounded to integers and concatenated: with integers, masks cancel exactly.
-    unmasked = as_words(upload.tensors[VECTOR][0])
+    unmasked = as_words(upload.tensors[VECTOR][only_user])
     return masked_message(task.user, round_number, session.mask(encrypted_shares, unmasked))
 
 
@@ -186,7 +187,8 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
         folder: Folder of the run; created if it is new.
         own: The user's settings.
         public: Public part of the federation.
-        bases: Base models that this process has loaded, by their settings; a newly loaded one is added.
+        bases: Base models that the clients of this process share, by name, quantisation, dtype, device and kind of
+            attention; a base that is loaded here is added. None shares nothing.
 
     Raises:
         MessageError: Server and user do not agree on the federation; names both values.
@@ -196,11 +198,12 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
     method = check_and_set_up(recipe, keeps_memory=False)  # the device has other work between rounds
-    read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, "")), bases=bases), method=method)
+    date_in_prompts = str(public.settings.get(DATE, ""))  # that of the run's start; "" if no template writes a date
+    read = prepare(recipe, given=Given(date=date_in_prompts, bases=bases), method=method)  # this user's data and base
     _check_base(public, read)
-    # The run has all users, as methods and privacy depend on who they are; only this one's data is on this machine.
+    # The run has all users, as methods and privacy depend on who they are; only this user's data is on this machine.
     run_data = remote_data(public, recipe, read.base)
-    number = public.users.index(own.name)
+    number = public.users.index(own.name)  # the user's index among all users
     _check_settings(own, public, read)
     users = as_users(read.users[0] if i == number else user for i, user in enumerate(run_data.users))
     common = None if run_data.common is None else replace(run_data.common, users=users)  # It lists the users, too.
@@ -224,11 +227,11 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
 def _check_inputs(folder: Path, own: Own, current: Inputs, *, begun: bool) -> None:
     """Check that the run's folder is this user's and that the data is unchanged since the run began.
 
-    Before that, the user may still change the data, so name and digests are only recorded.
+    Until the client has answered a task, the user may still change the data, so name and digests are only recorded.
 
     Args:
         folder: Folder of the run.
-        own: The user's settings.
+        own: The user's own settings, of which only the name is used.
         current: The user's name, and digests of the data as it is now.
         begun: Whether the client has answered a task of this run.
 
@@ -281,6 +284,10 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
     A user without a setting for the base uses the federation's, which must not be a local path.
 
+    Args:
+        own: The user's own settings: name, data, base and runtime.
+        public: Public part of the federation, with its recipe and the names of its users.
+
     Raises:
         MessageError: The user is not one of the federation, or the server names a local path as base.
         RecipeError: A setting of the user is wrong.
@@ -300,15 +307,17 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 
 
 def _lighter_runtime(recipe: Recipe) -> dict[str, Any]:
-    """Return changes with which a language model in a 16-bit format needs less memory on a CPU.
+    """Return changes of a recipe, by dotted key, with which a 16-bit language model needs less memory on a CPU.
 
-    They change results by rounding, so a client in float32, which computes what a simulation computes, has none.
-    Settings of the recipe and of the user stay.
+    The changes are native code and smaller passes. They change results by rounding. So a client in float32, which has
+    to compute the same as a simulation, gets no changes. Keys that the recipe or the user sets are not changed.
     """
     runtime, device = recipe.runtime, resolve_device(recipe.runtime.device)
-    if not kind_of(recipe).needs_base or not expert_mlp.fits(device, resolve_dtype(runtime.dtype, device)):
+    if not kind_of(recipe).needs_base:  # nets
         return {}
-    if resolve_dtype(runtime.dtype, device).itemsize > 2:
+    dtype = resolve_dtype(runtime.dtype, device)
+    has_native_code = expert_mlp.fits(device, dtype)  # only on a CPU, and for some dtypes
+    if not has_native_code or dtype.itemsize > 2:
         return {}
     lighter = {"native_code": True, "micro_batch": max(1, LIGHT_TOKENS // recipe.training.context)}
     return {f"runtime.{key}": value for key, value in lighter.items() if key not in runtime.model_fields_set}
@@ -339,7 +348,11 @@ def _check_base_name(name: str) -> None:
 def _check_expected(own: Own, public: Public) -> None:
     """Check the federation's recipe and base against the digests in ``expects``, an optional key of the user's file.
 
-    With it a user joins only a federation that it has inspected before.
+    With this key a user joins only a federation that it has inspected before.
+
+    Args:
+        own: The user's own settings, with ``expects``: wanted digests under "recipe" and "base".
+        public: Public part of the federation, with the digests of its recipe and base.
 
     Raises:
         MessageError: A digest differs.
@@ -400,16 +413,7 @@ Say = Callable[[str], None]
 
 
 class Client:
-    """One user's side of a session with the server.
-
-    Args:
-        folder: The user's state folder.
-        own: The user's settings.
-        bases: Base models that this process has loaded, by their settings; a base that is not among them is added.
-        say: Called with each line to show to the user.
-        refuse: Called with the reason if this user cannot join before its settings are changed.
-        end: Called when the user's model has been saved, at the end of a federation.
-    """
+    """One user's side of a session with the server."""
 
     def __init__(
         self,
@@ -421,9 +425,21 @@ class Client:
         refuse: Say = lambda line: None,
         end: Callable[[], None] = lambda: None,
     ) -> None:
+        """Create a client without an open run; :meth:`handle` opens the run of each task.
+
+        Args:
+            folder: The user's state folder, which holds a folder for each run.
+            own: The user's own settings: its name and data, and what it allows the server to see.
+            bases: Base models that the clients of this process share in memory, by what they were loaded from and with:
+                name, quantisation, dtype, device and kind of attention. A base that this client loads is added. None
+                shares nothing.
+            say: Called with each line to show to the user.
+            refuse: Called with the reason if this user cannot join before its settings are changed.
+            end: Called when the user's model has been saved, at the end of a federation.
+        """
         self.folder, self.own, self.say, self.refuse, self.end = folder, own, say, refuse, end
         self._bases = bases
-        self._store: ClientStore | None = None
+        self._store: ClientStore | None = None  # the user's part of the run `_run`, which is opened at its first task
         self._run = ""
 
     def handle(self, data: bytes) -> bytes:
@@ -660,8 +676,9 @@ class TaskRunner:
         if "left_out" in self.reported:
             return
         report = {} if (loss := self.reported.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
-        data = pack(self.clients.upload([0], self.task.round + 1, report))
-        if why := self.store.charge_upload(data):
+        only_user, round_number = 0, self.task.round + 1  # Tasks count rounds from 0, uploads from 1.
+        data = pack(self.clients.upload([only_user], round_number, report))
+        if why := self.store.charge_upload(data):  # The privacy budget is spent.
             self.reported["left_out"] = why
         else:
             self.sent.append(data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -327,11 +327,11 @@ class ServerSession:
             self._note(name, f"takes {steps} local steps per round; {schedule}")
 
     def _align_tasks(self, name: str, done: int, earliest: int) -> None:
-        """Take over the number of a client's last task if the client cannot continue from the one in the record.
+        """Take over the number of a client's last task if the client cannot continue from the number that is recorded.
 
-        They differ if server or client was restored from an earlier state. A client that is ahead reverts its later
-        tasks, if it still has the state before them. Otherwise the server continues from the client's last task, and
-        sends it the newest download again.
+        The numbers differ if server or client was restored from an earlier state. A client that is ahead reverts its
+        later tasks, if it still has the state before them. Otherwise the server continues from the client's last task,
+        and sends the client the newest download again.
 
         Args:
             name: Name of the user.
@@ -475,30 +475,45 @@ class TaskQueue:
     # ---------------------------------------------------------------- requests
 
     def _due_requests(self) -> dict[str, bytes]:
-        """Return the request of each present client that gets a task now or has not answered yet.
+        """Find out which clients are connected, and return the requests to which they should reply now, by user.
 
-        Before that, updates ``is_present`` and ``is_away`` of all clients. A client is away if an earlier task timed
-        out; it is awaited again once it has reconnected, or is present and has joined. After it has reconnected, it may
-        join at once, without the pause after a failure. Before the first round, the timeout also starts again.
+        A client without an answer in this queue (``pending``) has a request if it is connected: its task if it has
+        joined, otherwise a join task. It has none during the pause after a failure, and none if it has not joined and
+        may not do so now (:meth:`_may_join`). The request stays in the result until the client has answered.
         """
-        session, now = self.session, time.monotonic()
-        present = set(session.channel.present())
-        just_connected = {name for name in present & session.clients.keys() if not session.clients[name].is_present}
-        for name, client in session.clients.items():
-            client.is_present = name in present
-            can_answer = name in present & self.pending and client.joined is not None
+        now = time.monotonic()
+        connected = set(self.session.channel.present())
+        self._update_presence(connected, now)
+        return {
+            name: self._request(name)
+            for name in sorted(connected & self.pending)
+            if self._paused.get(name, 0.0) <= now and (self._has_joined(name) or self._may_join(name, now))
+        }
+
+    def _update_presence(self, connected: Set[str], now: float) -> None:
+        """Record which clients are connected, and let those that have just connected start afresh.
+
+        A client is away if an earlier task timed out. It is awaited again (``is_away`` is False) once it has just
+        connected, or if it is connected, has joined and has not answered in this queue. A client that has just
+        connected may join at once: earlier refusals and the pause after a failure are cleared. If this queue sends
+        only join tasks, its timeout also starts again, so that the client has time to load.
+
+        Args:
+            connected: Names of the connected clients.
+            now: Time on the monotonic clock.
+        """
+        clients = self.session.clients
+        just_connected = {name for name in connected & clients.keys() if not clients[name].is_present}
+        for name, client in clients.items():
+            client.is_present = name in connected
+            can_answer = name in connected & self.pending and client.joined is not None
             if name in just_connected or can_answer:
                 client.is_away = False
         for name in just_connected & self.pending:
-            session.clients[name].reset_join()
+            clients[name].reset_join()
             self._paused.pop(name, None)
         if just_connected and self._sends_only_joins:
             self._deadline = max(self._deadline, now + self.seconds)
-        return {
-            name: self._request(name)
-            for name in sorted(present & self.pending)
-            if self._paused.get(name, 0.0) <= now and (self._has_joined(name) or self._may_join(name, now))
-        }
 
     def _has_joined(self, name: str) -> bool:
         return self.session.clients[name].joined is not None
@@ -524,9 +539,10 @@ class TaskQueue:
     def _may_join(self, name: str, now: float) -> bool:
         """Return whether a connected client that has not joined gets a join task now, or still has time to answer one.
 
-        Before the first round that is always so. During a round, a client that has just connected has
-        ``_loading_seconds`` to load and answer; after that it is marked as away. A client that is away gets another
-        join task every 60 s, and the round waits 10 s for its answer.
+        Before the first round, it always does. During a round, a client that has just connected has
+        ``_loading_seconds`` to load and answer. After that, this function logs a failure and marks the client as away.
+        A client that is away gets another join task every 60 s (``join_reminded`` is the time of the last one), and
+        the round waits 10 s for its answer.
 
         Args:
             name: Name of the user.
@@ -536,15 +552,16 @@ class TaskQueue:
             return True
         client = self.session.clients[name]
         if client.is_away:
-            if name in self._join_sent:
+            if name in self._join_sent:  # This queue has sent it a join task already.
                 return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
             if client.join_reminded is not None and now - client.join_reminded < _REJOIN_INTERVAL_SECONDS:
                 return False
             client.join_reminded = now
             return True
+        # It has not got a join task since it connected, or is still loading after one.
         if client.join_asked is None or self._is_loading(name):
             return True
-        # It has had its time to load.
+        # The time to load is over.
         self._fail(name, f"has not joined in {self._loading_seconds:g} s", is_left_out=True)
         client.is_away, client.join_reminded = True, now
         return False
@@ -624,6 +641,7 @@ class TaskQueue:
         client.is_away = False
         self.session.record_join(name, answer.reported)
         if self._sends_only_joins:  # The join task is all that this queue sends.
+            # The timeout (`network.join_timeout`) counts from the last client that has joined.
             self._deadline = max(self._deadline, time.monotonic() + self.seconds)
             self._finish(name, task, answer)
 

@@ -72,7 +72,8 @@ class MessageSender:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._pushing = threading.Lock()  # Sending one at a time uploads objects that messages share only once.
-        self._in_flight = 0
+        self._in_flight = 0  # number of messages that are being sent or whose replies are awaited
+        self._counting = threading.Lock()  # `+=` is a read and a write, between which another thread may run.
 
     def send(
         self,
@@ -85,7 +86,7 @@ class MessageSender:
         put: Callable[[tuple[Tag, Message | NoReply]], None],
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Send a message, and pass its reply to ``put``.
+        """Start a thread that sends a message and passes its reply to ``put``; return at once.
 
         Args:
             content: Content of the message.
@@ -98,13 +99,15 @@ class MessageSender:
         """
 
         def exchange() -> None:
-            self._in_flight += 1
+            with self._counting:
+                self._in_flight += 1
             try:
                 put((tag, self._await_reply(content, node, kind, seconds, wanted)))
             except Exception as error:  # The grid raises many kinds; all must reach the receiver.
                 put((tag, NoReply(line=f"{type(error).__name__}: {' '.join(str(error).split())}")))
             finally:
-                self._in_flight -= 1
+                with self._counting:
+                    self._in_flight -= 1
 
         threading.Thread(target=exchange, daemon=True).start()
 
@@ -450,7 +453,8 @@ class GridChannel:
     def _failure(self, sent: _Request) -> str | None:
         """Return why a request counts as failed; None if it may still succeed.
 
-        It counts as failed after too many transient failures, or if the client has been disconnected for too long.
+        It counts as failed after too many transient failures, or if the client has been disconnected for too long. The
+        reason is that of the last failure (``sent.line``), or the time without a connection.
         """
         if sent.num_failures >= _MAX_TRIES:
             return sent.line
