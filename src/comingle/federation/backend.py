@@ -386,17 +386,18 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the weights with which each user mixes several models, as fields of an evaluation event.
 
-    If the server merges models for each user, it knows the weights. Otherwise users may report theirs ("mixture");
-    reports with a wrong number of weights are left out. Empty if there are no weights.
+    If the server merges models for each user, it knows the weights. Otherwise users may report their weights
+    ("mixture"); reports with a wrong number of weights are left out. Empty if there are no weights.
 
     Args:
         session: The session.
         reported: Metrics that clients have reported, by user.
     """
     method, server = session.context.method, session.server
-    merging_weights = method.server.merging_weights(server.kept)  # (users, models)
+    merging_weights = method.server.merging_weights(server.kept)  # (users, models), from the method's state
     if merging_weights is not None:
         return mixtures_event(session.public.users, merging_weights.double().cpu(), method)
+    # A user mixes the components of a mixture that it trains, or else the models that the server sends.
     mixture = method.placement.mixture
     num_models = method.server.server_models if mixture is None else mixture.clusters
     weights = {
@@ -412,21 +413,25 @@ ClientReports = dict[str, Mapping[str, Any]]
 
 
 class NetworkBackend(Backend[ClientReports]):
-    """Backend of a federation: clients on other machines, the server in this process.
-
-    Args:
-        session: Sends tasks to clients and receives their answers.
-        stopped_after: Number of rounds after which the privacy budget was spent, in a resumed run.
-    """
+    """Backend of a federation: clients on other machines, the server in this process."""
 
     remote = True
 
     def __init__(self, session: ServerSession, *, stopped_after: int | None = None):
+        """Create the backend of a run before its first round, or of a resumed run.
+
+        Args:
+            session: Sends tasks to clients and receives their answers.
+            stopped_after: Number of rounds after which the privacy budget was spent, in a resumed run; None if it was
+                not.
+        """
         self.session, self.server, self.stopped_after = session, session.server, stopped_after
+        # Of the current round: its plan, participants' answers to the training task by user, users whose uploads were
+        # aggregated, and answers with scores, if the training task includes an evaluation.
         self._plan: RoundPlan | None = None
         self._training_answers: Mapping[str, Answer] = {}
         self._senders: list[str] = []
-        self._evaluation_answers: Mapping[str, Answer] | None = None  # if evaluated after training
+        self._evaluation_answers: Mapping[str, Answer] | None = None
 
     @property
     def _names(self) -> Sequence[str]:
@@ -604,7 +609,7 @@ class NetworkBackend(Backend[ClientReports]):
         return {name: answer.reported for name, answer in answers.items()} or None
 
     def summarise(self, reported: ClientReports | None) -> Metrics:
-        """Return the metrics of the finished run, for the users who report theirs.
+        """Return the metrics of the finished run: those that users report, their mean, and times and bytes.
 
         A user's metrics count only if they have a test score and the number of trainable parameters, from which the
         mean score and the size of the model are computed.
@@ -613,7 +618,7 @@ class NetworkBackend(Backend[ClientReports]):
             reported: What clients have reported in the last evaluation, by user; None if there was none.
         """
         session, reported = self.session, reported or {}
-        context, measure = session.context, _measure(reported)
+        context, measure = session.context, _measure(reported)  # measure: of test scores, such as "loss"
         required = {f"test_{measure}", "trainable_parameters"}
         users = {
             name: dict(report["metrics"])
@@ -622,13 +627,14 @@ class NetworkBackend(Backend[ClientReports]):
         }
         units = [str(joined["unit"]) for joined in session.joined.values() if "unit" in joined]  # tokens or samples
         selects_best = context.plan.evaluation.select == "best"
+        final_round = session.best_round if selects_best else self.rounds  # after which users had their final models
         return metrics_of(
             users,
             session.model,
             context.plan,
             session.clock,
             rounds=self.rounds,
-            selected=session.best_round if selects_best else self.rounds,
+            selected=final_round,
             measure=measure,
             unit=_most_common(units, "tokens"),
         )

@@ -574,13 +574,20 @@ class TaskRunner:
     """Carries out the steps of one task."""
 
     def __init__(self, store: ClientStore, own: Own, task: Task):
+        """Prepare to carry out a task; :meth:`run` carries it out.
+
+        Args:
+            store: The user's part of the run.
+            own: The user's own settings, which say what the server may see.
+            task: The task.
+        """
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
         self.user_reports = store.tells(own)  # all, scores, losses or nothing
         self.reports_scores = self.user_reports in SCORES  # test scores, amounts of data and durations
-        self.reported: dict[str, Any] = {}
-        self.sent: list[bytes] = []
-        self.received = list(task.messages)
-        if steps := int(task.arguments.get("local_steps", 0)):
+        self.reported: dict[str, Any] = {}  # values for the answer
+        self.sent: list[bytes] = []  # messages for the answer
+        self.received = list(task.messages)  # messages that the next steps read
+        if steps := int(task.arguments.get("local_steps", 0)):  # 0 if the task does not set it
             self.clients.steps.most_steps = steps
 
     def run(self) -> Answer:

@@ -165,14 +165,15 @@ def _fleet_client(
 
 
 class EndCondition:
-    """Condition under which a user's client ends: some seconds after its federation has ended or refused it.
-
-    Args:
-        stays: Whether the client waits for the next federation instead. It then ends only if the server or the
-            connection refuses it.
-    """
+    """Condition under which a user's client ends: some seconds after its federation has ended or refused it."""
 
     def __init__(self, *, stays: bool) -> None:
+        """Create the condition of a client whose federation has not ended.
+
+        Args:
+            stays: Whether the client waits for the next federation instead. It then ends only if the server or the
+                connection refuses it.
+        """
         self._stays = stays
         self._ended_at: float | None = None  # on the monotonic clock
         self.reason = ""
@@ -190,8 +191,8 @@ class EndCondition:
     def has_ended(self, refusal: str) -> bool:
         """Return whether the client may end, and record why if it is refused.
 
-        It may if it is refused, or if its federation has ended and the server has had :data:`LINGER_SECONDS` to receive
-        its last reply.
+        A client may end if it is refused. It may also end if its federation has ended and the server has had
+        :data:`LINGER_SECONDS` to receive its last reply, unless the client waits for the next federation.
 
         Args:
             refusal: Why the server or the connection refuses the client; empty if they do not.
@@ -199,7 +200,7 @@ class EndCondition:
         if refusal:
             self.reason = refusal
             return True
-        if self._stays or self._ended_at is None:
+        if self._stays or self._ended_at is None:  # It waits for the next federation, or for the end of this one.
             return False
         return time.monotonic() - self._ended_at > LINGER_SECONDS
 

@@ -271,8 +271,11 @@ class ClientStore:
 
         The server computes epsilon from this number, so it is reported even if the user reports nothing else.
         """
-        private = self.clients.steps.private
-        return {} if private is None else {"examples": private.work(self.clients.batch_source, trainer=0).examples}
+        private = self.clients.steps.private  # None unless privacy protects single examples (DP-SGD)
+        if private is None:
+            return {}
+        work = private.work(self.clients.batch_source, trainer=0)  # of the only user of this client group
+        return {"examples": work.examples}
 
     def tells(self, own: Own) -> Tells:
         """Return how much the user reports: as its own file says; by default scores, or nothing with privacy."""
@@ -295,6 +298,7 @@ class ClientStore:
             return ""
         release = hashlib.sha256(data).hexdigest()
         for mechanism in self.clients.mechanisms:
+            # `own_epsilon` returns the epsilon of a number of uploads with the noise of this user alone.
             if mechanism.account is not None and (why := self._charge(release, mechanism.account.own_epsilon)):
                 return why
         return ""
@@ -391,9 +395,10 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     federation = build(recipe, store.read, store="memory")
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
-    clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
-    with finetuned(clients):
-        # The new clock has no times and bytes: only the server has counted those of the whole run.
+    clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None  # None: all planned rounds
+    with finetuned(clients):  # if the method fine-tunes models for evaluation only
+        # The new clock has no times and bytes: only the server has counted those of the whole run. `left_out` has
+        # the number of skipped rows of data.
         metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
     folder = store.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)

@@ -359,9 +359,13 @@ def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
 
     Text is shortened to one line, so that it can be printed.
 
+    Args:
+        reported: Values by key, as received from a client that may be faulty or hostile.
+
     Raises:
         MessageError: A key is unknown, or a value has another type or is out of range; names the first one.
     """
+    # _REPORTS: pydantic classes for the four kinds of reports: of a refusal, of joining, training and evaluation.
     allowed = [name for report in _REPORTS for name in report.model_fields]
     if unknown := [name for name in reported if name not in allowed]:
         problem = f"unknown key {unknown[0]!r}. Allowed: {', '.join(allowed)}"

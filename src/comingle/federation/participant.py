@@ -148,6 +148,8 @@ def parse_section(kind: type[Model], content: object, where: str) -> Model:
 def _anchored(folder: Path, data: Any) -> Any:
     """Return a user's source of data with existing paths made absolute; URLs and names on a hub stay unchanged.
 
+    Paths are the source itself, or its values under the keys "path", "train", "valid" and "test" (:data:`PATHS`).
+
     Args:
         folder: Folder of the client's file, to which paths are relative.
         data: A path or name, a mapping with one for each split, or a mapping with ``dataset``.

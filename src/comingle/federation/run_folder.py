@@ -80,13 +80,21 @@ class StatusFile:
     """Observer that writes ``participants.json`` from a server's events; a resumed run continues its counts."""
 
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
-        self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
-        self._privacy: dict[str, float] = {}
+        """Write the file before the first event: all clients are expected; counts are those of an earlier process.
+
+        Args:
+            folder: The run folder.
+            users: Names of the users.
+            rounds: Number of planned rounds.
+        """
+        self._path, self._rounds = folder / PARTICIPANTS, rounds
+        self._round, self._measure = 0, ""  # the last round, and the measure of test scores, such as "loss"
+        self._privacy: dict[str, float] = {}  # epsilon and delta; empty without privacy
         earlier = self._read()
         self._clients = {name: ClientStatus(**earlier.get(name, {})) for name in users}
         for client in self._clients.values():  # of an earlier process only the counts are valid
             client.state, client.why = "expected", ""
-        self._written = 0.0
+        self._written = 0.0  # when the file was written last, on the monotonic clock
         self._write()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -242,6 +250,8 @@ def _run_rounds(
     newest_checkpoint = list_checkpoints(folder)[-1:] if has_begun else []  # a list of one, or empty
     progress = read_progress(newest_checkpoint[0]) if newest_checkpoint else None
     path, rounds_are_done = folder / "events.jsonl", _is_ending(folder)
+    # If all rounds are done, the whole log stays. Otherwise only the events up to the checkpoint stay, as the rounds
+    # after it are repeated.
     checkpoint_bytes = 0 if progress is None else progress.events_bytes
     log = EventLog(path, keep_bytes=path.stat().st_size if rounds_are_done else checkpoint_bytes)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
@@ -465,14 +475,17 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
 
 
 def _state_without_users(session: ServerSession) -> State:
-    """Return a state without users. Checkpoints contain the users' tensors, but a server has none."""
+    """Return an empty state of users, for the checkpoints of a server.
+
+    The format of checkpoints requires the users' tensors, of which a server has none.
+    """
     layout = session.model.layout
     empty_mask = torch.zeros(0, layout.columns, dtype=torch.bool)
     return initial_state(
         layout,
         empty_mask,
         names=[],
-        local=empty_mask.new_zeros(layout.columns),
-        ranks=torch.zeros(0, dtype=torch.int64),
-        seed=0,
+        local=empty_mask.new_zeros(layout.columns),  # no column is local
+        ranks=torch.zeros(0, dtype=torch.int64),  # LoRA ranks of no users
+        seed=0,  # not used, as there are no tensors to initialise
     )

@@ -378,12 +378,6 @@ class TaskQueue:
     """Sends tasks to several clients concurrently and collects their answers until a timeout.
 
     A client that has not joined gets a join task first, which does not delay the others.
-
-    Args:
-        session: The session.
-        users: Names of the clients.
-        seconds: The timeout.
-        task_of: Returns a client's task; None to send only join tasks.
     """
 
     def __init__(
@@ -393,15 +387,25 @@ class TaskQueue:
         seconds: float,
         task_of: Callable[[str], Task] | None = None,
     ):
+        """Create the queue of one task for each client; :meth:`run` sends them.
+
+        Args:
+            session: The session.
+            users: Names of the clients' users.
+            seconds: Timeout for all answers.
+            task_of: Returns the task for a user's client. None to send only join tasks, before the first round.
+        """
         self.session, self.seconds, self.task_of = session, seconds, task_of
-        self.pending, self.tasks, self.answers = set(users), dict[str, Task](), dict[str, Answer]()
+        self.pending = set(users)  # users whose clients have not answered yet
+        self.tasks, self.answers = dict[str, Task](), dict[str, Answer]()  # by user, without join tasks
+        # Times are on the monotonic clock, dictionaries by user.
         self._began = time.monotonic()
         self._deadline = self._began + seconds
-        self._packed: dict[str, bytes] = {}
+        self._packed: dict[str, bytes] = {}  # bytes of the task that was sent last
         self._join_sent: dict[str, float] = {}  # when this queue sent a client a join task
         self._paused: dict[str, float] = {}  # when a client that failed may get a task again
-        self._failed: dict[str, str] = {}  # logged reasons
-        self._reasons: dict[str, str] = {}
+        self._failed: dict[str, str] = {}  # why a client failed, as logged last
+        self._reasons: dict[str, str] = {}  # why the last request or reply was lost
 
     @property
     def _sends_only_joins(self) -> bool:

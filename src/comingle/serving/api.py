@@ -117,7 +117,7 @@ class Service:
         """Return the users whose models the request's key opens.
 
         Raises:
-            ApiError: It opens none.
+            ApiError: The key opens no model.
         """
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         names = self.keys.users_of(key.strip() if kind.lower() == "bearer" else "")
@@ -128,8 +128,12 @@ class Service:
     def _admit(self, request: Request, name: str) -> None:
         """Check that the request's key opens a user's model, and count the request against the user's rate limit.
 
+        Args:
+            request: The request, with the key in a header.
+            name: The user whose model it names.
+
         Raises:
-            ApiError: The key does not, or there are too many requests.
+            ApiError: The key does not open this model, or the user has sent too many requests within a minute.
         """
         if name not in self._accessible_users(request):
             raise model_not_found(name)
@@ -140,8 +144,12 @@ class Service:
     async def _read_body(self, request: Request, kind: type[Body]) -> Body:
         """Read and validate the body of a request.
 
+        Args:
+            request: The request.
+            kind: Pydantic class of the body.
+
         Raises:
-            ApiError: It is too large or invalid, or the client has disconnected.
+            ApiError: The body is too large or invalid, or the client has disconnected.
         """
         body = bytearray()
         try:
@@ -325,6 +333,7 @@ class Service:
             raise ApiError(503, str(error), code="overloaded", retry_after=1) from None
         except ComingleError as error:
             raise ApiError(400, str(error)) from None
+        # Tokens that end a text; they are the same for all texts of the answer.
         piece_queue.requests, stops = requests, self.engine.ends(requests[0])
         if parsed.stream:
             events = stream(piece_queue, answer, stops, usage=parsed.includes_usage)

@@ -61,19 +61,20 @@ class SampledToken:
 
 
 class TokenSampler:
-    """Samples the tokens of one text as transformers' ``generate`` does, with a random stream of its own.
-
-    Args:
-        sampling: How tokens are sampled.
-        prompt: Number of tokens in the prompt.
-        ends: Tokens that end the text.
-        device: Device of the logits.
-        logprobs: Number of most likely tokens to return with each token; None for no log probabilities.
-    """
+    """Samples the tokens of one text as transformers' ``generate`` does, with a random stream of its own."""
 
     def __init__(
         self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
     ) -> None:
+        """Create the sampler of a text that has not begun.
+
+        Args:
+            sampling: How tokens are sampled.
+            prompt: Number of tokens in the prompt.
+            ends: Tokens that end the text.
+            device: Device of the logits.
+            logprobs: Number of most likely tokens to return with each token; None for no log probabilities.
+        """
         # Temperature, top-k and so on. If sampling is on, the last one draws a token and sets all other scores to -inf.
         self.process_scores: Callable[..., Tensor] = row_processors(sampling, prompt, ends, device)
         self.has_processors = bool(self.process_scores)
@@ -100,12 +101,6 @@ class Detokenizer:
     """Incremental detokenizer of one answer.
 
     It returns complete characters only, and holds back text that may be the beginning of a stop string.
-
-    Args:
-        tokenizer: Decodes the tokens.
-        stops: Strings that end the text.
-        ends: Tokens that end the text.
-        after: Tokens before the text; the last few suffice. They decide whether the text begins with a space.
     """
 
     def __init__(
@@ -116,13 +111,21 @@ class Detokenizer:
         ends: Sequence[int],
         after: Sequence[int] = (),
     ) -> None:
+        """Create the detokenizer of a text that has not begun.
+
+        Args:
+            tokenizer: Decodes the tokens.
+            stops: Strings that end the text.
+            ends: Tokens that end the text.
+            after: Tokens before the text; the last few suffice. They decide whether the text begins with a space.
+        """
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
         self.tokens = list(after)
         # tokens[:read] are decoded; tokens[context_start:read] are decoded again together with the next ones.
         self.read, self.context_start = len(after), 0
         self.text = ""
-        self.emitted = 0
-        self.stopped = False
+        self.emitted = 0  # number of characters of the text that were returned
+        self.stopped = False  # whether a token or a string has ended the text
 
     def add(self, token: int) -> str:
         """Add a token and return the new text that no later token can change; it may be empty."""
@@ -229,21 +232,28 @@ class Engine:
     """Generates text with the models of one run's users over one base in memory."""
 
     def __init__(self, models: Mapping[str, PersonalModel], *, rows: int) -> None:
+        """Create an engine without requests.
+
+        Args:
+            models: Model by user; all have the same base.
+            rows: Largest number of texts that are generated at the same time, one per row of a batch.
+        """
         base = next(iter(models.values())).model.base
         assert base.tokenizer is not None
         self.models, self.tokenizer, self.device = dict(models), base.tokenizer, base.device
         self.begin = base.begin
-        max_rows = rows if can_pad(base.model) else 1
+        max_rows = rows if can_pad(base.model) else 1  # Rows of different lengths need padding.
         self.rows = rows_of(models, max_rows)
         self.network = self.rows.network
         self.cache = RowCache(max_rows)
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
         self.context_length = max_positions(base.model)
+        # Not all architectures have these arguments. Of the logits only those after the last token are needed.
         known = signature(self.network.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._takes_position_ids = "position_ids" in known
-        self._bound = False
+        self._bound = False  # whether the network has the adapters of the active rows
 
     # ------------------------------------------------------------ asked from outside
 
@@ -433,7 +443,7 @@ class Engine:
     def _next_piece(self, row: _Row, sampled: SampledToken) -> Piece:
         """Append a token to a row; return it with the text that it completes, and the reason if the text has ended."""
         row.tokens.append(sampled.token)
-        sampled = replace(sampled, text_offset=len(row.detokenizer.text))
+        sampled = replace(sampled, text_offset=len(row.detokenizer.text))  # where the token's text begins
         text = row.detokenizer.add(sampled.token)
         if row.detokenizer.stopped:
             return Piece(text=text, sampled=sampled, finish="stop")

@@ -108,12 +108,14 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
     if not kind_of(opened.recipe).needs_base:
         raise DataError(f"{folder}: {opened.federation.clients.model.name} does not generate text")
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
-    base = next(iter(models.values())).model.base
-    may_compile = opened.recipe.runtime.compile is not False
+    base = next(iter(models.values())).model.base  # the same for all users
+    # Native code (C++ kernels for a CPU) takes seconds to compile, which is too long for a small base.
+    may_compile = opened.recipe.runtime.compile is not False  # True, or "auto"
     is_worth_compiling = base.model.num_parameters() >= MIN_COMPILED_PARAMETERS
     if may_compile and is_worth_compiling and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
-    prepare(base.model)
+    prepare(base.model)  # stores weights in an order that is faster for few rows
+    # Models answer messages if they were trained on conversations, or if the base has a chat template.
     template = getattr(base.tokenizer, "chat_template", None)
     return UserModels(models=models, answers=kind_of(opened.recipe).name in TURN_KINDS or bool(template))
 

@@ -121,7 +121,11 @@ class RowCache(Cache):
         self._reserve(self.layers, 0)
 
     def leave(self, row: int) -> None:
-        """Remove a row; the last row, with its keys and values in all layers, takes its index."""
+        """Remove a row; the last row, with its keys and values in all layers, takes its index.
+
+        Then updates the positions at which rows start (``starts``), and the first of them (``start``). All rows end at
+        ``stop``.
+        """
         last = len(self.starts) - 1
         if row != last:
             for layer in self.layers:
@@ -129,7 +133,7 @@ class RowCache(Cache):
                     store[row, :, : self.stop] = store[last, :, : self.stop]
         self.starts[row] = self.starts[last]
         self.starts.pop()
-        self.start = min(self.starts, default=self.stop)
+        self.start = min(self.starts, default=self.stop)  # without rows the window is empty
 
     def _reserve(self, like: Sequence[Any], longest: int) -> None:
         """Make room for the next step and for new rows of at most ``longest`` tokens.
@@ -189,7 +193,7 @@ class Rows(ABC):
         """Assign a row to a user, by copying its adapters there unless the row has them already."""
         if self.names[row] != name:
             for slot, tensor in self.user_tensors[name].items():
-                self.stacked[slot][row] = tensor[0]
+                self.stacked[slot][row] = tensor[0]  # from (1, ...), one user, into (max_rows, ...)
             self.names[row] = name
 
     def move(self, row: int, to: int) -> None:
@@ -229,23 +233,31 @@ class MixedRows(Rows):
     """Rows of client-level mixtures: C components of rank r, mixed for a user, are one LoRA of rank C r."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        """Put the base's linear layers that have a LoRA into wrappers that add the LoRA of each row's user.
+
+        Args:
+            models: Model by user; all have the same base.
+            max_rows: Largest number of rows of a batch.
+        """
         super().__init__(models, max_rows)
-        self.network = share_weights(next(iter(models.values())).model.base.model)
-        inner = self.network.base_model
+        any_model = next(iter(models.values())).model
+        self.network = share_weights(any_model.base.model)  # other code keeps using the base without wrappers
+        inner = self.network.base_model  # without the output layer; names of LoRAs are relative to it
         self.linears: dict[str, LoraLinear] = {}
         for name, _, _ in lora_pairs(self.stacked):
+            # Scale 1, as `_tree` multiplies B by the scale.
             self.linears[name] = LoraLinear(inner.get_submodule(name), scale=1.0)
             inner.set_submodule(name, self.linears[name])
 
     def _tree(self, personal: PersonalModel) -> Tree:
-        """Return the user's mixture as one LoRA per layer.
+        """Return the user's mixture as one LoRA per layer, as factors A and B by name.
 
         ``sum_c share_c B_c A_c`` over C components of rank r is one product of rank C r, with the shares and the scale
         in B.
         """
         model = cast(MixedLanguageModel, personal.model)
         layers = cast(FloralModel, model.net).layers()
-        shares, tree = model.shares(personal.tensors)[0], Tree()
+        shares, tree = model.shares(personal.tensors)[0], Tree()  # [0]: the tensors are those of a single user
         for layer_name, a, b in lora_pairs(personal.tensors):
             name = layer_name.removeprefix("model.")
             layer = layers[layer_name]
@@ -265,9 +277,16 @@ class EnsembleRows(Rows):
     """Rows of ensembles: each has the adapters of all of its user's models, and their weights."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
+        """Make the network mix the predictions of all models of a row's user.
+
+        Args:
+            models: Model by user; all have the same network.
+            max_rows: Largest number of rows of a batch.
+        """
         super().__init__(models, max_rows)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
-        self.numbers = {name: personal.row for name, personal in models.items()}
+        self.numbers = {name: personal.row for name, personal in models.items()}  # index of each user in the run
+        # Mixture weights and powers of the probabilities, of the rows that were bound last; none are bound yet.
         self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)
 
@@ -316,8 +335,9 @@ def prepare(network: PreTrainedModel) -> None:
 def without_adapters(personal: PersonalModel) -> PersonalModel:
     """Return a user's model named "pretrained" that computes the same as the base, for comparison with it.
 
-    Factors B of all LoRAs and residuals are zero, so adapters add nothing. The logits of a mixture's router are zero,
-    too: its components, all equal to the base now, have equal weights, and their probabilities the power 1.
+    Factors B of all LoRAs and residuals are zero, so adapters add nothing. Each component of a mixture then equals the
+    base. Its router's entries are zero, too: logits of the components' weights, which become equal, and logarithms of
+    the powers to which their probabilities are raised, which become 1. So the mixture equals the base.
     """
     zeroed = (".b", f".{OUT}", CLIENT_ROUTER)  # endings of the names of such tensors
     tensors = {name: torch.zeros_like(t) if name.endswith(zeroed) else t for name, t in personal.tensors.items()}

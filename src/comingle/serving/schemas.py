@@ -268,15 +268,7 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """A request that is refused.
-
-    Args:
-        status: HTTP status.
-        message: The error message.
-        code: Error code of the OpenAI API.
-        param: The offending key.
-        retry_after: Seconds after which the client may retry.
-    """
+    """A request that is refused."""
 
     def __init__(
         self,
@@ -287,6 +279,15 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after: float | None = None,
     ) -> None:
+        """Create the error.
+
+        Args:
+            status: HTTP status.
+            message: The error message.
+            code: Error code of the OpenAI API; None if it has none for this error.
+            param: The offending key of the request; None if there is none.
+            retry_after: Seconds after which the client may retry; None if a retry does not help.
+        """
         super().__init__(message)
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
@@ -344,7 +345,7 @@ class PieceQueue:
         Raises:
             ApiError: The model failed.
         """
-        unfinished = len(self.requests)
+        unfinished = len(self.requests)  # each request generates one text
         try:
             while unfinished:
                 number, piece = await self.queue.get()
@@ -425,9 +426,15 @@ class Worker:
     """Runs an engine in a thread of its own; at most ``queue`` requests wait for a row."""
 
     def __init__(self, engine: Engine, *, queue: int) -> None:
+        """Start the thread.
+
+        Args:
+            engine: The engine, which no other thread may use from now on.
+            queue: Largest number of requests that wait for a row.
+        """
         self.engine, self.queue = engine, queue
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # functions to call between two steps
+        self._changed = threading.Condition()  # notified of new requests and jobs, and at the end
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="comingle-serving", daemon=True)
         self._thread.start()

@@ -147,7 +147,7 @@ _REFRESH_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node since its last start.
+    """A client's node in Flower's server, since the node's last start.
 
     Args:
         number: The node's ID.
@@ -166,14 +166,22 @@ class ConnectedNodes:
     def __init__(
         self, grid: Grid, sender: MessageSender, say: Callable[[str], None], *, allowed: Collection[str] = ()
     ) -> None:
+        """Start without nodes; :meth:`refresh` looks for them.
+
+        Args:
+            grid: Flower's grid, which lists the connected nodes.
+            sender: Sends the questions for names, and refusals.
+            say: Called with each line to show to the operator.
+            allowed: Names of the users that may join; all if empty.
+        """
         self._grid, self._sender, self._say = grid, sender, say
         self._allowed = frozenset(allowed)
-        self._replies: queue.SimpleQueue[tuple[Node, Message | NoReply]] = queue.SimpleQueue()
-        self._asked: dict[Node, float] = {}  # when a node was asked for its name
-        self._hellos: dict[Node, Hello] = {}  # its answer
-        self._refused: dict[Node, str] = {}  # why it is refused
-        self._holders: dict[str, str] = {}  # name -> instance
-        self._refreshed_at = -_REFRESH_SECONDS  # on the monotonic clock
+        self._replies: queue.SimpleQueue[tuple[Node, Message | NoReply]] = queue.SimpleQueue()  # to questions for names
+        self._asked: dict[Node, float] = {}  # when a node was asked for its name, on the monotonic clock
+        self._hellos: dict[Node, Hello] = {}  # what a node has answered: name, state folder and message format
+        self._refused: dict[Node, str] = {}  # why a node is refused
+        self._holders: dict[str, str] = {}  # by name, the random text in the state folder of the client that has it
+        self._refreshed_at = -_REFRESH_SECONDS  # on the monotonic clock; the first `refresh` may look at once
         self.nodes: dict[str, Node] = {}
 
     def waiting(self, seconds: float) -> bool:
@@ -321,13 +329,6 @@ class GridChannel:
     """Transport of bytes between the server and clients, addressed by user name.
 
     A client that disconnects during an exchange and returns within ``grace`` seconds gets its request again.
-
-    Args:
-        grid: Flower's grid.
-        say: Called with each line to show to the operator.
-        allowed: Names that may join; all if empty.
-        patience: How long to wait for the names of nodes that have just connected, in seconds.
-        grace: How long to wait for a client that has disconnected, in seconds.
     """
 
     def __init__(
@@ -339,10 +340,19 @@ class GridChannel:
         patience: float = 10.0,
         grace: float = 120.0,
     ) -> None:
+        """Create a channel over a grid; clients may connect later.
+
+        Args:
+            grid: Flower's grid, through which messages are sent.
+            say: Called with each line to show to the operator.
+            allowed: Names of the users that may join; all if empty.
+            patience: How long to wait for the names of nodes that have just connected, in seconds.
+            grace: How long to wait for a client that has disconnected, in seconds.
+        """
         self._sender = MessageSender(grid)
         self._nodes = ConnectedNodes(grid, self._sender, say, allowed=allowed)
         self._hello_seconds, self._grace = patience, grace
-        self._may_wait_for_names = True
+        self._may_wait_for_names = True  # whether `present` waits for the names of new nodes
 
     def present(self) -> Sequence[str]:
         """Return the names of connected users.

@@ -59,24 +59,25 @@ class CallQueue:
 
 
 class FleetClient:
-    """A user's connection to a server, with the thread that exchanges messages.
-
-    Args:
-        user: The user.
-        server: Where to connect.
-        load: Returns the function that answers requests; called once by the thread that serves ``calls``, as is that
-            function.
-        calls: Queue of calls of this process.
-        say: Called with each line to show to the user.
-    """
+    """A user's connection to a server, with the thread that exchanges messages."""
 
     def __init__(
         self, user: User, server: Server, load: Callable[[], Handle], calls: CallQueue, say: Callable[[str], None]
     ) -> None:
+        """Create the state folder and the connection; nothing is sent before the thread starts.
+
+        Args:
+            user: The user, with its state folder.
+            server: Address, certificates and key for the connection.
+            load: Loads torch and returns the function that answers requests. Both are called by the thread that serves
+                ``calls``: ``load`` once, at the first request, and the function for each request.
+            calls: Queue of calls of this process, which one thread makes for all users.
+            say: Called with each line to show to the user.
+        """
         self.refusal = ""
         """Why this client cannot take part, as the server or the connection says; empty while it can."""
         self._say, self._load = say, load
-        self._handle: Handle | None = None
+        self._handle: Handle | None = None  # the function that answers requests, once it is loaded
         folder = user.state / FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._connection = FleetConnection(server, folder / "place", say)

@@ -245,19 +245,20 @@ def read_user(node_config: Mapping[str, object]) -> User:
 def instance_of(state: Path) -> str:
     """Return a random text that identifies a state folder, stored in the folder by the first call.
 
-    By it the server recognises a client that reconnects, and tells it from another one that claims the same name.
+    The server uses this text to recognise a client that reconnects, and to distinguish it from another client that
+    claims the same name.
     """
     state.mkdir(parents=True, exist_ok=True)
     path = state / INSTANCE
     if not path.exists():
-        own = state / f".{INSTANCE}-{os.getpid()}"
-        own.write_text(uuid.uuid4().hex, encoding="utf-8")
+        draft = state / f".{INSTANCE}-{os.getpid()}"  # a file of this process only
+        draft.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
-            os.link(own, path)  # Unlike a rename, it does not replace a file that another process has just created.
+            os.link(draft, path)  # Unlike a rename, a link does not replace a file that another process has created.
         except FileExistsError:
             pass
         finally:
-            own.unlink()
+            draft.unlink()
     return path.read_text(encoding="utf-8").strip()
 
 

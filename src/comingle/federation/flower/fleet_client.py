@@ -115,20 +115,21 @@ class Server:
 
 
 class FleetConnection:
-    """A client's connection to the Fleet API, which reconnects after failures.
-
-    Args:
-        server: Where to connect.
-        node_id_file: File that stores the node ID. After a crash the next process reads it to deactivate the old node,
-            so it need not wait for that node's heartbeats to time out.
-        say: Called with each line to show the user.
-    """
+    """A client's connection to the Fleet API, which reconnects after failures."""
 
     def __init__(self, server: Server, node_id_file: Path, say: Callable[[str], None]) -> None:
+        """Read or generate the key; :meth:`activate` connects.
+
+        Args:
+            server: Address, certificates and key for the connection.
+            node_id_file: File that stores the node ID. After a crash the next process reads the ID to deactivate the
+                old node, so it need not wait for that node's heartbeats to time out.
+            say: Called with each line to show the user.
+        """
         self._server, self._node_id_file, self._say = server, node_id_file, say
         self._private, self._public = _read_key(server.key) if server.key else generate_key_pairs()
         self._http = self._connect()
-        self._node = Node()
+        self._node = Node()  # replaced by the node that the server activates
         self._app_digests: dict[int, str] = {}  # by run ID
         self._reachable_since = time.monotonic()  # no request or response was lost since then
         self.closed = threading.Event()
@@ -423,14 +424,7 @@ def _read_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurveP
 
 
 class MessageLoop:
-    """Polls for messages, runs the app on each in turn and sends its replies; rejects messages of other apps.
-
-    Args:
-        connection: Connection to poll and to reply on.
-        app: The ``ClientApp`` that handles messages.
-        node_config: Configuration of the user, passed to the app in its ``Context``.
-        say: Called with each line to show the user.
-    """
+    """Polls for messages, runs the app on each in turn and sends its replies; rejects messages of other apps."""
 
     def __init__(
         self,
@@ -439,9 +433,17 @@ class MessageLoop:
         node_config: Mapping[str, Any],
         say: Callable[[str], None],
     ) -> None:
+        """Create the loop, which :meth:`run` starts.
+
+        Args:
+            connection: Connection to poll and to reply on.
+            app: The ``ClientApp`` that handles messages.
+            node_config: The user's name and state folder, passed to the app in its ``Context``.
+            say: Called with each line to show the user.
+        """
         self._connection, self._app, self._say = connection, app, say
         self._node_config = dict(node_config)
-        self._refused: set[int] = set()
+        self._refused: set[int] = set()  # IDs of runs whose app is refused and whose refusal was shown
 
     def run(self) -> None:
         """Answer messages until the connection is closed.

@@ -115,19 +115,22 @@ class LimitedLinkState(InMemoryLinkState):
     """Flower's in-memory state, with :class:`UploadLimits` on the replies of each client.
 
     A refused reply counts as not stored, like Flower's own invalid replies, and is logged as one line on stderr.
-
-    Args:
-        federation_manager: Flower's manager of federations.
-        object_store: Where the parts of messages are stored.
-        limits: Limits on each client.
     """
 
     def __init__(
         self, federation_manager: FederationManager, object_store: ObjectStore, limits: UploadLimits | None = None
     ) -> None:
+        """Create an empty state.
+
+        Args:
+            federation_manager: Flower's manager of federations.
+            object_store: Where the parts of messages ("objects") are stored.
+            limits: Limits on the pending replies of each client; None for the defaults.
+        """
         super().__init__(federation_manager, object_store)
         self._limits = limits or UploadLimits()
-        self._uploads: dict[str, _UntakenReply] = {}  # by the ID of the reply, which is that of its root object
+        # Replies that the app has not read yet, by the ID of the reply, which is that of its root object.
+        self._uploads: dict[str, _UntakenReply] = {}
 
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
@@ -390,7 +393,8 @@ class Gate:
         Signatures are forgotten once they are too old to be accepted anyway.
 
         Args:
-            signature: The public key, and ``r`` of the signature.
+            signature: The public key, and ``r`` of the ECDSA signature ``(r, s)``. ``s`` is left out, as ``(r, -s)``
+                is valid, too, and would count as another signature.
         """
         now = time.monotonic()
         with self._lock:
@@ -509,6 +513,13 @@ class InProcessGrid(HttpGrid):
     """
 
     def __init__(self, state: LinkState, run_id: int) -> None:
+        """Create the grid of a run.
+
+        Args:
+            state: Flower's state of nodes, runs and messages.
+            run_id: ID of the run, which exists in the state.
+        """
+        # The address and the token are not used, as nothing is sent over a network.
         super().__init__("in this process", insecure=True, token="none")
         (run,) = state.get_run_info(run_ids=[run_id])
         runtime = _InProcessRuntime(state, Task(task_id=run.primary_task_id or 0, run_id=run_id))
@@ -578,7 +589,7 @@ def serve_fleet_api(
     *,
     bound: socket.socket | None = None,
 ) -> uvicorn.Server:
-    """Serve in a separate thread; return once connections are accepted.
+    """Serve the Fleet API over HTTP, with TLS if there is a certificate, in a thread; return once it listens.
 
     Args:
         app: The Fleet API.

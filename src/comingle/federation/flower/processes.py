@@ -235,7 +235,10 @@ class Service:
         self.starts += 1
 
     def tend(self) -> bool:
-        """Restart the child if it has ended and the pause is over.
+        """Start the child, or restart it if it has ended and the pause is over; call this repeatedly.
+
+        The pause doubles with each start (``starts`` counts them), up to a limit. A child that has run for long counts
+        as started once.
 
         Returns:
             Whether it was started.

@@ -339,15 +339,15 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     Without a router the gates are equal; a model without experts has no gates.
     """
     model = source.model
-    if not isinstance(model, AdaptedModel):
+    if not isinstance(model, AdaptedModel):  # a mixture of components, without token routers
         return perplexity(source, _personal_losses(source, [])), []
     num_experts = int(model.adapters.present[source.row].sum())
     num_layers = len(model.adapters.experts)
     if not routing.routed(model.adapters):
         equal_gates = torch.full((num_experts,), 1 / num_experts)
         return perplexity(source, _personal_losses(source, [])), [equal_gates] * num_layers
-    gates_seen: list[Tensor] = []
-    assert source.about is not None
+    gates_seen: list[Tensor] = []  # filled by each call of the losses below
+    assert source.about is not None  # it has the user's validation data
 
     def gates_of_last_batch() -> Tensor:
         """Return the gates that the last call of the losses has recorded, ``(layers, users, ...)``."""
@@ -543,6 +543,9 @@ def _write_transformers(source: Source, draft: Path, number_format: str) -> _Wri
         source: The user's model.
         draft: The folder.
         number_format: Number format of the weights.
+
+    Returns:
+        For the model card: the written export, the library that opens it, and code that does so.
     """
     network, form = _exact_network(source)
     _save(source, cast_parameters(network, DTYPES[number_format]), draft)
@@ -556,6 +559,9 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
         source: The user's model.
         draft: The folder.
         number_format: Number format of the weights.
+
+    Returns:
+        For the model card: the written export, the library that opens it, and code that does so.
 
     Raises:
         DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
@@ -584,6 +590,9 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
         draft: The folder.
         number_format: Number format of the weights.
 
+    Returns:
+        For the model card: the written export, the library that opens it, and code that does so.
+
     Raises:
         DataError: The model is not one LoRA.
     """
@@ -608,6 +617,9 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
         source: The user's model.
         draft: The folder.
         number_format: Number format of the weights.
+
+    Returns:
+        For the model card: the written export, the library that opens it, and code that does so.
 
     Raises:
         DataError: There is no validation data.

@@ -315,16 +315,17 @@ def routing_of(source: Source) -> Routing:
     """
     model = source.model
     assert isinstance(model, AdaptedModel)
-    present = model.adapters.present[source.row]  # the experts that the user has
-    gates: list[Tensor] = []
+    present = model.adapters.present[source.row]  # (experts,): whether the user has the expert
+    gates: list[Tensor] = []  # by layer: a router's weight, (experts of the user, width)
     for name, mlp in model.adapters.experts.items():
-        weight = source.tensors.get(f"{name}.router")
-        width = base_weight(mlp.first["up"])[0].shape[1]  # of the MLP's input
-        gates.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
+        router = source.tensors.get(f"{name}.router")  # (1, experts, width): the tensors are those of a single user
+        up_weight, _ = base_weight(mlp.first["up"])
+        width = up_weight.shape[1]  # of the MLP's input
+        gates.append(torch.zeros(int(present.sum()), width) if router is None else router[0].cpu()[present])
     num_experts = len(gates[0])
     if not routing.routed(model.adapters):
         return Routing(top_k=num_experts, gates=gates)
-    top_k = next(iter(model.adapters.experts.values())).router.top_k
+    top_k = next(iter(model.adapters.experts.values())).router.top_k  # the same in all layers
     return Routing(top_k=min(top_k, num_experts), gates=gates)
 
 
@@ -354,7 +355,8 @@ def write_peft(
         tensors[f"base_model.model.{name}.lora_A.weight"] = F.pad(a, (0, 0, 0, missing)).to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = F.pad(b, (0, missing)).to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(folder / CONFIG, _peft_config(base, base_name, list(factors), rank, changes[0].transposed))
+    transposed = changes[0].transposed  # a property of the base, so the same for all changes
+    write_json(folder / CONFIG, _peft_config(base, base_name, list(factors), rank, transposed))
     return rank
 
 
