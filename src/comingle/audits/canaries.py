@@ -376,17 +376,18 @@ class CanaryScores:
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Score the canary of each user from what is observed in a round, and append the scores.
 
-        A score is how much the loss of the user's canary fell since the last publication, minus the mean of the same
-        for the reference canaries, in units of their standard deviation. Views without scores (OWN) are only stored,
-        as the model before the next upload.
+        A score compares how much the loss of the user's canary fell since the last publication with how much those of
+        reference canaries, on which no user trained, fell: the difference from their mean, in units of their standard
+        deviation. Tensors of the view OWN get no score; they are stored as the models before the next uploads.
 
         Args:
-            view: SERVER, USERS or OWN.
+            view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
         if view in self.scores:
-            windows, before = self.canaries.windows(users, COMPARED), self.last_published.models_before(view, users)
+            windows = self.canaries.windows(users, COMPARED)  # of each user: its own canary, then references
+            before = self.last_published.models_before(view, users)
             decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
             own, references = decrease[:, 0], decrease[:, 1:]
             z_scores = (own - references.mean(1)) / references.std(1)  # not finite if no loss has changed

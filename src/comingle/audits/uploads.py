@@ -192,6 +192,7 @@ def _replace_rows(t: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
 
 
 Watch = Callable[[Clients], Sequence[Observer]]
+"""Returns, for the clients of a run that begins, the observers of its events, such as a progress bar."""
 
 
 def invert_uploads(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Inversion]:
@@ -326,7 +327,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
         watch: Returns the observers of a run.
 
     Returns:
-        One result for each attack; empty if no factor that reads tokens is shared.
+        One result for each case; empty if users share no factor A of a layer that reads token embeddings directly.
     """
     names = token_factors(build(recipe, run_data, store="memory").clients)
     if not names:
@@ -340,7 +341,8 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     }
     one_step = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
     assert run_data.base is not None
-    width = SHORT + (run_data.base.begin is None)  # a begin-of-text token takes one of the SHORT + 1 places
+    # A window has SHORT inputs and one more token, the last target; a begin-of-text token takes one of these places.
+    width = SHORT if run_data.base.begin is not None else SHORT + 1
     short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
         _recover_from_run(

@@ -371,7 +371,7 @@ class Prefetcher(Batches):
         place = None if self.current is None else self._next_place(self.current.place)
         if place is None:
             return
-        phase = place[1]
+        _, phase, *_ = place
         if phase in self.ready and self.ready[phase].place == place:  # prefetched before
             return
         drawn = self.batch_source.draw(*place)

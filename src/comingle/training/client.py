@@ -444,17 +444,21 @@ class Clients(Users):
             self.state.remember(verdict.version)
 
     def _insert_own_models(self, cohort: Cohort, download: Download) -> Tree:
-        """Return the downloaded models of peers, one for each sender, with the receiver's own one among them.
+        """Return one model per sender: the downloaded ones, with the receiver's own model among them.
 
-        A user that is among the senders does not download its own model, so it is inserted at its place from the state.
+        A receiver that is itself a sender does not download its own model; it is taken from the receiver's state.
 
         Args:
             cohort: The receivers.
-            download: Models ``(users, models, *shape)`` by tensor name; returned unchanged if there is one for each
-                sender.
+            download: Models ``(users, models, *shape)`` by tensor name, and the names of their senders, in the same
+                order; the receiver's own model may be left out.
+
+        Returns:
+            Models ``(users, senders, *shape)`` by tensor name.
         """
         models = download.tensors
-        if len(download.senders) <= next(iter(models.values())).shape[1]:
+        num_downloaded = next(iter(models.values())).shape[1]
+        if len(download.senders) <= num_downloaded:  # no model is left out
             return models
         own_places = [download.senders.index(name) for name in cohort.names]
         return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), own_places)
@@ -683,8 +687,9 @@ def _take_local_steps(
     """
     for hook in clients.method.client.parts:
         hook.begin(cohort)
+    # All phases of a round fine-tune or none does. Fine-tuning begins with new moments.
     if clients.method.client.tuning and clients.phases[0].label == TUNING:
-        cohort.reset_moments(clients.method.client.trained)  # fine-tuning has phases of its own, with new moments
+        cohort.reset_moments(clients.method.client.trained)
     losses = []
     for step in range(int(steps.max())):
         is_active = step < steps  # users with less data have fewer steps

@@ -86,11 +86,13 @@ class Scorer:
         return fmean(score.mean_loss for score in self.score(models, sets, numbers))
 
     def predict(self, models: Models, numbers: Sequence[int], batch: Tensor) -> Float[Tensor, "slots batch ..."]:
-        """Return the predictions of model ``numbers[slot]`` for the batch of each slot.
+        """Return the predictions of several models in one pass, each for a batch of its own.
+
+        A slot is a place in the pass for one model and its batch; a model may have several slots.
 
         Args:
-            models: Models to choose from.
-            numbers: Number of the model in each slot.
+            models: Models to choose from, by number.
+            numbers: For each slot, the number of its model in ``models``.
             batch: Inputs ``(slots, batch, ...)``.
 
         Raises:
@@ -103,11 +105,13 @@ class Scorer:
     def generate(
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
     ) -> Int64[Tensor, "slots batch new"]:
-        """Return the tokens that model ``numbers[slot]`` generates after the prompts of each slot.
+        """Return the tokens that several models generate together, each after prompts of its own.
+
+        A slot is a place in the pass for one model and its prompts; a model may have several slots.
 
         Args:
-            models: Models to choose from.
-            numbers: Number of the model in each slot.
+            models: Models to choose from, by number.
+            numbers: For each slot, the number of its model in ``models``.
             prompts: Prompts ``(slots, batch, tokens)``.
             limit: Largest number of new tokens.
         """
@@ -196,13 +200,17 @@ class Cohort(CohortTensors):
     def reset(self, roles: frozenset[str]) -> None:
         """Reset the tensors of some roles to their values before any training.
 
+        Args:
+            roles: Roles whose tensors are reset, such as the specialists.
+
         Raises:
-            RuntimeError: No hook has the flag ``resets``.
+            RuntimeError: No client hook of the method sets the class attribute ``resets``, which announces this call.
         """
         if not self.steps.plan.method.client.resets:
             raise missing_flag("reset", "resets", training=False)
-        columns = self.layout.mask(roles).to(self.part.rows.device)
-        self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
+        parameters, row_numbers = self.part.rows, self.rows  # (users, columns), and their rows in the whole state
+        columns = self.layout.mask(roles).to(parameters.device)
+        parameters[:, columns] = self.initial(row_numbers)[:, columns]
 
     def reset_moments(self, roles: frozenset[str]) -> None:
         """Reset the moments of some roles to zero.
@@ -288,25 +296,26 @@ class Cohort(CohortTensors):
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Return the mean validation loss in nats of each model on the data of each user.
 
-        A model is completed by the user's own local tensors. Pairs of user and model are scored as if each was a user.
+        A model is completed by the user's own local tensors. Each pair of user and model is scored as one model.
 
         Args:
-            models: Shared tensors ``(users, models, *shape)``.
+            models: Shared tensors of the models that each user compares, ``(users, models, *shape)``.
         """
         layout, shared = self.layout, self.steps.plan.method.shared
         num_models = next(iter(models.values())).shape[1]
         pairs = [(user, model) for user in range(len(self.rows)) for model in range(num_models)]
 
-        def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
-            """Return all tensors for some pairs, by the number of the pair."""
-            users, chosen = [pairs[n][0] for n in numbers], [pairs[n][1] for n in numbers]
-            with_model = self.part.rows[users]
-            assign(layout.views(with_model), layout, shared, {n: t[users, chosen] for n, t in models.items()})
-            return with_model if self.mask is None else with_model.mul_(self.mask[users])
+        def parameters_of(pair_numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+            """Return the parameters of some pairs: the user's own, with the shared ones replaced by the model's."""
+            users, chosen = [pairs[n][0] for n in pair_numbers], [pairs[n][1] for n in pair_numbers]
+            parameters = self.part.rows[users]  # a copy
+            assign(layout.views(parameters), layout, shared, {n: t[users, chosen] for n, t in models.items()})
+            # Ranks that a user does not have are padding, which must be zero.
+            return parameters if self.mask is None else parameters.mul_(self.mask[users])
 
         owners = [self.owners[user] for user, _ in pairs]
         sets = [self.trainers[owner].valid for owner in owners]
-        scores = self.scorer.score(Models(rows=rows, owners=owners), sets, range(len(pairs)))
+        scores = self.scorer.score(Models(rows=parameters_of, owners=owners), sets, range(len(pairs)))
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, num_models)
 
     def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:

@@ -76,10 +76,10 @@ class CohortTensors(base.Cohort):
 
     @property
     def began(self) -> Tree:
-        """Tensors at the start of the round, by name; needs ``looks_back`` of a hook.
+        """Tensors at the start of the round, by name; kept only if a client hook sets ``looks_back = True``.
 
         Raises:
-            RuntimeError: No hook has the flag, or no user is training.
+            RuntimeError: No hook sets ``looks_back``, or no user is training.
         """
         if self.before is None:
             raise missing_flag("began", "looks_back", training=True)
@@ -87,10 +87,12 @@ class CohortTensors(base.Cohort):
 
     @property
     def exchanged(self) -> Tree:
-        """Tensors of the first copies of users at the start of the round, by name; needs ``looks_across`` of a hook.
+        """Tensors of the first copies of users at the start of the round, by name.
+
+        They are kept only if a client hook sets ``looks_across = True``.
 
         Raises:
-            RuntimeError: No hook has the flag, or no user is training.
+            RuntimeError: No hook sets ``looks_across``, or no user is training.
         """
         if self.across is None:
             raise missing_flag("exchanged", "looks_across", training=True)
@@ -108,8 +110,8 @@ class CohortTensors(base.Cohort):
 
     @contextmanager
     def some(self, at: Sequence[int]) -> Iterator[CohortTensors]:
-        """Yield a cohort of the users at the places ``at``; on exit, write their changes back into this one."""
-        if list(at) == list(range(len(self.rows))):
+        """Yield a cohort of the users at the places ``at``; on exit, write their changes back into this cohort."""
+        if list(at) == list(range(len(self.rows))):  # all users: no copy to write back
             yield self
             return
         subset = self._subset(at, self.part.take(at))

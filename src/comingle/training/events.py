@@ -170,7 +170,7 @@ class EventLog:
         Raises:
             OSError: The disk cannot be written to; the incomplete line is removed.
         """
-        if event["event"] == "step":
+        if event["event"] == "step":  # only for progress bars: a step may take milliseconds
             return
         line = (json.dumps(finite(event)) + "\n").encode()
         try:

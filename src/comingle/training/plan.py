@@ -63,8 +63,8 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
-    With privacy of single examples each user has noise of its own, which depends on its number of examples. It is
-    computed later, for which the plan gets the names of the users.
+    With privacy of single examples each user has a multiplier of its own, which depends on its number of examples. The
+    multipliers are computed when the data is known; for that the returned plan has the names of the users.
 
     Args:
         plan: The plan.
@@ -118,7 +118,8 @@ def with_sums(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     privacy = plan.privacy
     if privacy is None or privacy.secure_aggregation is None:
         return plan
-    weighted = plan.training.weighting != "uniform" and not privacy.noisy  # with noise no amounts are reported
+    # With noise all users have equal weights: their amounts of data would reveal something about the data.
+    weighted = plan.training.weighting != "uniform" and not privacy.noisy
     sums = Sums(privacy=privacy, participation=plan.participation, users=tuple(users), weighted=weighted)
     sums.check()
     return replace(plan, sums=sums)

@@ -243,16 +243,17 @@ class ServerHalf(ServerState):
         return self.mechanisms.admit(participants(plan, number, self.users), number, releases=releases)
 
     def check_rounds(self, plan: RunPlan) -> None:
-        """Check that rounds are large enough for all privacy mechanisms.
+        """Check that rounds have enough participants for all privacy mechanisms, and that users' ranks suit them.
 
         Raises:
-            RecipeError: They are too small, or ranks differ between users and must not.
+            RecipeError: A round has too few participants, or LoRA ranks differ between users and a mechanism compares
+                uploads entry by entry.
         """
-        if not self.shares or not self.mechanisms:
+        if not self.shares or not self.mechanisms:  # nothing is uploaded, or nothing has to be checked
             return
-        sizes, same_ranks = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
+        numbers_of_participants, same_ranks = round_sizes(plan, self.users), len(set(self.ranks.tolist())) == 1
         for mechanism in self.mechanisms:
-            mechanism.check_rounds(sizes, same_ranks=same_ranks)
+            mechanism.check_rounds(numbers_of_participants, same_ranks=same_ranks)
 
     def warn_of_noise(self, plan: RunPlan) -> None:
         """Log a warning if the noise of a private run is larger than the updates of its users."""

@@ -130,7 +130,8 @@ class PassSize:
 def pass_size(plan: RunPlan, device: torch.device, batch_size: int) -> PassSize:
     """Return the size of a pass: by default whole batches of as many users as :data:`TOKENS_PER_PASS` allows.
 
-    The number of sequences of a user does not depend on ``users_per_step``, so neither do results.
+    A batch that does not fit is split: a pass has at most ``runtime.micro_batch`` sequences of each user if that is
+    set. This number does not depend on ``users_per_step``, so neither do results.
 
     Args:
         plan: Plan of the run.
@@ -231,7 +232,7 @@ def _rounds_of_users(
     """Return the number of rounds in which each user takes part, by name; cached, as it is needed for every user.
 
     Args:
-        participation: As in :func:`selected`.
+        participation: Fraction of the users, or the numbers of the users of each round; lists are cycled.
         seed: Seed of the run.
         rounds: Number of rounds.
         users: Names of all users.

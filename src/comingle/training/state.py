@@ -230,22 +230,23 @@ def initial_state(
 def draw(
     layout: Layout, seed: int, owner: str, only: Bool[Tensor, " columns"] | None = None
 ) -> Float[Tensor, " columns"]:
-    """Return initial values, from one random stream per (seed, owner, tensor).
+    """Return initial values of all parameters, with a random stream for each (seed, owner, tensor).
 
-    The values of an owner depend on no other user or tensor.
+    So the values of a tensor depend on no other user or tensor.
 
     Args:
-        layout: Layout of the columns.
+        layout: Layout of the columns: each slot is a named tensor that occupies a range of them.
         seed: Seed of the run.
-        owner: Name of the user, or "server".
+        owner: Name of the user for its local parameters, or "server" for parameters that all users begin with.
         only: Columns that are needed; tensors without any of them stay zero.
     """
-    drawn = torch.zeros(layout.columns)
+    initial_values = torch.zeros(layout.columns)
     for slot in layout.slots:
         span = slice(layout.starts[slot.name], layout.starts[slot.name] + slot.size)
         if only is None or bool(only[span].any()):
-            drawn[span] = slot.init(slot.shape, generator(seed, owner, "init", slot.name)).flatten()
-    return drawn
+            random = generator(seed, owner, "init", slot.name)
+            initial_values[span] = slot.init(slot.shape, random).flatten()
+    return initial_values
 
 
 NEEDS_CLUSTERS = (

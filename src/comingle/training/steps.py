@@ -150,10 +150,15 @@ _SMALLEST_SCALE = 2.0**-24
 def starting_scales(targets: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
     """Return the first loss scale to try for each user, for loss scaling in float16.
 
-    It is ``2^4`` times the largest power of two that is at most the number of targets: the loss is a mean over targets,
-    so gradients at the head then have about the same magnitude for every batch size.
+    The loss is a mean over n targets, so gradients at the head are of order 1/n. The scale is ``2^4`` times n rounded
+    down to a power of two: scaled gradients then have about the same magnitude for every batch size, and scaling by a
+    power of two rounds nothing.
+
+    Args:
+        targets: Number of targets in the batch of each user.
     """
-    return _TARGET_SCALE * torch.exp2(torch.log2(targets.clamp(min=1).float()).floor())
+    powers_of_two = torch.exp2(torch.log2(targets.clamp(min=1).float()).floor())
+    return _TARGET_SCALE * powers_of_two
 
 
 def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " users"], Tree]:
@@ -822,15 +827,18 @@ class Steps:
         phase: Phase,
         noise: Float[Tensor, "users *layers clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Return the result of :meth:`gradient`, from one pass for each group of users with equal batch sizes.
+        """Return losses and gradients of one batch per user, from one pass for each group of equal batch sizes.
 
         In one pass for all users the smaller batches would be padded, and batch norm would count the padding.
 
         Args:
-            cohort: The cohort.
+            cohort: The cohort; running statistics of batch norm are updated in place.
             drawn: A batch of each user, padded to the largest size.
-            phase: The phase.
+            phase: The phase, which decides of which tensors gradients are computed.
             noise: Noise that is added to router logits.
+
+        Returns:
+            Mean loss of each user, and gradients ``(users, *shape)`` by tensor name, as :meth:`gradient` returns them.
         """
         sizes, rows = self.batch_source.counted(drawn), cohort.part.rows
         losses, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots

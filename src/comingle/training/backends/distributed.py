@@ -186,6 +186,7 @@ def reduced(
         total: Reduces a tensor to its sum over processes.
     """
     largest_over_processes = largest(largest_terms(tensors, weights))
+    # For each tensor the exponent s of its grid: a term becomes the integer nearest to ``term 2^s``.
     shifts = shifts_of(largest_over_processes, users)
     sums_of_all_processes = total(integer_sums(tensors, weights, shifts))
     return sums_of(sums_of_all_processes, tensors, shifts)

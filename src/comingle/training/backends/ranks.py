@@ -177,11 +177,14 @@ class Ranks:
 
     def broadcast(self, tree: Tree) -> Tree:
         """Return the tensors of rank 0, by name, in every process; the argument of other processes is ignored."""
-        described = self.share(lambda: _describe(tree))
-        tensors = {name: t.contiguous() for name, t in tree.items()} if self.leads else _empty_tensors(described)
+        shapes_and_dtypes = self.share(lambda: _describe(tree))  # of rank 0: what the others must allocate to receive
+        if self.leads:
+            tensors = {name: t.contiguous() for name, t in tree.items()}
+        else:
+            tensors = _empty_tensors(shapes_and_dtypes)
         for t in tensors.values():
-            with _peer_errors():
-                dist.broadcast(_as_bytes(t), 0)
+            with _peer_errors():  # if another process has ended
+                dist.broadcast(_as_bytes(t), 0)  # bytes, as not every backend supports every dtype
         return tensors
 
     def _send_tensors(self, tree: Tree, rank: int) -> None:

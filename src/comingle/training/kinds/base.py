@@ -82,10 +82,13 @@ class RunData:
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
     def with_users(self, users: Iterable[AnyUser]) -> RunData:
-        """Return the same data with other users, or with some of them; documents of users that are left out go too."""
+        """Return a copy with other users, or with only some of the present ones.
+
+        Documents and common data are restricted to the new users too.
+        """
         users = as_users(users)
         names = set(users.names)
-        # The common data of some kinds lists the users.
+        # For some kinds of data, what users have in common (a task) lists them.
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         texts = tuple(text for text in self.texts if text.name in names)
         return replace(self, users=users, common=common, texts=texts)

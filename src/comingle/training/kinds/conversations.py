@@ -420,7 +420,8 @@ class ConversationsKind(AnswersKind):
             if users is None:
                 raise
             note = ABSENT_NOTE.format(error)
-            return [as_text_recipe(recipe, {"somebody": one_batch}) for recipe in recipes], set(), note
+            one_user = {"somebody": one_batch}  # the largest number of conversations decides, so one user is enough
+            return [as_text_recipe(recipe, one_user) for recipe in recipes], set(), note
         return [as_text_recipe(recipe, counts) for recipe in recipes], small_users, NOTE
 
 

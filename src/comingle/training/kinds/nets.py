@@ -42,7 +42,7 @@ SCORED_PER_SLOT = 512
 
 
 class SampleBatchSource(PassBatchSource):
-    """Passes over inputs with targets.
+    """Batches for shuffled epochs over samples, each an input with a target.
 
     Batch norm cannot train on a single sample, and would mix padding into smaller batches.
     """
@@ -198,16 +198,17 @@ class SampleBatchSource(PassBatchSource):
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:
-        """Return the samples of several sets in one tensor on the device.
+        """Return a bank of the samples of several sets: one tensor on the device, from which batches are taken.
 
-        The two latest results are cached, as test and validation sets alternate.
+        The two latest banks are cached, as test and validation sets are scored in turn.
         """
         key = tuple(id(samples) for samples in sets)
         if key not in self._scored:
-            newest = dict(list(self._scored.items())[-1:])
+            latest = dict(list(self._scored.items())[-1:])
             # Sets are kept along with their bank, so that no other object gets their ids.
-            self._scored = newest | {key: (sets, bank_of(sets, **self.like))}
-        return self._scored[key][1]
+            self._scored = latest | {key: (sets, bank_of(sets, **self.like))}
+        _, bank = self._scored[key]
+        return bank
 
 
 T = TypeVar("T")
@@ -307,8 +308,9 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
     tensors = {key: p.detach() for key, p in net.named_parameters()}
     buffers = {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
     tensors |= buffers
-    like = next(iter(tensors.values()))
-    inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=like.dtype, device=like.device)
+    any_tensor = next(iter(tensors.values()))  # for the dtype and the device
+    # ``_TRIED`` users with as many samples each: two, as batch norm cannot train on one sample.
+    inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=any_tensor.dtype, device=any_tensor.device)
 
     def call(tensors_of_user: dict[str, Tensor], x: Tensor) -> Any:
         return call_with(net, tensors_of_user, x)

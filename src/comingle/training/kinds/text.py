@@ -77,7 +77,15 @@ class TextBatchSource(BatchSource):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch window"]:
-        """Return new random windows, ``context + 1`` tokens wide."""
+        """Return a batch of random windows for each trainer, ``context + 1`` tokens wide: inputs and their targets.
+
+        Args:
+            trainers: Numbers of the trainers.
+            phase: Phase that the batches are for; decides whether windows come from training or validation text.
+            round_number: The round, counted from 0.
+            step: Local step within the round; -1 before the first one.
+            repeat: Number of the optimizer step of the phase within the local step.
+        """
         windows = []
         for number in trainers:
             trainer = self.trainers[number]
@@ -206,17 +214,32 @@ class TextKind(LanguageKind):
         return is_user_text(data)
 
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
-        """Return the model; all users have equally many training tokens, which decide whether it is compiled."""
+        """Return the model that all users train; it is compiled only if the run has enough training tokens.
+
+        Args:
+            recipe: The recipe.
+            run_data: Base model and users of the run.
+            plan: Plan of the run, with its numbers of rounds and local steps.
+        """
         assert run_data.base is not None
         trainers = count_trainers(run_data, plan.method)
         tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
         return language_model(recipe, run_data.base, plan.method, trainers, tokens)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
-        """Return the users on this machine; every stream that the run uses must be long enough."""
+        """Return the users on this machine with the model that they train, after checking the length of their text.
+
+        Args:
+            recipe: The recipe.
+            run_data: Base model and users of the run.
+            plan: Plan of the run.
+
+        Raises:
+            ComingleError: A split is too short for one window, or settings, data and base model do not fit each other.
+        """
         assert run_data.base is not None
         plan, begin = with_full_participation(plan), run_data.base.begin
-        if not run_data.unread:
+        if not run_data.unread:  # text that is read on demand is checked when it is read
             needs_validation = plan.method.client.needs_validation
             check(
                 run_data.present,

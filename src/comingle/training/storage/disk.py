@@ -231,9 +231,10 @@ class OnDisk(State):
         """Start to read the records of those rows that have one, after all pending writes.
 
         Args:
-            group: Group of the records.
-            rows: Numbers of the rows.
-            places: Place of the record of each row, -1 for none; those in the current table if None.
+            group: Group of tensors to read, "params" or "moments"; each group has record files of its own.
+            rows: Numbers of the rows in this process.
+            places: Place of the record of each row, over all files (:data:`PLACES_PER_FILE`), -1 for none; those in the
+                current table if None.
 
         Returns:
             A future of the records ``(records, bytes)``.
@@ -257,17 +258,19 @@ class OnDisk(State):
         return self._worker.submit(read)
 
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Write the records of rows asynchronously, and update the table; wait if too many writes are pending.
+        """Write the records of rows asynchronously, and note their places; wait if too many writes are pending.
+
+        A place in the table counts over all files: file k has those from ``k * PLACES_PER_FILE``.
 
         Args:
-            group: Group of the records.
-            rows: Numbers of the rows.
-            tensors: Tensors of these rows; must have those of the group.
+            group: Group of tensors to write, "params" or "moments"; each group has record files of its own.
+            rows: Numbers of the rows in this process.
+            tensors: Tensors of these rows ``(rows, *shape)`` by name; those of other groups are ignored.
         """
         number, file = self._file_to_write(group)
         table, places = self._table.places[group], []
         for row in rows:
-            old_place = int(table[row])
+            old_place = int(table[row])  # -1 without a record
             is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == number
             places.append(file.place_to_write(old_place % PLACES_PER_FILE if is_in_file else -1))
         table[rows] = number * PLACES_PER_FILE + np.array(places, dtype=np.int64)
@@ -343,7 +346,13 @@ class OnDisk(State):
     def open(self, run: Path, *, anew: bool) -> None:
         """Write to ``store/`` in the run's folder from now on; the first process does so before the others.
 
-        A new run deletes existing records there, and writes the names of the users and a random identifier.
+        Args:
+            run: Run folder.
+            anew: True for a new run: existing records are deleted, and the names of the users and a random identifier
+                are written. False for a resumed one: the record files must exist.
+
+        Raises:
+            RunError: A record file is missing, or the disk cannot be written to.
         """
         folder, self._run, is_first = run / FOLDER, run, self._shard.part.number == 0
         if not anew:
@@ -359,9 +368,9 @@ class OnDisk(State):
             for name in self._groups:
                 path = self._shard.part.records(run, name)
                 own_file = RecordFile(path, self._forms[name].bytes, writes=True)
-                self._files[name][0] = own_file
+                self._files[name][0] = own_file  # file 0 is this process's own; others only have records to read
             to_disk(folder)
-        self._write_numbers = dict.fromkeys(self._groups, 0)  # write to the own files from now on
+        self._write_numbers = dict.fromkeys(self._groups, 0)  # write to file 0 from now on
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -408,6 +417,10 @@ class OnDisk(State):
         Only the tables of places are read; records are read when they are needed. New records go to places that no
         checkpoint uses.
 
+        Args:
+            checkpoint: Folder of the checkpoint.
+            read: Reads tensors that are in memory; not called, as these are on disk.
+
         Raises:
             RunError: The store belongs to another recipe, run or round, or lacks records of the checkpoint.
         """
@@ -419,11 +432,13 @@ class OnDisk(State):
             columns = read_table(part.table(checkpoint))
             best_rounds |= set(columns[BEST_ROUND].tolist() if BEST_ROUND in columns else ())
             file_numbers = self._open_files(run, part)
-            self._load_places(columns, "", self._table, file_numbers)
+            self._load_places(columns, "", self._table, file_numbers)  # columns of the current round have no prefix
             if self.best:  # the run stores the best round
                 self._load_places(columns, BEST, best_table, file_numbers)
         if self.best:
-            self._best, self.best = best_table, {"round": torch.tensor(best_rounds.pop())}  # equal in all parts
+            best_round = best_rounds.pop()  # the only one: all processes wrote the same number
+            self._best, self.best = best_table, {"round": torch.tensor(best_round)}
+        # Protect the places in the process's own file that this or another checkpoint uses; the others are free.
         own_part = self._shard.part
         checkpoints = [path for path in checkpoint.parent.glob("round-*") if own_part in parts_of(path)]
         for name in self._groups:

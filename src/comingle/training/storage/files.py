@@ -279,7 +279,7 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
     Args:
         run: Run folder.
         checkpoint: Folder of the checkpoint.
-        groups: Names of the groups.
+        groups: Groups of tensors that have record files of their own: "params" and, if stored, "moments".
 
     Raises:
         RunError: A file is missing.
@@ -297,7 +297,7 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
         run: Run folder.
         checkpoint: Folder of the checkpoint.
         about: Description of the store for this recipe.
-        groups: Names of the groups.
+        groups: Groups of tensors that have record files of their own: "params" and, if stored, "moments".
 
     Raises:
         RunError: They do not, or a file is missing.
@@ -362,15 +362,18 @@ class RecordFile:
     def place_to_write(self, current: int) -> int:
         """Return the place to write a row to: its current one if no snapshot refers to that, otherwise a free one.
 
+        A snapshot, such as a checkpoint, refers to records by place, so these records must not be overwritten.
+
         Args:
             current: Current place of the row in this file; -1 for none.
         """
-        if current >= 0 and self._first_written[current] > self.num_snapshots:  # the row got it after the last snapshot
+        next_snapshot = self.num_snapshots + 1  # the first snapshot that will refer to places given out now
+        if current >= 0 and self._first_written[current] == next_snapshot:
             return current
         place = self._free.popleft() if self._free else self.end
         self.end = max(self.end, place + 1)
         self._first_written = _grown(self._first_written, place + 1)
-        self._first_written[place] = self.num_snapshots + 1
+        self._first_written[place] = next_snapshot
         return place
 
     def keep(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
@@ -437,7 +440,7 @@ class RecordFile:
                 while done_bytes < self.size_bytes:  # a call may write only a part
                     done_bytes += os.pwrite(self._handle, content[done_bytes:], place * self.size_bytes + done_bytes)
         except OSError as error:
-            error.filename = str(self.path)  # may be a temporary file
+            error.filename = str(self.path)  # a write to an open handle names no file; the message needs the name
             raise
 
     def read(self, places: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
