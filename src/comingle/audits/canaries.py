@@ -402,13 +402,13 @@ class CanaryScores:
     def ranks(self) -> list[int]:
         """Return the rank of the loss of each user's canary among those of the references; 1 is the lowest loss.
 
-        A low rank means that the final model remembers the canary. Losses are under the model that another user has
-        downloaded, the next one.
+        A low rank means that the final model remembers the canary. User u is attacked by user u + 1, who computes the
+        losses under the model that it has downloaded itself.
         """
         users = range(len(self.canaries.own))
-        attackers = [(user + 1) % len(users) for user in users]
-        seen = self.last_published.models_before(USERS, users)  # row u is the download of user u + 1
-        losses = self.attacker.losses(attackers, seen, self.canaries.windows(users, REFERENCES))
+        attackers = [(user + 1) % len(users) for user in users]  # the last user is attacked by the first
+        downloads = self.last_published.models_before(USERS, users)  # row u is the download of user u + 1
+        losses = self.attacker.losses(attackers, downloads, self.canaries.windows(users, REFERENCES))
         own, references = losses[:, :1], losses[:, 1:]
         return (1 + (references < own).sum(1)).tolist()
 
@@ -565,15 +565,18 @@ def auc(members: Sequence[float], others: Sequence[float]) -> float:
 
 
 def true_positive_rate(members: Sequence[float], others: Sequence[float], rate: float = FALSE_ALARMS) -> float | None:
-    """Return the share of members that an attacker finds at a given rate of false alarms.
+    """Return the share of members, data that was trained on, that an attacker finds at a given rate of false alarms.
 
-    The attacker takes those for members who score above a threshold, which is set so that at most the share ``rate`` of
-    the others is above it. None if there are too few others for even one false alarm.
+    The attacker takes data for a member if its score is above a threshold. The threshold is set so that at most the
+    share ``rate`` of the others, data that was not trained on, is taken for members.
 
     Args:
         members: Scores of members.
         others: Scores of others.
         rate: Largest share of the others that is taken for members.
+
+    Returns:
+        The share; None if there are too few others for even one false alarm.
     """
     false_alarms = math.floor(rate * len(others) + 1e-9)  # 0.01 * 300 may be rounded to less than 3
     if false_alarms == 0:

@@ -356,12 +356,12 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
 
 
 def _of_one_window(user: UserData, seed: int, width: int) -> UserData:
-    """Return a user whose training text is one random window of it; the whole text if that is shorter.
+    """Return a copy of a user whose training text is cut to one random window.
 
     Args:
         user: The user.
         seed: Seed of the recipe.
-        width: Number of tokens of the window.
+        width: Number of tokens of the window; a text with fewer tokens is not cut.
     """
     num_starts = len(user.train) - width + 1
     stream = generator("window", seed, user.name)
@@ -442,7 +442,7 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     Returns:
         Inputs ``(tokens, positions, width)``, with one position if inputs do not depend on it.
     """
-    base = vars(clients.model)["base"].model
+    base = vars(clients.model)["base"].model  # only models of text have this attribute, and only they are attacked here
     layer_name = name.removeprefix(FIRST).removesuffix(".a")  # of the linear layer that the factor A belongs to
     layer = decoder_layers(base)[0].get_submodule(layer_name)
     layer_inputs: list[Tensor] = []
@@ -454,8 +454,10 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
     finally:
         hook.remove()
     inputs = torch.cat(layer_inputs).double().cpu()
-    independent_of_position = torch.allclose(inputs, inputs[:, :1].expand_as(inputs), atol=1e-5)
-    return inputs[:, :1] if independent_of_position else inputs
+    at_first_position = inputs[:, :1]
+    # Apart from rounding, inputs depend on the position only if the base adds embeddings of positions.
+    independent_of_position = torch.allclose(inputs, at_first_position.expand_as(inputs), atol=1e-5)
+    return at_first_position if independent_of_position else inputs
 
 
 def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, "tokens positions width"]) -> list[int]:

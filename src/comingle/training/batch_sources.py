@@ -67,17 +67,19 @@ class BatchShapes:
         Args:
             users: Number of users.
             count: Number of windows or samples of each user.
-            fake: Converts a tensor on the meta device to a fake one.
+            fake: Converts a tensor on the meta device to a ``FakeTensor``, which only has a shape, dtype and device.
         """
         return fake(torch.empty(users, count, self.plan.training.context + 1, dtype=torch.int64, device="meta"))
 
     def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
         """Return fake inputs for scoring a model, with a shape but no data, to count costs.
 
+        By default they are the same as for training.
+
         Args:
             users: Number of users.
             count: Number of windows or samples of each user.
-            fake: Converts a tensor on the meta device to a fake one.
+            fake: Converts a tensor on the meta device to a ``FakeTensor``, which only has a shape, dtype and device.
         """
         return self.blank(users, count, fake)
 
@@ -249,7 +251,7 @@ class PassBatchSource(BatchSource):
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of the batches in one pass over a user's samples: of those trained on, and of all.
 
-        A last batch of fewer than ``least`` samples is not trained on.
+        A last batch of fewer than ``self.least`` samples is not trained on: batch norm needs at least two.
         """
         count, batch_size = len(user.train), self.batch_size
         sizes = tuple(min(batch_size, count - first) for first in range(0, count, batch_size))

@@ -469,7 +469,9 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     file = SERVER if has_own_file else STATE
     verify(folder, file)
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
-    tensors = read_tensors(folder / file, expected, device, besides=None if has_own_file else "")
+    # The file with all users also has tensors with names of any prefix, which are ignored here; its own file has none.
+    ignored_prefix = None if has_own_file else ""
+    tensors = read_tensors(folder / file, expected, device, besides=ignored_prefix)
     return {name.removeprefix(OF_SERVER): t for name, t in tensors.items()}
 
 

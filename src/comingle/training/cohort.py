@@ -46,14 +46,14 @@ class Scorer:
         return self.steps.model.routed
 
     def examine(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> Sequence[AnyScore]:
-        """Return the final score of test set i with model ``numbers[i]``, and its mean gates.
+        """Return the final score of each of several test sets under a model of its own, with mean gates of routers.
 
-        Unlike :meth:`score`, it may generate text if a measure requires that, and records gates of routers.
+        Unlike :meth:`score`, it may generate text if a measure requires that, and records the gates itself.
 
         Args:
-            models: Models to choose from.
+            models: Models to choose from, by number.
             sets: Test sets.
-            numbers: Number of the model for each set.
+            numbers: For each set, the number of its model in ``models``.
         """
         predict, generate = partial(self.predict, models), partial(self.generate, models)
         examine = partial(self.steps.batch_source.examine, predict, generate, sets, numbers, self.steps.pass_size)
@@ -65,12 +65,12 @@ class Scorer:
     def score(
         self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int], gates: Gates | None = None
     ) -> Sequence[AnyScore]:
-        """Score set i with model ``numbers[i]``.
+        """Return the score of each of several data sets under a model of its own.
 
         Args:
-            models: Models to choose from.
+            models: Models to choose from, by number.
             sets: Token streams, conversations or samples.
-            numbers: Number of the model for each set.
+            numbers: For each set, the number of its model in ``models``.
             gates: Collects the gates of routers.
         """
         return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.pass_size, gates)

@@ -64,11 +64,12 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
 
     Args:
         plan: Plan of the run.
-        amounts: Result of :func:`amounts_of`, for trainers that represent all users.
+        amounts: Number of trainers that represent all users, tokens or samples that they train on per round, and tokens
+            or samples that one evaluation scores, as :func:`amounts_of` returns them.
         users: Number of all users.
     """
     trainers, trained, scored = amounts
-    if not trained or not scored:
+    if not trained or not scored:  # no data here to estimate times from: the shortest interval, 5 rounds
         return SHORTEST
     rounds, participation = plan.training.rounds, plan.participation
     if isinstance(participation, float | int):

@@ -293,7 +293,7 @@ class ServerHalf(ServerState):
             round_index=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept
         )
         received = self.mechanisms.server_sum(self._make_received(numbers, tensors, upload), context)
-        if received is not None:
+        if received is not None:  # None: too few uploads for an aggregation rule, so the model stays unchanged
             self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round

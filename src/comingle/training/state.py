@@ -82,7 +82,8 @@ class State:
         """Return a deep copy.
 
         Args:
-            compact: Whether a tensor of zeros takes no memory. Such a copy is to be copied again, not updated.
+            compact: Whether a tensor of zeros takes no memory: a single zero stands for all entries. Such a tensor must
+                not be updated in place; :meth:`copy` without ``compact`` makes it a full one again.
         """
 
         def copy_of(t: Tensor) -> Tensor:

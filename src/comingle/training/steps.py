@@ -212,7 +212,7 @@ class PrivateSteps:
     def shared_leaves(self, phase: Phase, layout: Layout) -> list[str]:
         """Return the names of the tensors with entries that a phase trains and users share.
 
-        A tensor may have entries of several roles, of which only some are shared.
+        Each entry of a tensor's leading dimension, such as an expert, has a role; only some roles may be shared.
         """
         names = []
         for slot in layout.slots:
@@ -224,12 +224,13 @@ class PrivateSteps:
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
         """Return the names of the tensors whose gradients a phase needs without noise.
 
-        They are the tensors with entries for which the phase computes gradients and which users do not share.
+        They are the tensors with local entries, which users do not share, for which the phase computes gradients.
 
         Args:
-            phase: The phase.
+            phase: The phase; computes gradients for the roles ``reached``, more than it trains itself.
             layout: Layout of the columns.
-            everything: Return all tensors for which the phase computes gradients, not only those with local entries.
+            everything: Return all tensors for which the phase computes gradients, not only those with local entries:
+                further copies of a user stay local as a whole.
         """
         names = []
         for slot in layout.touching(phase.reached).slots:
@@ -767,9 +768,10 @@ class Steps:
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
         num_targets, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
+            # No nets with batch norm have noised gradients (``names``) or train in float16 (``scales``).
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
-        if noise is not None:  # a sum has the same gradient at both terms: that at the noisy logits is the logits'
+        if noise is not None:  # a constant: the gradient of the noisy logits, computed below, is that of the logits
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # updated in place; without the copy, a view of the rows
             tensors[slot.name] = tensors[slot.name].clone()

@@ -89,8 +89,12 @@ class Backend(ABC, Generic[S]):
     def train(self, plan: RoundPlan, participants: Sequence[int]) -> RoundResult:
         """Have participants download, take their local steps, and upload if the round exchanges.
 
+        Args:
+            plan: Plan of the round.
+            participants: Numbers of the users that were selected for the round.
+
         Raises:
-            ComingleError: Too few participants can be used.
+            ComingleError: The work of too few participants counts, as others are absent, rejected or diverged.
         """
 
     @abstractmethod

@@ -231,7 +231,10 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- rounds
 
     def _resolve_eval_interval(self) -> int:
-        """Return the number of rounds between evaluations, computed in the first process from the amounts of all."""
+        """Return the number of rounds between evaluations.
+
+        It is computed in the first process from the amounts of training and test data in all processes.
+        """
         clients = self.clients
         amounts_by_rank = self.ranks.gather(lambda: amounts_of(clients))
 

@@ -198,6 +198,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def evaluate(self, done: int, *, receives: bool, finishes: bool, silent: bool) -> tuple[Sequence[AnyScore], Event]:
         """Score the models of the evaluated users; store all models if the validation loss is the lowest so far.
 
+        Args:
+            done: Number of rounds that are done.
+            receives: Whether stale users download first.
+            finishes: Whether users make their final models first, after the last exchange.
+            silent: Whether this evaluation was logged before the run was resumed.
+
+        Returns:
+            The scores and the evaluation event, which is empty if another process logs it.
+
         Raises:
             DivergenceError: The loss of a user is not finite.
         """

@@ -188,7 +188,7 @@ class Ranks:
         return tensors
 
     def _send_tensors(self, tree: Tree, rank: int) -> None:
-        """Send tensors to a rank, one after another; empty ones are skipped."""
+        """Send tensors to a rank, one after another; empty ones are skipped, as their description says all."""
         for t in tree.values():
             if t.numel():
                 with _peer_errors():
@@ -331,9 +331,12 @@ def _describe(tree: Tree) -> list[Any]:
 
 
 def _empty_tensors(described: list[Any]) -> Tree:
-    """Return uninitialised tensors to receive into, from their descriptions by :func:`_describe`.
+    """Return uninitialised tensors to receive into, from the description that a sender makes by :func:`_describe`.
 
     They are on the same type of device as those of the sender, such as the GPU of this process.
+
+    Args:
+        described: Name, dtype, shape and device type of each tensor.
     """
     return {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape, device in described

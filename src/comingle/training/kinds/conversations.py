@@ -180,15 +180,19 @@ class AnswerBatchSource(PassBatchSource):
     def generate_responses(
         self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], pass_size: PassSize
     ) -> list[list[str]]:
-        """Return the greedy response of the model of row ``rows[i]`` to each prompt of set i.
+        """Return responses to all prompts of several sets, generated greedily, each set by a model of its own.
 
         A response ends where the model ends it, or at the length of the longest response of its user.
 
         Args:
-            generate: Text that the models generate.
+            generate: Generates tokens after prompts from the numbers of models, prompts ``(slots, batch, tokens)``
+                and the largest number of new tokens.
             sets: Sets with the prompts.
-            rows: Row of the model for each set.
-            pass_size: Number of users and sequences in one pass.
+            rows: For each set, the number of its model.
+            pass_size: Number of users and sequences in one training pass, from which the size of passes here follows.
+
+        Returns:
+            For each set, the responses in the order of its prompts.
         """
         batch, slots = _generation_shape(sets, pass_size)
         texts = [[""] * len(part.references) for part in sets]

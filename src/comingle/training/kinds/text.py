@@ -141,7 +141,15 @@ class TextBatchSource(BatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[Score]:
-        """Return the losses of whole token streams, in which each token is scored once."""
+        """Return the losses of whole token streams, in which each token is scored once.
+
+        Args:
+            predict: Runs a pass and returns its losses.
+            sets: Token streams to score.
+            rows: For each stream, the number of the model that scores it.
+            pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
+            gates: Collects the gates of routers; None if there are none.
+        """
         batch, slots = pass_size.slots(SCORED_PER_SLOT)
         context = self.plan.training.context
         return score_streams(

@@ -155,7 +155,7 @@ class OnDisk(State):
         Args:
             compact: Ignored; the tensors are not in memory.
         """
-        other = object.__new__(type(self))
+        other = object.__new__(type(self))  # the constructor would compute an initial state and start a thread
         vars(other).update(vars(self))
         other._table, other._prefetched = self._table.copy(), None
         other._write_numbers = {}  # no file to write to, so the first write makes a temporary one
