@@ -52,6 +52,7 @@ from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import plural
 
 _MAX_HALVINGS = 60
+"""Number of times that delta is halved before epsilon counts as infinite."""
 
 
 def epsilon_of_replacing(
@@ -76,7 +77,8 @@ def epsilon_of_replacing(
         return epsilon(release, count, delta, accountant)
     if not release.sampled:  # no participants are drawn in secret
         return epsilon(replace(release, noise=release.noise / 2), count, delta, accountant)
-    # Find the largest delta of a removal, among halves of the whole one, from which group privacy gives this delta.
+    # Group privacy needs a smaller delta for a removal: halve ``delta`` until (1 + exp(epsilon)) times the half is at
+    # most ``delta``. An epsilon of the RDP accountant is an upper bound, whatever accountant the run uses.
     for halvings in range(1, _MAX_HALVINGS):
         removal_delta = delta / 2**halvings
         removal_epsilon = epsilon(release, count, removal_delta, "rdp")

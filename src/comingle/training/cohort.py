@@ -164,6 +164,7 @@ class TrainSweep:
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
         """Return the mean training loss of each user under each model; ``losses`` computes those of a batch."""
+        # Losses are (users, models, batch, ...): add up all dimensions after the first two.
         batch_totals = [batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]
         total = torch.stack(batch_totals).sum(0)
         counts = torch.stack([self.batch_source.counted(drawn).cpu() for drawn in self._batches]).sum(0)

@@ -276,7 +276,7 @@ def sample_entry(clients: Clients, users: Mapping[str, JsonMapping], measure: st
         user or if a score is not finite.
     """
     count, population = len(users), len(clients.population_names)
-    if clients.method.placement.pooled or count >= population:
+    if clients.method.placement.pooled or count >= population:  # pooled: one model has the same score for all users
         return {}
     values = [of_user[f"test_{measure}"] for of_user in users.values()]
     interval = None

@@ -131,7 +131,7 @@ def client_mechanisms(plan: RunPlan) -> tuple[PrivacyMechanism, ...]:
 
 
 def server_mechanisms(plan: RunPlan, users: Sequence[str]) -> tuple[PrivacyMechanism, ...]:
-    """Return the privacy mechanisms of a server of these users."""
+    """Return the privacy mechanisms of the server in a federation of the named users."""
     return make_mechanisms(
         plan.privacy,
         plan.aggregation,
@@ -149,7 +149,7 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
         plan: Plan of the run.
         run: Identifier of the run.
         done: The round, counted from 1.
-        size: Number of entries of the sum.
+        size: Number of entries of the sum, the parameters that a user shares.
     """
     assert plan.sums is not None
     names = plan.sums.users

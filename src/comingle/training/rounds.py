@@ -126,9 +126,10 @@ def _warn_if_uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
         method: Method of the run.
         evaluations: First and last evaluation events of the run; the last one has the mixture weights of each user.
     """
+    # Weights are trained by gradients, or computed from a sweep over the training data.
     is_learned = bool(ROUTERS & method.client.trained) or method.client.sweeps
     mixtures = (evaluations.last or {}).get("mixtures", {})
-    if not is_learned or not mixtures or evaluations.last is evaluations.first:
+    if not is_learned or not mixtures or evaluations.last is evaluations.first:  # only one: no training between
         return ()
     if any(abs(weight * len(weights) - 1) > _UNIFORM for weights in mixtures.values() for weight in weights):
         return ()

@@ -246,7 +246,8 @@ def round_sizes(plan: RunPlan, users: Sequence[str]) -> set[int]:
     participation = plan.participation
     if isinstance(participation, float | int):
         return {sample_size(participation, len(users))}
-    return {len(participants(plan, number, users)) for number in range(len(participation))}
+    one_cycle = range(len(participation))  # lists of participants repeat after this many rounds
+    return {len(participants(plan, number, users)) for number in one_cycle}
 
 
 def counts_exchanged(plan: RunPlan) -> bool:

@@ -288,11 +288,13 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
     copies = len(state.rows) // len(was)
     old_rows = [copy * len(was) + place for copy in range(copies) for place in old_places]
     tensors = state.tensors()
-    return state.filled(_reorder_users(tensors, tensors, old_rows), _reorder_users(state.best, tensors, old_rows))
+    names_by_user = tensors.keys()  # all of them have a row per user; ``best`` also has the number of its round
+    reordered = _reorder_users(tensors, names_by_user, old_rows)
+    return state.filled(reordered, _reorder_users(state.best, names_by_user, old_rows))
 
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
-    """Return the tensors that a server keeps, with users in another order; the others are returned unchanged.
+    """Return the tensors that a server keeps, with users in another order; tensors without users are unchanged.
 
     Args:
         kept: Tensors with users in the order ``was``.

@@ -724,10 +724,11 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Return mean losses ``(users,)``, and the gradients that a phase computes, by tensor name.
 
-        They are those of the tensors that it trains, and of those that it leaves to a later phase (``Phase.leaves``).
+        A phase computes gradients of the tensors that it trains, and of tensors that a later phase trains with them
+        (``Phase.leaves``).
 
-        In float16 losses are scaled during the pass. Gradients have the dtype of the parameters (at least float32), or
-        that of the model if nothing changes them before the step.
+        In float16 losses are scaled during the pass, to keep small gradients from becoming zero. Gradients have the
+        dtype of the parameters (at least float32), or that of the model if nothing changes them before the step.
 
         Args:
             cohort: The cohort; running statistics of its nets are updated.

@@ -551,20 +551,21 @@ class Sharded(InProcess):
     def _split_weights(
         self, names: Sequence[str], joined: Upload | None, counts: Sequence[int]
     ) -> list[tuple[dict[str, str], Tree]]:
-        """Return the weights of the users of each process.
+        """Return the factors of the uploads in the weighted sum over users, for the users of each process.
 
         Most tensors have the same weights. To send these only once, the weights have keys, which tensors refer to.
 
         Args:
             names: Names of the shared tensors.
-            joined: The uploads of all processes without tensors.
+            joined: The uploads of all processes, with reports but without tensors; not None in the first process, which
+                alone calls this.
             counts: Number of users of each process.
 
         Returns:
-            For each process the key of the weights of each tensor, and the weights by key.
+            For each process the key of the weights of each tensor, by tensor name, and the weights of its users by key.
         """
         assert joined is not None
-        weights = self.server.coefficients(names, joined)
+        weights = self.server.coefficients(names, joined)  # tensors with the same weights share one object
         key_of_tensor = {name: str(id(t)) for name, t in weights.items()}
         parts_by_key = {str(id(t)): t.cpu().split(list(counts)) for t in weights.values()}
         return [

@@ -164,7 +164,7 @@ class Ranks:
         result_of_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
         self.each(lambda: result_of_rank.extend(work()) if self.leads else None)
         contents = [_to_json([result, _describe(tree)]) for result, tree in result_of_rank]
-        lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)
+        lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)  # zeros receive the lengths
         with _peer_errors():
             dist.broadcast(lengths, 0)
         if not self.leads:

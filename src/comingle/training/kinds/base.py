@@ -587,7 +587,8 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
         users: Number of trainers.
 
     Raises:
-        RecipeError: The mixture is of whole models, or users have ranks of their own.
+        RecipeError: The method or a setting does not support adaptors in a language model, such as users with
+            different ranks.
     """
     check_on_language(recipe, method)
     _check_lora_settings_unused(recipe, method)
@@ -595,6 +596,7 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     assert mixture is not None
     assert isinstance(section.rank, int)
     scale = lora_scale(section.alpha, section.rank)  # factor of the adaptors' outputs
+    # Linear layers alone get adaptors: biases and norms of the base stay frozen.
     size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=scale)

@@ -129,25 +129,34 @@ class AnswerBatchSource(PassBatchSource):
         # A window has at least one input and one target.
         width = self.plan.training.context if self.even or even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
-        return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
+        padded = torch.nn.functional.pad(windows, (0, missing), value=PAD)
+        return padded[..., :width]  # columns after it are only padding
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Return the number of targets, without hidden tokens and padding: the tokens of the responses."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def scoring_cost(self, part: Answers) -> int:
-        """Return the cost of scoring a set in conversations; generating responses doubles it.
+        """Return the cost of scoring a set, as a number of conversations; each counts twice if a response is generated.
 
-        Generating takes as long as training, which is more than twice as long as scoring.
+        This is a lower bound: generating takes as long as training, which takes more than twice as long as scoring.
         """
-        return len(part) * (1 + any(name in JUDGES for name in part.measures))
+        generates = any(name in JUDGES for name in part.measures)  # a measure compares generated text
+        return len(part) * (2 if generates else 1)
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[AnswerScore]:
-        """Return the losses of the responses of set i under the model of row ``rows[i]``, each token once.
+        """Return the losses of the responses in each of several sets under a model of its own, each token once.
 
         Conversations of about the same length are scored in one batch, so that there is little padding.
+
+        Args:
+            predict: Runs a pass and returns its losses.
+            sets: Conversations to score.
+            rows: For each set, the number of the model that scores it.
+            pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
+            gates: Collects the gates of routers; None if there are none.
         """
         batch, slots = pass_size.slots(SCORED_PER_SLOT)
         batches_of_sets = []
@@ -168,9 +177,18 @@ class AnswerBatchSource(PassBatchSource):
         pass_size: PassSize,
         gates: Gates | None,
     ) -> list[AnswerScore]:
-        """Return the losses of the responses and, if a measure requires it, scores of generated responses."""
+        """Return the losses of the responses and, if a measure requires it, scores of generated responses.
+
+        Args:
+            predict: Runs a pass and returns its losses.
+            generate: Generates tokens after prompts.
+            sets: Test sets.
+            rows: For each set, the number of the model that scores it.
+            pass_size: Number of users and sequences in one training pass.
+            gates: Collects the gates of routers; None if there are none.
+        """
         scores = self.score(predict, sets, rows, pass_size, gates)
-        if not any(name in JUDGES for part in sets for name in part.measures):
+        if not any(name in JUDGES for part in sets for name in part.measures):  # none compares generated text
             return scores
         responses = self.generate_responses(generate, sets, rows, pass_size)
         return [
@@ -241,6 +259,7 @@ def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int
             up to :data:`SPEAKING` if that is more.
     """
     longest_prompt = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
+    # Up to 64 responses at once, if their prompts have at most 8,192 tokens together.
     prompts_of_pass = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt)))
     largest_set = max((len(part.references) for part in sets), default=1)
     prompts_per_slot = max(1, min(largest_set, prompts_of_pass // max(1, len(sets))))

@@ -149,12 +149,20 @@ class SampleBatchSource(PassBatchSource):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[SampleScore]:
-        """Return the loss, and the accuracy of classifiers, of set i under the model of row ``rows[i]``."""
+        """Return the loss, and the accuracy of classifiers, on each of several sets under a model of its own.
+
+        Args:
+            predict: Returns the outputs of models, given by number, for a batch of each.
+            sets: Samples to score.
+            rows: For each set, the number of the model that scores it.
+            pass_size: Number of users and samples in one training pass, which bounds a scoring pass.
+            gates: Not used; nets have no routers.
+        """
         bank = self._bank(sets)
         slots = max(1, min(pass_size.users, len(rows)))
 
         def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
-            """Return the outputs for a batch of each of these sets, under the models of their rows."""
+            """Return the outputs for a batch of each of these sets, each under the model that scores the set."""
             return predict([rows[number] for number in set_numbers], inputs)
 
         return score_samples(forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=slots)
@@ -432,7 +440,7 @@ def build_nets(
         device=model.device,
         dtype=model.dtype,
         loss=local.measure,
-        # Augmentation may have settings of each user, and the one trainer of pooled data is none of them.
+        # Augmentation may have settings for each user, but none for the one trainer of pooled data.
         augment=None if method.placement.pooled else local.augmentation,
         least=_least_batch(model, plan, size),  # smallest batch that is trained on; batch norm needs two samples
     )

@@ -200,8 +200,8 @@ class OnDisk(State):
 
         Args:
             rows: Numbers of the rows.
-            read: Pending read of their records of moments; None if the work needs no moments, which then have no
-                columns.
+            read: Pending read of their records of moments; None if the caller needs no moments, which are then returned
+                without columns.
         """
         templates = {"first": self.first, "second": self.second}  # of no rows, with the columns and the dtype
         if read is None:
@@ -393,6 +393,7 @@ class OnDisk(State):
         self._wait_for_writes(0)
         assert self._run is not None
         own_part = self._shard.part
+        # File 0 of each group is this process's own. When a checkpoint is written, it has the records of all its users.
         files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
         for file in files.values():
             self._worker.submit(file.to_disk).result()
@@ -406,7 +407,7 @@ class OnDisk(State):
             remove_files(self._run, [*checkpoints, draft])
             written.append(ABOUT)
         older_tables = [read_table(own_part.table(path)) for path in checkpoints if own_part in parts_of(path)]
-        for name, file in files.items():
+        for name, file in files.items():  # protect the places in use; the others become free
             used = (*self._places_in_use(name), *places_of(older_tables, name))
             file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
         return written
@@ -596,5 +597,6 @@ def check_storable(clients: Users) -> None:
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
     if clients.plan.evaluation.select == "best":
-        num_validating = clients.users.about.get("valid", 1)  # some, if the users were not counted when written
+        # Users with validation data were counted when the users were stored; without a count, some are assumed.
+        num_validating = clients.users.about.get("valid", 1)
         clients.require_validation(num_validating > 0)
