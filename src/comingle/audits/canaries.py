@@ -633,9 +633,10 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
 
 
 def indices_to_score(count: int) -> Int[Tensor, " scored"]:
-    """Return the indices of at most ``MOST_TARGETS`` windows to score, spread evenly over ``count`` windows.
+    """Return the indices of at most 64 (``MOST_TARGETS``) windows to score, spread evenly over ``count`` windows.
 
-    There are none if ``count`` is below ``LEAST``: then all windows are included in every run.
+    With fewer than four windows (``LEAST``) there are none: all of them are included in every reference run, so nothing
+    can be guessed about them.
     """
     num_scored = min(count, MOST_TARGETS) if count >= LEAST else 0
     return torch.linspace(0, count - 1, num_scored).long()
@@ -653,18 +654,19 @@ class WindowScores:
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Add the decrease of the loss of each window since the last publication, as observed in a round.
 
-        Views without sums (OWN) are only stored, as the model before the next upload.
+        For the view OWN nothing is added; its tensors are stored as the models before the next uploads.
 
         Args:
-            view: SERVER, USERS or OWN.
+            view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        if (sums := self.sums.get(view)) is not None:
+        if (total_decreases := self.sums.get(view)) is not None:  # by user; None for OWN
             windows, before = self.windows[list(users)], self.last_published.models_before(view, users)
             decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
             for user, users_decrease in zip(users, decrease, strict=True):
-                sums[user] = sums[user] + users_decrease if user in sums else users_decrease
+                earlier = total_decreases.get(user)
+                total_decreases[user] = users_decrease if earlier is None else earlier + users_decrease
         self.last_published.remember(view, tensors)
 
 
@@ -698,15 +700,15 @@ def run_shadow(
     """
     users: Sequence[UserData | UserAnswers] = run_data.users
     shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
-    drawn = halves(users, recipe.training.context, seed=recipe.seed, run=number)
-    shadow_users = as_users(drawn.with_included(user_number, user) for user_number, user in enumerate(users))
+    halves_of_run = halves(users, recipe.training.context, seed=recipe.seed, run=number)
+    shadow_users = as_users(halves_of_run.with_included(user_number, user) for user_number, user in enumerate(users))
     plain = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
-    scored_indices = [indices_to_score(len(windows)) for windows in drawn.windows]  # of each user's windows
+    scored_indices = [indices_to_score(len(windows)) for windows in halves_of_run.windows]  # of each user's windows
     most = max(map(len, scored_indices))
     # Users with fewer scored windows repeat them, so that all users' windows are one tensor.
     padded = [
         windows[indices[torch.arange(most) % len(indices)]] if len(indices) else windows[:1].expand(most, -1)
-        for windows, indices in zip(drawn.windows, scored_indices, strict=True)
+        for windows, indices in zip(halves_of_run.windows, scored_indices, strict=True)
     ]
     window_scores = WindowScores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=window_scores.record_view)
@@ -717,7 +719,7 @@ def run_shadow(
             view: {user: sums[user][:count] for user, count in num_scored.items() if user in sums}
             for view, sums in window_scores.sums.items()
         },
-        inside=[inside[indices] for inside, indices in zip(drawn.inside, scored_indices, strict=True)],
+        inside=[inside[indices] for inside, indices in zip(halves_of_run.inside, scored_indices, strict=True)],
     )
 
 
@@ -767,9 +769,13 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
     differences can be explained by chance (empirical Bayes). It is never negative, as training on a window does not
     increase its loss: otherwise, if nothing is learned, a run would be attacked with the other runs' noise, which has
     the opposite sign of its own.
+
+    Args:
+        scores: How much the loss of each window fell in each run, ``(runs, windows)``.
+        inside: Which windows each run included, ``(runs, windows)``.
     """
-    counts, means = [], []
-    for side in (inside, ~inside):  # runs with the window, and runs without it
+    counts, means = [], []  # two entries each: over the runs with a window, and over those without it
+    for side in (inside, ~inside):
         counts.append(side.sum(0))
         means.append(torch.where(side, scores, 0.0).sum(0) / counts[-1].clamp(min=1))
     fitted = torch.where(inside, *means)

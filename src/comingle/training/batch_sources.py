@@ -183,13 +183,13 @@ class BatchSource(Batches, BatchShapes):
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> Sequence[AnyScore]:
-        """Score held-out split ``sets[i]`` with the model of row ``rows[i]``, many of them in one pass.
+        """Return the score of each of several held-out splits under a model of its own, several in one pass.
 
         Args:
-            predict: Predictions of the models.
+            predict: Returns the predictions of models, given by number, for a batch of each.
             sets: Splits to score.
-            rows: Row of the model for each set.
-            pass_size: Number of users and sequences in one pass.
+            rows: For each split, the number of the model that scores it.
+            pass_size: Number of users and sequences in one training pass, which bounds a scoring pass.
             gates: Collects the gates of routers; None if there are none.
         """
 
@@ -205,11 +205,11 @@ class BatchSource(Batches, BatchShapes):
         """Return the final scores of test sets, which may require generated text; by default those of :meth:`score`.
 
         Args:
-            predict: Predictions of the models.
-            generate: Text that the models generate.
+            predict: Returns the predictions of models, given by number, for a batch of each.
+            generate: Returns tokens that models, given by number, generate after prompts.
             sets: Splits to score.
-            rows: Row of the model for each set.
-            pass_size: Number of users and sequences in one pass.
+            rows: For each split, the number of the model that scores it.
+            pass_size: Number of users and sequences in one training pass, which bounds a scoring pass.
             gates: Collects the gates of routers; None if there are none.
         """
         return self.score(predict, sets, rows, pass_size, gates)

@@ -76,12 +76,12 @@ class Scorer:
         return self.steps.batch_source.score(partial(self.predict, models), sets, numbers, self.steps.pass_size, gates)
 
     def mean_loss(self, models: Models, sets: Sequence[AnySplit], numbers: Sequence[int]) -> float:
-        """Return the mean over sets of the mean loss in nats.
+        """Return the mean loss in nats of each data set under a model of its own, averaged over the sets.
 
         Args:
-            models: Models to choose from.
+            models: Models to choose from, by number.
             sets: Sets to score.
-            numbers: Number of the model for each set.
+            numbers: For each set, the number of its model in ``models``.
         """
         return fmean(score.mean_loss for score in self.score(models, sets, numbers))
 
@@ -323,8 +323,8 @@ class Cohort(CohortTensors):
         """Return the loss in nats of each validation token or sample of each user under each component.
 
         Args:
-            powers: Exponents of the probabilities of each component, in which the losses are differentiable; None for
-                no exponents.
+            powers: Exponent of each component's probabilities (an inverse temperature), ``(clusters,)`` or ``(users,
+                clusters)``, with respect to which the losses can be differentiated; None for 1.
 
         Returns:
             Losses in float64; rows of users with less data are padded with zeros.

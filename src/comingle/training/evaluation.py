@@ -140,7 +140,8 @@ def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Fl
 
     Args:
         server: The server.
-        users: Results of :func:`own_mixtures`, by user.
+        users: By user name, what :func:`own_mixtures` returns: the user's weights ("mixture", None without a mixture),
+            true cluster and amount of data.
     """
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
         return merging[server.numbers(list(users))].double().cpu()
@@ -190,7 +191,8 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
         logits = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
         shares = mixture.shares(logits.double()).cpu()
         return shares.mean(1) if mixture.per_layer else shares
-    choices = [hook.shares(clients.cohort(clients.scored_rows, 0)) for hook in clients.method.client.parts]
+    any_round = 0  # choices do not depend on the round
+    choices = [hook.shares(clients.cohort(clients.scored_rows, any_round)) for hook in clients.method.client.parts]
     return next((shares.double().cpu() for shares in choices if shares is not None), None)
 
 

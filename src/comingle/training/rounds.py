@@ -73,8 +73,8 @@ def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[
         metrics: Metrics of the finished run.
     """
     measure = metrics["measure"]
-    key, ended = f"mean_test_{measure}", metrics["rounds"]
-    if first is None or not ended or first["round"] >= ended or not metrics["users"]:
+    key, rounds_done = f"mean_test_{measure}", metrics["rounds"]
+    if first is None or first["round"] >= rounds_done or not metrics["users"]:  # no training between two results
         return ()
     before, after = first[key], metrics[key]
     began = "before training" if first["round"] == 0 else f"after round {first['round']}"
@@ -89,7 +89,8 @@ def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[
         name for name in users if _is_worse(_result(first, name, measure), _result(metrics, name, measure), measure)
     ]
     return (
-        f"the run ends worse than it began: mean test {measure} {number(_finite(after), measure)} after round {ended}, "
+        f"the run ends worse than it began: mean test {measure} {number(_finite(after), measure)} "
+        f"after round {rounds_done}, "
         f"{number(before, measure)} {began}; worse for {len(worse_users)} of {len(users)} users. {_remedy(metrics)}",
     )
 

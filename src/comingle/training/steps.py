@@ -568,7 +568,7 @@ class Steps:
             due = [i for i, steps in enumerate(steps_of_users) if is_active[i] and steps % phase.every == 0]
             if not due:
                 continue
-            step_losses = torch.zeros(len(due))
+            step_losses = torch.zeros(len(due))  # always replaced; for type checkers, as a block may be left early
             with cohort.some(due) as due_users:
                 step_losses = self.take(due_users, phase, step)
             if phase.optimizer != "router":  # a router may train on validation data; report training losses only

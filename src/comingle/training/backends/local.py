@@ -232,7 +232,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
         """Return the test scores of evaluated users and, if the best round is selected, validation losses by name."""
         clients = self.clients
-        settle(clients, ends=done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users))
+        # Users who are not evaluated are left out before the end, which spares work; if all are, none is left out.
+        updates_all = done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users)
+        settle(clients, ends=updates_all)
         with finetuned(clients, done):  # once for test and validation
             scores = clients.evaluate()
             valid_losses = clients.validate() if clients.state.best else {}

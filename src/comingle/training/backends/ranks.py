@@ -215,7 +215,10 @@ class Ranks:
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of each entry of an integer tensor over all processes, in rank 0; in place."""
+        """Return the sums of the entries of an integer tensor over all processes; only rank 0's result has them.
+
+        Works in place.
+        """
         assert values.dtype == torch.int64
         with _peer_errors():
             dist.reduce(values, 0, dist.ReduceOp.SUM)
@@ -251,7 +254,7 @@ def joined(place: Place) -> Iterator[Ranks]:
     Raises:
         RankLostError: A process did not join.
     """
-    if PARENT in os.environ:
+    if PARENT in os.environ:  # started by ``--processes``: end with the launcher
         threading.Thread(target=_exit_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
     with _peer_errors():
         store = _rendezvous_store(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
@@ -281,7 +284,8 @@ def _rendezvous_store(url: str, rank: int, size: int) -> Store:
         rank: Rank of this process.
         size: Number of processes.
     """
-    return next(rendezvous(url, rank, size))[0]
+    store, _, _ = next(rendezvous(url, rank, size))  # the others are the rank and the size
+    return store
 
 
 def _without_prefixes(store: Store) -> Store:

@@ -193,11 +193,15 @@ class Kind(ABC):
         return self.make(request.recipe)
 
     def _in_memory(self, reader: StreamingReader[Any, Any]) -> RunData:
-        """Read all users with a reader, log its warnings, and return their data in memory."""
+        """Read all users with a reader, log its warnings, and return their data in memory.
+
+        Args:
+            reader: Reads one user at a time and encodes its data.
+        """
         users, skipped = list[Any](), dict[str, str]()
         texts: list[UserText] = []  # the documents of users of text
         reader.on_skip = skipped.__setitem__
-        rows_of_users: Iterable[Any] = reader.read(ListedRows())
+        rows_of_users: Iterable[Any] = reader.read(ListedRows())  # of a table with rows of several users: in memory
         if self.needs_base:  # read all data before loading the base model: data fails more often
             rows_of_users = list(rows_of_users)
         for rows, user in reader.stream(rows_of_users):
@@ -500,7 +504,7 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
     if why := method.unfit_for_language:
         raise RecipeError(f"method {method.name}: {why}; {_FOR_NETS}")
     if (mixture := method.placement.mixture) is None or mixture.trains_independently:
-        return
+        return  # what follows is about mixtures of adaptors
     num_true_clusters = len(set(recipe.data.cluster_numbers.values()))
     if mixture.optimal and not num_true_clusters:
         raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")

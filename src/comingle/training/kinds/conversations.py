@@ -337,11 +337,17 @@ class AnswersKind(LanguageKind):
             check_answers(user, needs_validation=method.client.needs_validation)
 
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
-        """Return the model; whether it is compiled depends on the training tokens of the users on this machine."""
+        """Return the model that all users train; it is compiled only if the users here have enough training tokens.
+
+        Args:
+            recipe: The recipe.
+            run_data: Base model and users of the run.
+            plan: Plan of the run, with its numbers of rounds and local epochs.
+        """
         assert run_data.base is not None
         if not run_data.users.in_memory:  # tokens were counted when the users were stored on disk
             tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
-        elif run_data.unread or not run_data.present:  # unknown here: do not read data for this
+        elif run_data.unread or not run_data.present:  # unknown: rather do not compile than read data only for this
             tokens = 0
         else:
             _, trainers = users_and_trainers(self, run_data, plan.method)
@@ -419,7 +425,8 @@ class ConversationsKind(AnswersKind):
 
         def owners() -> Iterator[str]:
             assert source is not None
-            return (owner for owner, _ in records_with_users(section(recipe), BadRows("skip")))
+            bad_rows = BadRows("skip")  # wrong rows are reported when the data is read
+            return (owner for owner, _ in records_with_users(section(recipe), bad_rows))
 
         return self.known_names(recipe, source, owners, "rows")
 

@@ -370,8 +370,8 @@ def _try(run: Callable[[], T], problem: str) -> T:
 def _check_outputs(outputs: object, name: str, population: Population) -> None:
     """Check the outputs of a net for a batch of :data:`_TRIED` samples.
 
-    They must have the shape (samples, outputs). A *paired* loss needs one output for each class, or for each number in
-    the target of a regression; other losses take any number of outputs.
+    They must have the shape (samples, outputs). A loss that pairs outputs with targets (``paired``) needs one output
+    for each class, or for each number in the target of a regression; other losses take any number of outputs.
 
     Args:
         outputs: Result of the net.

@@ -135,8 +135,8 @@ def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
     """Return a user's net as a plain module.
 
-    Mixtures of adaptors, and of models if the method merges them, are merged into its weights. Otherwise the net of a
-    mixture of models has all of them, and mixes their outputs.
+    For a mixture, the result depends on what is mixed. Adaptors are merged into the weights of one net, and so are
+    whole models if the method mixes them in their weights. Otherwise the result has all models and mixes their outputs.
 
     Args:
         model: The model that all users train.

@@ -292,7 +292,7 @@ class OnDisk(State):
         if group not in self._write_numbers:
             with disk_errors(self._run):
                 handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
-            with open(handle, "rb"):  # closes the handle in the end; the file has another of its own
+            with open(handle, "rb"):  # only to close this handle; RecordFile opens the file again
                 files.append(RecordFile(Path(name), self._forms[group].bytes, writes=True, lives=False))
             self._write_numbers[group] = len(files) - 1
         number = self._write_numbers[group]
@@ -318,8 +318,8 @@ class OnDisk(State):
             for number, file in enumerate(self._files[name]):
                 if file is None:
                     continue
-                is_written = self._write_numbers.get(name) == number
-                if self._run is None and is_written:
+                is_written = self._write_numbers.get(name) == number  # other files are only read
+                if self._run is None and is_written:  # no checkpoint refers to it: free all that is not in use
                     file.keep([within(places, number, PLACES_PER_FILE) for places in self._places_in_use(name)])
                 else:
                     file.snapshot()
@@ -399,8 +399,8 @@ class OnDisk(State):
             self._worker.submit(file.to_disk).result()
         table_path = own_part.table(draft)
         best_round = int(self.best["round"]) if self.best else None
-        sums = {name: file.sums for name, file in files.items()}
-        write_table(table_path, self._shard.ids, self._table, self._best, best_round, sums)
+        crcs = {name: file.crcs for name, file in files.items()}
+        write_table(table_path, self._shard.ids, self._table, self._best, best_round, crcs)
         written = [table_path.name]
         if own_part.number == 0:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
@@ -494,11 +494,11 @@ class OnDisk(State):
             places = columns[prefix + name][is_here].astype(np.int64)
             has_record = places >= 0
             into.places[name][rows] = np.where(has_record, places + numbers[name] * PLACES_PER_FILE, -1)
-            if (sums := columns.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
+            if (crcs := columns.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
                 file = self._files[name][numbers[name]]
                 assert file is not None
                 stored_ids = ids[is_here][has_record].astype(np.int64)
-                file.expect(places[has_record], stored_ids, sums[is_here][has_record].view(np.uint32))
+                file.expect(places[has_record], stored_ids, crcs[is_here][has_record].view(np.uint32))
 
     def _copy_other_records(self) -> None:
         """Copy records from the files of other processes to this process's own, and update all tables.
@@ -506,6 +506,7 @@ class OnDisk(State):
         A checkpoint of another number of processes has users of this process in files that they wrote.
         """
         for name in self._groups:
+            # File 0 is this process's own; places from ``PLACES_PER_FILE`` on are in files of other processes.
             tables, file = self._places_in_use(name), self._files[name][0]
             assert file is not None
             row_at_place: dict[int, int] = {}  # a record may be in the current table and in that of the best round
@@ -521,7 +522,7 @@ class OnDisk(State):
             for table in tables:
                 for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist():
                     table[row] = new_places[int(table[row])]
-            del self._files[name][1:]
+            del self._files[name][1:]  # no table refers to the other files any more
 
 
 class _WithoutMoments(State):

@@ -296,11 +296,11 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
     Args:
         run: Run folder.
         checkpoint: Folder of the checkpoint.
-        about: Description of the store for this recipe.
+        about: Number of rows, and names, shapes and dtypes of the tensors in a record, as this recipe has them.
         groups: Groups of tensors that have record files of their own: "params" and, if stored, "moments".
 
     Raises:
-        RunError: They do not, or a file is missing.
+        RunError: They belong to different runs or to another recipe, or a file is missing.
     """
     about_in_checkpoint = read_json(checkpoint / ABOUT)
     if {key: value for key, value in about_in_checkpoint.items() if key != "id"} != about:
@@ -394,9 +394,9 @@ class RecordFile:
         """Protect all current records from being overwritten until :meth:`keep` frees them."""
         self.num_snapshots += 1
 
-    # ---------------------------------------------------------------- sums
+    # ---------------------------------------------------------------- checksums
 
-    def sums(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
+    def crcs(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
         """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1."""
         self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
         crcs, has_record = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
@@ -404,22 +404,23 @@ class RecordFile:
         return crcs
 
     def expect(
-        self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], sums: UInt32[np.ndarray, " some"]
+        self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], crcs: UInt32[np.ndarray, " some"]
     ) -> None:
         """Set the CRC-32 that records must have, as a checkpoint says; verify a sample of them now.
 
         Args:
             places: Places of the records.
-            rows: Numbers of their rows.
-            sums: Their CRC-32.
+            rows: Numbers of their rows in the whole run.
+            crcs: Their CRC-32.
 
         Raises:
             RunError: A record has another CRC-32.
         """
         self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
-        self._crcs[places] = sums
-        every = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
-        for place, row, crc in zip(places[every].tolist(), rows[every].tolist(), sums[every].tolist(), strict=True):
+        self._crcs[places] = crcs
+        every_nth = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
+        checked = zip(places[every_nth].tolist(), rows[every_nth].tolist(), crcs[every_nth].tolist(), strict=True)
+        for place, row, crc in checked:
             stored_crc = int.from_bytes(os.pread(self._handle, 8, place * self.size_bytes), sys.byteorder)
             if crc not in (stored_crc, UNKNOWN):
                 self.read([place], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # raises the specific error
@@ -530,7 +531,7 @@ ROWS, VERSIONS, SUMS = "rows", "versions", "sums/"
 BEST, BEST_ROUND = "best/", "best/round"
 """Prefix of the columns of the best round, and the column with its number."""
 
-SumsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, " some"]]]
+CrcsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, " some"]]]
 """Maps each group to a function that returns the CRC-32 of the records at some places."""
 
 
@@ -554,7 +555,7 @@ class Table:
 
 
 def write_table(
-    path: Path, ids: Int[np.ndarray, " rows"], now: Table, best: Table | None, best_round: int | None, sums: SumsOf
+    path: Path, ids: Int[np.ndarray, " rows"], now: Table, best: Table | None, best_round: int | None, crcs: CrcsOf
 ) -> None:
     """Write the table of a checkpoint with the rows that have records; all others have their initial values.
 
@@ -563,16 +564,16 @@ def write_table(
         ids: Number of each row among those of all processes.
         now: Current table.
         best: Table of the best round; None without one.
-        best_round: Number of the best round.
-        sums: CRC-32 of records, by group.
+        best_round: Number of the best round; None without one.
+        crcs: For each group, a function that returns the CRC-32 of the records at some places.
     """
-    content = _columns("", ids, now, sums)
+    content = _columns("", ids, now, crcs)
     if best is not None:
-        content |= _columns(BEST, ids, best, sums) | {BEST_ROUND: torch.tensor([best_round])}
+        content |= _columns(BEST, ids, best, crcs) | {BEST_ROUND: torch.tensor([best_round])}
     write_tensors(path, content)
 
 
-def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[str, torch.Tensor]:
+def _columns(prefix: str, ids: np.ndarray, table: Table, crcs: CrcsOf) -> dict[str, torch.Tensor]:
     """Return the columns of a table by name, with one entry for each row that has a record.
 
     For each group, the columns are the place (``group``) and the CRC-32 (``SUMS + group``) of the row's record; further
@@ -583,13 +584,13 @@ def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[s
         prefix: Prefix of the names of columns: empty, or ``BEST`` for the best round.
         ids: Number of each row among those of all processes.
         table: The table.
-        sums: CRC-32 of records, by group.
+        crcs: For each group, a function that returns the CRC-32 of the records at some places.
     """
     rows = np.flatnonzero(table.places["params"] >= 0)  # -1: no record
     columns = {name: torch.from_numpy(places[rows]).int() for name, places in table.places.items()}
     for name, places in table.places.items():
-        crcs = sums[name](places[rows])
-        columns[SUMS + name] = torch.from_numpy(crcs.view(np.int32))  # the file format has no uint32
+        crcs_of_rows = crcs[name](places[rows])
+        columns[SUMS + name] = torch.from_numpy(crcs_of_rows.view(np.int32))  # the file format has no uint32
     columns |= {ROWS: torch.from_numpy(ids[rows]).int(), VERSIONS: torch.from_numpy(table.versions[rows])}
     return {prefix + name: column for name, column in columns.items()}
 
