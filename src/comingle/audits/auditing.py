@@ -315,7 +315,8 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
     """Return the recipe of a short run that leaks as much per round as the audited run.
 
     It has at most ``rounds`` rounds, a single evaluation, and the noise multiplier of the audited run instead of its
-    epsilon, which would give less noise over fewer rounds; if users have different noise, the smallest one.
+    epsilon, which would give less noise over fewer rounds. If multipliers differ between users, all get the smallest
+    one.
 
     Args:
         recipe: Recipe of the audited run.

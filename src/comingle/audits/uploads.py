@@ -475,7 +475,8 @@ def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, 
     if not len(unit_rows):
         return torch.arange(len(candidates)).tolist()
     _, singular_values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
-    basis = directions[singular_values > NOISE * singular_values[0]]
+    largest = singular_values[0]  # they are in descending order; those far below it are rounding errors
+    basis = directions[singular_values > NOISE * largest]
     # The share of an input's norm that lies within the span; 1 stands for distance 0.
     share_within = (candidates @ basis.T).norm(dim=-1) / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
     return share_within.amax(1).argsort(descending=True, stable=True).tolist()

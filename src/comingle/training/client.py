@@ -282,7 +282,7 @@ class Users(Roster):
             local=layout.mask(method.client.trained) & ~layout.mask(method.shared),
             ranks=model.ranks,
             seed=self.plan.seed,
-            first=self._common_initial_values,
+            common_values=self._common_initial_values,
             moments=self.plan.training.experts.moments | self.plan.training.router.moments,
             accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.

@@ -351,6 +351,7 @@ class Cohort(CohortTensors):
         Returns:
             Means of unit vectors ``(users, width)``, by the name of the router's tensor.
         """
+        # A router has a vector per expert; a direction has the width of one of them.
         directions = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
         for places, owners in self._with_data():
             tensors, counts = self.steps.tensors(self.part.rows[places]), self.part.rows.new_zeros(len(places), 1)
@@ -371,8 +372,9 @@ class Cohort(CohortTensors):
         """
         # The label gives these batches a random stream that no phase of training uses.
         batch_source, phase, num_before = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
+        first_step = 0  # all batches belong to one step; ``repeat`` tells them apart
         for repeat in range(-(-count // batch_source.batch_size)):  # rounded up
-            drawn = batch_source.draw(owners, phase, self.round_number, 0, repeat).to(self.part.rows.device)
+            drawn = batch_source.draw(owners, phase, self.round_number, first_step, repeat).to(self.part.rows.device)
             instance_number = num_before + (drawn != PAD).any(-1).cumsum(1)  # counted from 1
             num_before = instance_number[:, -1:]
             yield drawn.masked_fill((instance_number > count).unsqueeze(-1), PAD)

@@ -286,7 +286,7 @@ def update(
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Store the gradients of tensors that other phases train; add those that they stored for this phase to its own.
+    """Store gradients for later phases, and add the ones that earlier phases stored to the gradients of this phase.
 
     A backward pass of one phase may also compute gradients of tensors that another phase trains later. All gradients of
     a tensor since its last step are added up and used in its next step. A user that has nothing for a phase to train
@@ -295,9 +295,9 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
     Args:
         cohort: The cohort, whose stored gradients are updated; nothing is done for methods that store none.
         phase: The phase that is about to take a step.
-        gradients: Gradients by tensor name, updated in place; those for other phases are removed.
+        gradients: Gradients by tensor name, updated in place; those of tensors that other phases train are removed.
     """
-    if GRADIENTS not in cohort.kept:
+    if GRADIENTS not in cohort.kept:  # no phase of the method leaves gradients to others
         return
     layout, stored = cohort.layout, cohort.kept[GRADIENTS]
     trained = layout.touching(phase.roles)

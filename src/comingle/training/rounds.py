@@ -198,7 +198,8 @@ def run_rounds(
         if participants is None:
             planned = run.training.rounds
             logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, round_number, planned)
-            # The final models may not have been scored: make and score them now.
+            # The final models may not have been scored: make and score them now. They have been if the last round was
+            # evaluated, unless users make their final models only now. A remote backend evaluates in any case.
             finishes = exchanged and bool(method.client.finishing)
             if backend.remote or finishes or round_number % run.period:
                 scores = None
@@ -215,6 +216,7 @@ def run_rounds(
                 observe({"event": "no_sum", "round": plan.done, "reason": reason})
             if (rule_result := backend.server.mechanisms.rule_result) is not None:  # of a robust aggregation rule
                 observe(rule_result.as_event(plan.done))
+        # Remote backends report no rounds without an exchange, in which nothing more is spent.
         if account is not None and (plan.exchanges or not backend.remote):
             observe({"event": "privacy", "round": plan.done, **account.spent})
         if plan.evaluates == "exchanged":

@@ -305,8 +305,10 @@ class ServerHalf(ServerState):
         Then several processes each send the sum over their own users.
         """
         server = self.method.server
-        if self.sums is not None or any(overrides(mechanism, "server_sum") for mechanism in self.mechanisms):
-            return False  # secure sums are integers; such mechanisms need each upload
+        if self.sums is not None:  # secure sums have a protocol of their own, which adds up integers
+            return False
+        if any(overrides(mechanism, "server_sum") for mechanism in self.mechanisms):
+            return False  # such a mechanism clips or compares uploads, so it needs each of them
         return isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:

@@ -211,7 +211,7 @@ def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
     for phase in plan.method.client.phases:
         if has_no_router and phase.roles <= ROUTERS:
             continue
-        if phase.every > rounds * local_steps > 0:
+        if phase.every > rounds * local_steps > 0:  # nothing to warn of in a run without local steps
             _warn_once(plan.method.name, ", ".join(sorted(phase.roles)), phase.every, rounds, local_steps)
 
 

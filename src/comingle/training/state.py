@@ -194,7 +194,7 @@ def initial_state(
     moments: frozenset[str] = MOMENTS,
     accumulates: bool = False,
     dtype: torch.dtype = torch.float32,
-    first: Float[Tensor, " columns"] | None = None,
+    common_values: Float[Tensor, " columns"] | None = None,
 ) -> State:
     """Return the tensors of users before the first round; padding is zero.
 
@@ -208,9 +208,10 @@ def initial_state(
         moments: Moments that some optimizer uses; others are empty.
         accumulates: Whether to allocate gradients that phases leave to each other.
         dtype: Dtype of parameters and moments.
-        first: Common initial values, if they were drawn before.
+        common_values: Initial values that are equal for all users; drawn here if None.
     """
-    common_values = draw(layout, seed, "server") if first is None else first
+    if common_values is None:
+        common_values = draw(layout, seed, "server")
     rows = common_values.repeat(len(names), 1)
     for row, name in zip(rows, names, strict=True):
         row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))

@@ -587,7 +587,7 @@ class Steps:
         Returns:
             Mean loss of each user over these steps.
         """
-        total = torch.zeros(len(cohort.rows))
+        summed_losses = torch.zeros(len(cohort.rows))
         iteration = cohort.round_number * self.local_steps + max(step, 0)  # in the whole run, for learning rates
         other_roles = self.model.layout.other_roles_mask(phase.roles)  # columns of other roles in the same tensors
         for repeat in range(phase.steps):
@@ -597,15 +597,14 @@ class Steps:
                 else:
                     losses, gradients = self._batch_gradients(cohort, phase, step, repeat)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():
-                    self.suspect_optimizers(
-                        cohort.rows[place], cohort.part.rows[place]
-                    )  # cached before the step spreads NaN
+                    # Called only to cache the result, before the step makes all parameters NaN.
+                    self.suspect_optimizers(cohort.rows[place], cohort.part.rows[place])
                 for hook in self.plan.method.client.parts:
                     hook.correct(cohort, gradients)
                 accumulate(cohort, phase, gradients)
                 self.descend(phase, cohort, gradients, iteration, frozen_columns)
-            total += losses
-        return total / phase.steps
+            summed_losses += losses
+        return summed_losses / phase.steps
 
     def _batch_gradients(
         self, cohort: CohortTensors, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None

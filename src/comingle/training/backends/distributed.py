@@ -93,8 +93,9 @@ def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
 def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
     """Return the exponent s for each tensor with which ``sum_u round(term_u 2^s)`` fits into a 64-bit integer.
 
-    It is as large as possible, as rounding loses less with a larger one. A rounded term is wrong by at most half a
-    unit, so the error of a sum is at most ``users 2^(log2(users) - 61)`` times its largest term.
+    A sum may have 61 bits (``_SUM_BITS``). The exponent is as large as that allows, as rounding loses less with a
+    larger one. A rounded term is wrong by at most half a unit, so the error of a sum is at most ``users 2^(log2(users) -
+    61)`` times its largest term.
 
     Args:
         largest: Largest magnitude of the terms of each tensor, over all processes.
@@ -106,6 +107,7 @@ def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
     if not bool(largest.isfinite().all()):
         raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
     term_bits = _SUM_BITS - math.ceil(math.log2(max(users, 2)))  # bits of a term
+    # frexp returns a fraction below 1 and the exponent e with term = fraction 2^e, so that term < 2^e.
     return [term_bits - math.frexp(term)[1] if term else 0 for term in largest.tolist()]
 
 
@@ -266,12 +268,11 @@ class Sharded(InProcess):
         """Return the report of the users of all processes in the first process, that of their own users in others."""
         report_own_users = super()._report_round
         parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(report_own_users(local_round)))]
+        suspects_of_first_rejection = next((part.suspect_optimizers for part in parts if part.rejected), [])
         return RoundReport(
             losses={name: loss for part in parts for name, loss in part.losses.items()},
             rejected={name: reason for part in parts for name, reason in part.rejected.items()},
-            suspect_optimizers=next(
-                (part.suspect_optimizers for part in parts if part.rejected), []
-            ),  # of the first rejection
+            suspect_optimizers=suspects_of_first_rejection,
             tokens=sum(part.tokens for part in parts),
             seconds=max(part.seconds for part in parts),
         )

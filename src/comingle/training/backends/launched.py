@@ -54,7 +54,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         RunError: The launcher has set impossible values.
     """
     meeting = environment.get(MEETING, "")  # a file in which processes meet, or torchrun's address if empty
-    if any(key not in environment for key in (*_NEEDED, *(() if meeting else _ADDRESS))):
+    needed = _NEEDED if meeting else (*_NEEDED, *_ADDRESS)
+    if any(key not in environment for key in needed):  # no launcher has started this process
         return None
     try:
         rank, size = (int(environment[key]) for key in _NEEDED)

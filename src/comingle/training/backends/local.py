@@ -340,7 +340,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         newest, progress = newest_checkpoint(folder, fingerprint)
         names = self.clients.population_names
-        if progress.population or not self.clients.state.in_memory:
+        if progress.population or not self.clients.state.in_memory:  # the checkpoint or this run has a store on disk
             _check_population(newest, progress, names, in_memory=self.clients.state.in_memory)
         else:
             check_names(newest, progress.trainers, names)
@@ -367,11 +367,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return load_server(checkpoint, progress, self.server.state, self.clients.state.rows.device)
 
     def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
-        """Restore the server.
+        """Set the server to the state in a checkpoint, with users in the order of this run.
 
         Args:
-            kept: The server's state.
-            trainers: Names of the trainers in the order of ``kept``.
+            kept: The server's state by tensor name, from the checkpoint; some tensors have a row per user.
+            trainers: Names of the users in the order of these rows.
         """
         self.server.restore(reorder_kept(kept, trainers, self.clients.population_names, self.server.by_user))
 

@@ -62,7 +62,7 @@ class Ranks:
 
         If a process went on alone and ended, others would wait for it in their rendezvous.
         """
-        self._all_gather_number(0)
+        self._all_gather_number(0)  # returns only once every process has sent a number, whatever it is
 
     def opened(self, folder: Path) -> None:
         """Record that this run's folder was opened, for as long as the launcher lives."""

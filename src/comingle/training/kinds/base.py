@@ -379,7 +379,8 @@ class _LazyUser:
 def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
     """Return a user whose data is read on first access.
 
-    It is an instance of its type, so that type checks hold, but the constructor, which takes data, is not called.
+    The result is an instance of ``kind``, so that type checks hold. The constructor of ``kind``, which takes data, is
+    not called.
 
     Args:
         kind: Type of the user.

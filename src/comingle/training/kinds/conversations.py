@@ -467,7 +467,7 @@ def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     conversations = sum(counts.values()) if pooled else max(counts.values())
     batches = max(1, ceil(conversations / recipe.training.batch_size))
-    text = {"users": dict.fromkeys(counts, "not read")}
+    text = {"users": dict.fromkeys(counts, "not read")}  # paths of texts, which counting costs does not open
     return recipe.with_changes({"data": text, "training.local_steps": batches * recipe.training.local_epochs})
 
 

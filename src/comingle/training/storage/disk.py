@@ -550,7 +550,8 @@ class DiskStore(Store):
         """Return the state of some users before the first round.
 
         Raises:
-            RecipeError: The recipe needs all users at once, or there are no moments to round.
+            RecipeError: The method trains one pooled model, or there are no moments to round.
+            DataError: The best round is selected and no user has validation data.
         """
         check_storable(clients)
         used_moments = clients.plan.training.experts.moments | clients.plan.training.router.moments
