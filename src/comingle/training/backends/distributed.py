@@ -94,8 +94,8 @@ def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
     """Return the exponent s for each tensor with which ``sum_u round(term_u 2^s)`` fits into a 64-bit integer.
 
     A sum may have 61 bits (``_SUM_BITS``). The exponent is as large as that allows, as rounding loses less with a
-    larger one. A rounded term is wrong by at most half a unit, so the error of a sum is at most ``users 2^(log2(users) -
-    61)`` times its largest term.
+    larger one. A rounded term is wrong by at most half a unit, so the error of a sum is at most
+    ``users 2^(log2(users) - 61)`` times its largest term.
 
     Args:
         largest: Largest magnitude of the terms of each tensor, over all processes.
