@@ -539,6 +539,7 @@ class Method:
         needs, mixture = self.placement.needs, self.placement.mixture
         if BASE in {role.partition(".")[0] for role in needs}:
             return f"requires {', '.join(sorted(needs))}, but a language model's base is frozen"
+        # Adapter sets can be mixed, and so can whole models that train independently and mix only their predictions.
         if mixture is not None and not mixture.trains_independently and mixture.of != "adaptors":
             return "mixes whole models, which must be nets"
         return ""
@@ -550,6 +551,7 @@ class Method:
             return ""
         if self.trains and not self.client.trained & NET_ROLES:
             return "trains no part of a net; it is for language models"
+        # A shared role may name a part, such as "base.head", of which the role "base" counts.
         if self.shared and not {role.partition(".")[0] for role in self.shared} & NET_ROLES:
             return "shares no part of a net; it is for language models"
         if any(part.language_only for part in self.client.parts):

@@ -142,9 +142,10 @@ class Fuse(ClientHook):
 
 
 def minimise_loss(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
-    """Minimise a loss of two weights with Nelder-Mead, starting at (1, 0), (0, 1) and (0.7, 0.7).
+    """Return the two weights with the lowest loss that Nelder-Mead finds, starting at (1, 0), (0, 1) and (0.7, 0.7).
 
-    Both copies alone, (1, 0) and (0, 1), are evaluated, so the result is never worse than either.
+    The weights are those of a user's two models (copies), the global and the personal one, in a weighted sum. Each
+    model alone, (1, 0) or (0, 1), is evaluated, so the result is never worse than either.
 
     Args:
         loss: Returns the loss of a pair of weights.
@@ -238,7 +239,7 @@ class SimilarityGating:
         than 1 they are scaled to sum to 1. Experts that a user does not have get no weight.
 
         Args:
-            router: The router.
+            router: The router; ``present`` ``(users, experts)`` is 1 for the experts that a user has.
             products: Products ``phi_j x`` of its rows with x, for n tokens of each user.
             x: Inputs of the MLP.
         """

@@ -71,6 +71,11 @@ class RestOfWorld(Server):
         """Return for each user k the mean of all other users' last uploads, ``1 / (K - 1) sum_(j != k) L_j``.
 
         K is the number of users who have uploaded something. If there are no others, it is the initial model.
+
+        Args:
+            kept: State of the server: each user's last upload, flattened, and the sum of all; a 1 for each user who has
+                uploaded something, and the count of these users.
+            users: Indices of the receiving users.
         """
         initial, indices = model_of(kept), list(users)
         num_others = (kept[COUNT] - kept[SENT][indices]).unsqueeze(1)

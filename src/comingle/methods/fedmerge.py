@@ -82,7 +82,7 @@ def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
 
 
 def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
-    """Return ``<Theta_j, g_i>`` over the tensors in ``names``.
+    """Return the inner product ``<Theta_j, g_i>`` of each model with each user's update, over the tensors in ``names``.
 
     Args:
         soup: Models Theta, ``(models, *shape)``.
@@ -141,16 +141,26 @@ def fixed_step(
 
 
 def head(tree: Tree) -> list[str]:
-    """Return the names of the tensors of a net's last layer, or of all tensors of LoRA, which has no last layer."""
+    """Return the names of the tensors of a net's last layer.
+
+    For the LoRA of a language model, which adapts no last layer, return the names of all tensors.
+
+    Args:
+        tree: Tensors of a model, in the model's order.
+    """
     if any(name.endswith(".a") for name in tree):  # factors A of LoRA
         return list(tree)
+    # Running statistics have names such as "norm.running_mean". A layer is a name without its last part.
     trained = [name for name in tree if not name.rpartition(".")[2].startswith("running")]
     last_layer = trained[-1].rpartition(".")[0]
     return [name for name in trained if name.rpartition(".")[0] == last_layer]
 
 
 def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
-    """Return ``sum_j matrix_ij upload_j`` for each receiver i: the identity is Local, a constant row is FedAvg.
+    """Return ``sum_j matrix_ij upload_j`` for each receiver i.
+
+    With the identity as matrix each user keeps its own model, as in local training; with equal rows all users get the
+    same mean, as in FedAvg.
 
     The result for one receiver does not depend on the other receivers. A matrix product rounds differently for
     different shapes, so each sum is added up in the order of the senders. This costs about 1.6 times the product.
@@ -255,8 +265,8 @@ class Merge(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the models and the users' initial merging weights, or their logits with ``softmax``.
 
-        They are equal for all models; or, with ``chosen``, which needs ``softmax``, for that many models of each user,
-        drawn at random, while the others have no weight.
+        The weights of a user are equal for all models. With the setting ``chosen``, which needs ``softmax``, only that
+        many models, drawn at random for each user, have a weight; with ``random`` their weights are random too.
         """
         equal = 0.0 if self.softmax else 1 / self.models  # of logits, or of the weights themselves
         weights = next(iter(setup.models.values())).new_full((len(setup.users), self.models), equal)

@@ -184,7 +184,10 @@ class Redistribute(Server):
                 kept[f"{name}.{factor}"].copy_(t)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return A, and ``B / s_u`` for user u, whose forward pass multiplies ``B A`` by its LoRA scale s_u."""
+        """Return A, and ``B / s_u`` for user u, whose forward pass multiplies ``B A`` by its LoRA scale s_u.
+
+        The second dimension of the tensors, ``(users, 1, *shape)``, is for servers that send several models.
+        """
         models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
         for name, t in models.items():
             if name.endswith(".b"):

@@ -183,8 +183,8 @@ class Momentum(ClientHook):
     def end(self, cohort: Cohort) -> None:
         """Update the momentum and set each model to ``x - m``, which is uploaded.
 
-        x is the model at the start of the round, g its decrease over the local steps. The momentum becomes
-        ``m = decay m + (1 - decay) g``, and ``m = g`` in a user's first round.
+        x is the model at the start of the round (``cohort.began``), g its decrease over the local steps. The momentum
+        becomes ``m = decay m + (1 - decay) g``, and ``m = g`` in a user's first round.
         """
         decay = self.decay * cohort.kept[BEGUN]  # 0 for a user without momentum yet, whose flag BEGUN is 0
         for name in (n.removeprefix(OWN_MOMENTUM) for n in cohort.kept if n.startswith(OWN_MOMENTUM)):

@@ -194,10 +194,9 @@ class Mean(Server):
         return {**model, **_adam_state(setup)} if self.adam_rate else model
 
     def coefficients(self, received: Received) -> Tree:
-        """Return the weight of each upload in the sums.
+        """Return the weight of each upload in the sums, by tensor: here the users' aggregation weights ``(users,)``.
 
-        Weights are ``(users,)``, or ``(users, components)`` for tensors whose second dimension is a mixture's
-        components.
+        Subclasses may return ``(users, components)`` for tensors whose second dimension is a mixture's components.
         """
         return dict.fromkeys(received.tensors, received.weights)
 

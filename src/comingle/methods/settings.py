@@ -19,7 +19,11 @@ class Range:
     below: bool = False
 
     def describe(self, kind: type) -> str:
-        """Return a description of the allowed values, for messages."""
+        """Return a description of the allowed values, for messages.
+
+        Args:
+            kind: Type of the setting: int or float. Limits of :data:`LARGEST` mean that there is no limit.
+        """
         if kind is int:
             return f"whole numbers from {self.least:,} to {self.most:,}"
         if self.least == -LARGEST and self.most == LARGEST:
@@ -30,7 +34,12 @@ class Range:
         return f"numbers from {self.least:g}{', below' if self.below else ' to'} {most}"
 
     def fits(self, kind: type, value: Any) -> bool:
-        """Return whether a value is allowed; booleans are not numbers."""
+        """Return whether a value is allowed; booleans are not numbers.
+
+        Args:
+            kind: Type of the setting: int, which also refuses floats, or float.
+            value: The value.
+        """
         if not is_number(value) or (kind is int and not isinstance(value, int)):
             return False
         is_large_enough = value > self.least if self.above else value >= self.least

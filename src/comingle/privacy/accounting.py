@@ -163,7 +163,9 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
         return epsilon(release(multiplier), count, privacy.delta, accountant)
 
     high = 1.0
-    while epsilon_with(high, "rdp") > target:  # fast, and never below the other accountant
+    # RDP is the faster accountant, and its epsilon is never below that of the others: noise that is enough for it is
+    # enough for all.
+    while epsilon_with(high, "rdp") > target:
         high *= 2
         if high > _MAX_MULTIPLIER:
             raise RecipeError(
@@ -217,7 +219,13 @@ class Work:
 def multiplier_of(privacy: PrivacySection, work: Work) -> float:
     """Return the noise multiplier of a user's DP-SGD steps.
 
-    It is that of the settings, or, if they only give epsilon, the smallest with which the planned steps stay within it.
+    This is the setting ``noise_multiplier``. If the settings only give epsilon, it is the smallest multiplier with
+    which all noisy steps of the run together stay within that epsilon.
+
+    Args:
+        privacy: Settings.
+        work: Work of the user: ``planned`` is the number of noisy steps in the whole run, ``rate`` the probability of
+            an example to be in a batch.
 
     Raises:
         RecipeError: No noise is enough, or the package that computes it is not installed.

@@ -141,10 +141,10 @@ class DifferentialPrivacy(PrivacyMechanism):
         )
 
     def check_weights(self, recipe: Recipe) -> None:
-        """Check that users' weights do not depend on the data of others.
+        """Check that users' weights do not depend on the data of others, and that no setting of weights is ignored.
 
         Raises:
-            RecipeError: They do.
+            RecipeError: Weights depend on other users' data, as there is no cap, or a cap is given for equal weights.
         """
         if recipe.training.weighting != "uniform" and self.privacy.weight_cap is None:
             raise RecipeError(
@@ -206,11 +206,10 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- participants
 
     def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
-        """Return the participants of a round: the selected users whose budget is not spent; None if there are none.
+        """Return the participants of a round: the selected users whose budget is not spent.
 
-        None ends the run.
-
-        If the account relies on secret sampling, participants are drawn here instead, with the key of the noise.
+        If there are none, return None, which ends the run. If the account relies on secret sampling, the selection is
+        ignored, and participants are drawn here with the secret key from which the noise is drawn too.
 
         Args:
             selected: Indices of the selected users.
@@ -220,7 +219,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         if self.account is None:
             return list(selected)
         if self.account.sampled:
-            # A round is a release of all users, so they have all spent the same.
+            # A round with sampling counts as a release of all users, so the first user stands for all.
             is_affordable = not releases or bool(self.account.affordable([0]))
             return self.draw(round_index) if is_affordable else None
         if not releases:
@@ -317,6 +316,7 @@ class Central(DifferentialPrivacy):
         """
         users = self.expected(round_index)
         sums = self.sums(changes, like)
+        # An adaptive clip norm releases a count of users too, so that the sum needs more noise for the same epsilon.
         multiplier = self._multiplier_beside_count(users) if self.privacy.adaptive else self.privacy.multiplier
         noised = add_noise(sums, multiplier * self.bound, self.key, round_index, "central noise")
         if self.privacy.adaptive:
@@ -339,6 +339,9 @@ class Central(DifferentialPrivacy):
 
         A twentieth of the users is the choice of Andrew et al. 2021. It is never below the noise multiplier z, because
         :meth:`_multiplier_beside_count` needs more than z / 2: the count alone must not reveal as much as z allows.
+
+        Args:
+            users: Expected number of users in the round.
         """
         return max(users / 20, self.privacy.multiplier)
 
@@ -637,7 +640,7 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
 def _why_data_unprotected(method: Method) -> str:
     """Return the reason why clipped and noised tensors would not be all that a user reveals; empty if they are.
 
-    This holds for all mechanisms.
+    No mechanism can protect users of a method for which there is a reason.
     """
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):

@@ -123,6 +123,9 @@ def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combine
     Args:
         uploads: Tensors ``(users, *shape)``.
         weights: The users' weights w_u.
+
+    Returns:
+        The point, and as ``counted`` how much each upload counts in it: its last b_u over the median of all, at most 1.
     """
     point = {name: _coordinate_medians(t).double() for name, t in uploads.items()}  # v
     factors = weights  # b_u

@@ -179,7 +179,7 @@ def survivors_message(name: str, round_number: int, survivors: Sequence[str]) ->
 
 
 def read_roster(message: Upload | Download | None, name: str, round_number: int, own_keys: bytes) -> dict[str, bytes]:
-    """Return the public keys by name of the user, this one included, from the server's message.
+    """Return the public keys of all users who advertised, by name, from the server's message.
 
     Args:
         message: The message.
@@ -337,7 +337,13 @@ class Session:
 
     @classmethod
     def of(cls, record: Record, save: Callable[[Record], None]) -> Session:
-        """Restore a session from its record."""
+        """Restore a session that was saved, for example after a restart of the client.
+
+        Args:
+            record: The last :attr:`record` of the session, with all bytes as hexadecimal text; ``done`` has the digest
+                of the request in each step taken.
+            save: Called with the new record before an answer is sent.
+        """
         terms = Terms(**{**record["terms"], "users": tuple(record["terms"]["users"])})
         return cls(
             terms=terms,

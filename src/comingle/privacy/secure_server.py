@@ -131,6 +131,7 @@ class SumCollector:
             NoSumError: The shares do not give the user's masking key.
         """
         private = self._reconstruct_secret(dropped)
+        # The roster has two public keys of each user, one after the other; the second is for common masks.
         if secure_client.public_of(private) != self.roster[dropped][KEY_BYTES:]:
             raise NoSumError(f"round {self.terms.round}: the shares of user {dropped!r} give another key")
         for name in self.survivors:

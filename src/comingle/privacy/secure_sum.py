@@ -124,6 +124,7 @@ def upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upload:
         round_number: Number of the round, from 1.
         tensors: Contents.
     """
+    # No LoRA rank is given: masked uploads have the size of the largest rank, as padding is masked too.
     return Upload(round=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS)
 
 
@@ -173,6 +174,7 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
         names: All users of the sum.
     """
     round_number, others = terms.round, [other for other in names if other != name]
+    # The public keys of all users, the shares that the others sealed for this user, and the names of those in the sum.
     messages = (
         download(name, round_number, names, {KEYS: _meta_bytes(len(names), PUBLIC_KEYS_BYTES)}),
         download(name, round_number, others, {SHARES: _meta_bytes(len(others), SEALED_BYTES)}),
@@ -269,6 +271,10 @@ class Sums:
             round_number: Number of the round, from 1.
             size: Number of shared parameters. With weights there is one more entry, the user's weight.
             selected: Users selected for the round.
+
+        Returns:
+            Among others ``expected``, the number of selected users; ``threshold``, the smallest number of uploads in
+            the sum; ``word``, the bits of each sent number; and ``entries``, how many numbers a user sends.
         """
         return Terms(
             run=run,
@@ -286,6 +292,7 @@ class Sums:
         Raises:
             RecipeError: A round has too few users for a sum, or the grid has too few bits for the noise.
         """
+        # With a fraction all rounds select equally many users, so the first round stands for all.
         rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
         for round_number in range(1, rounds + 1):
@@ -297,6 +304,7 @@ class Sums:
                     f"{where}.colluders: got {secure.colluders}, but a sum may have only {least} users; allowed: up to "
                     f"{least - LEAST}"
                 )
+            # Noise is rounded to grid steps; only many steps per deviation keep it close to Gaussian.
             if self.privacy.noisy and self.deviation(round_number) < LEAST_STEPS * self.grid(round_number).step:
                 raise RecipeError(f"{where}.bits: got {secure.bits}, too few for such small noise; use more bits")
 
@@ -387,7 +395,8 @@ class Sums:
             round_number: Number of the round, from 1.
         """
         grid, entries = self.grid(round_number), sum(t[0].numel() for t in changes.values())
-        # Slack is the largest increase of the norm by rounding.
+        # Secure sums need a constant clip norm, so that of the first round holds in all rounds. Slack is the largest
+        # increase of the norm by rounding.
         bound = self.privacy.first_bound - grid.slack(entries)
         integers = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
         deviation_steps = self.deviation(round_number) / grid.step
@@ -428,9 +437,9 @@ class Sums:
         """
         numbers, grid = torch.as_tensor(total), self.grid(round_number)
         divisor = float(senders)
-        if self.weighted:  # the last entry is the sum of the integer weights
+        if self.weighted:  # the last entry is the sum of the integer weights, in which ``grid.largest`` stands for 1
             divisor = float(numbers[-1]) / grid.largest
-        if self.privacy.noisy:
+        if self.privacy.noisy:  # also with weights: neither their sum nor the number of uploads has noise
             divisor = float(self.expected(round_number))
         entries = sum(t.numel() for t in like.values())
         return shaped(numbers[:entries].double() * grid.step / divisor, like)
@@ -481,7 +490,11 @@ class SecureSum(PrivacyMechanism):
             self.sums.check_size(layout.count(method.shared))
 
     def client_update(self, update: Update) -> Update:
-        """Return changes as integers modulo ``2^word``, to which the protocol of the secure sum later adds masks."""
+        """Return the users' changes as integers modulo ``2^word``, to which the protocol of the secure sum adds masks.
+
+        Changes are weighted, clamped to the range of the integers or, with a noise mechanism, clipped and given a part
+        of the noise.
+        """
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
         integers = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)

@@ -208,8 +208,10 @@ def _best_method(means: Mapping[str, Gain], measure: str) -> str:
 def method_to_take(advice: Advice) -> str | None:
     """Return the method that uploads least among those that gain and are not shown to be worse than the best.
 
-    A method gains if the interval of its mean change over users excludes 0 on the better side. None if no method does.
+    A method gains if the interval of its mean change over users against ``local`` excludes 0 on the better side. None
+    if no method does.
     """
+    # ``against_best`` compares each method but the best with the best; HARMED means shown to be worse than the best.
     best = next(name for name in advice.means if name not in advice.against_best)
     not_worse = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
     gaining = [name for name in (best, *not_worse) if advice.means[name].verdict == GAINED]
@@ -246,7 +248,8 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
         user: The user.
 
     Returns:
-        Lists of the other user of each pair, by :data:`GAINED`, :data:`LEVEL` and :data:`HARMED`.
+        Lists of the other user of each pair, by :data:`GAINED`, :data:`LEVEL` and :data:`HARMED`, and by the verdicts
+        of single seeds that occur.
     """
     by_verdict: dict[str, list[str]] = {GAINED: [], LEVEL: [], HARMED: []}
     for names, gains in advice.groups.items():

@@ -367,7 +367,11 @@ def bounds_text(bounds: tuple[float, float], digits: int = 2) -> str:
 
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of proofs."""
+    """Return the header and the rows of the table of lower bounds on epsilon that attackers' guesses prove.
+
+    Beside each bound are the number of correct guesses, the bound if all guesses had been correct, and the upper bound
+    of the privacy accountant. A guess is whether a canary was among a user's training data.
+    """
     head = ["attacker", "correct guesses", "epsilon at least", "with all guesses correct", "accountant: at most"]
     rows = [
         [
@@ -383,7 +387,11 @@ def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of membership inference from the final shared model."""
+    """Return the header and the rows of the table of membership inference from the final shared model.
+
+    It has a row for each user, and the mean over users. "found" is the share of members found at a false-positive rate
+    of 1%, which at least 100 others (held-out examples) are needed to measure.
+    """
     head = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
     rows = [
         [
@@ -403,7 +411,10 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of reconstructed inputs."""
+    """Return the header and the rows of the table of reconstructed inputs.
+
+    The relative error of the reconstruction is beside that of a guess without an attack: the mean input.
+    """
     rows = [
         [result.what, str(len(result.errors)), mean_text(result.errors, 3), mean_text(result.guesses, 3)]
         for result in audit.inversions
@@ -412,7 +423,11 @@ def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of membership inference with reference models."""
+    """Return the header and the rows of the table of membership inference with reference models.
+
+    For each attacker it has a row for each user, and the mean over users. "found" is the share of members found at a
+    false-positive rate of 1%, which at least 100 others (held-out examples) are needed to measure.
+    """
     head = ["user", "attacker", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
     for view in VIEWS:

@@ -69,7 +69,10 @@ class Estimate:
 
     @property
     def p_value(self) -> float:
-        """Two-sided p-value for a mean of 0: the error rate ``share * ERROR`` at which an end of the interval is 0."""
+        """Two-sided p-value for a mean of 0, by Student's t test.
+
+        It is the error rate at which an end of the confidence interval (:meth:`interval`) is 0.
+        """
         if not self.error:
             return 1.0 if self.mean == 0 else 0.0
         from scipy.special import stdtr  # slow to import
@@ -249,7 +252,11 @@ class BaselineComparison:
         return sum(verdict.change is not None for verdict in self.verdicts)
 
     def as_dict(self) -> BaselineComparisonRecord:
-        """Return all fields as plain data for JSON, from which :meth:`read` returns the object."""
+        """Return all fields as plain data for JSON, from which :meth:`read` returns the object.
+
+        ``unit`` is the unit of changes: a change of a loss of 0.3 means a factor of ``10^0.3``, and a change of an
+        accuracy of 1 means 0.01.
+        """
         unit = {"perplexity": "per cent", "loss": "powers of ten"}.get(self.measure, "points of 0.01")
         methods = [{**asdict(verdict), "seeds": list(verdict.seeds)} for verdict in self.verdicts]
         return {
@@ -309,7 +316,7 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     Args:
         results: Results by method, seed and user.
         measure: Their measure.
-        baseline: One or several methods, separated by commas.
+        baseline: One method, or several separated by commas, of which each user's best result for a seed counts.
 
     Returns:
         The verdicts; None if there is no other method, or none that has two seeds in common with the baseline.

@@ -284,6 +284,7 @@ def _compute_table(plan: PlanRecord) -> Table:
     has_experts = any(user["experts"] for _, _, user in rows)
     all_have_experts = all(user["experts"] for _, _, user in rows)
     counted = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
+    # Without experts, a base is compared that makes one pass in each step, even if a mixture makes several.
     exception = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
     caption = (
         f"{counted}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "

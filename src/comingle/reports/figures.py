@@ -82,18 +82,18 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
     users = list(entries[0].first.users)
     if len(users) <= most:
         return {user: user for user in users}
-    values = _by_change(entries, baseline) or _by_result(entries)
+    values = _mean_change_by_user(entries, baseline) or _mean_result_by_user(entries)
     sign = -1 if MEASURES[entries[0].first.measure] == "higher" else 1
     order = sorted(users, key=lambda user: (user not in values, sign * values.get(user, 0.0)))
-    best, worst = order[: -(-most // 2)], order[len(order) - most // 2 :]
+    best, worst = order[: -(-most // 2)], order[len(order) - most // 2 :]  # if ``most`` is odd, one more best user
     titles = {user: f"best {number}: {user}" for number, user in enumerate(best, 1)}
     return titles | {user: f"worst {len(worst) - number}: {user}" for number, user in enumerate(worst)}
 
 
-def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, float]:
-    """Return each user's mean change over all compared entries, by name.
+def _mean_change_by_user(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, float]:
+    """Return each user's mean change against a baseline over all compared entries, by the user's name.
 
-    Users without a change in one of them are left out.
+    Users without a finite change in one of these entries are left out.
 
     Args:
         entries: Entries with the same users.
@@ -111,7 +111,7 @@ def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, fl
     return {user: statistics.fmean(changes[user] for changes in changes_of_entries) for user in known}
 
 
-def _by_result(entries: Sequence[Entry]) -> dict[str, float]:
+def _mean_result_by_user(entries: Sequence[Entry]) -> dict[str, float]:
     """Return each user's mean final result over the trained entries, by name; over all entries if none is trained.
 
     Users without a finite result in one of these entries are left out.
@@ -775,6 +775,11 @@ def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
     """Return whether values span too wide a range for a linear axis: the largest is over 4 times the smallest.
 
     Accuracies never do. Without the first evaluation, which is far from the others, only losses may.
+
+    Args:
+        values: The values.
+        measure: Their measure.
+        start: Whether they include the first evaluation.
     """
     if not values or MEASURES[measure] == "higher":
         return False

@@ -61,7 +61,13 @@ def is_unequal(count: int, typical: int | None) -> bool:
 
 
 def budget_note(counts: Sequence[int]) -> str:
-    """Return the note on methods marked as unequal; empty without any."""
+    """Return the note that explains the mark † of methods with unequal numbers of trained parameters.
+
+    It is empty if no method is marked, that is, if none differs from the median method by more than :data:`TOLERANCE`.
+
+    Args:
+        counts: Number of trained parameters of each method.
+    """
     typical = typical_budget(counts)
     if not any(is_unequal(count, typical) for count in counts):
         return ""

@@ -227,8 +227,11 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
 
 
 def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Set the font size so that :data:`COLUMNS` letters fill a cell's width, as :func:`_token_positions` assumes."""
-    figure.draw_without_rendering()  # computes the layout, on which the width of a cell depends
+    """Set the font size of tokens so that :data:`COLUMNS` letters fill the width of each of the axes.
+
+    :func:`_token_positions` assumes this width.
+    """
+    figure.draw_without_rendering()  # computes the layout, on which the width of the axes depends
     width_points = axes[0].get_window_extent().width / figure.dpi * 72
     letter_width = width_points / COLUMNS
     for axis in axes:
@@ -387,7 +390,10 @@ def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
 
 
 def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
-    """Return a sheet (a header and rows) with each user's weight of each component at each evaluation."""
+    """Return a sheet (a header and rows) with each user's weight of each component at each evaluation.
+
+    Columns of ``mixtures.values`` are sorted for the figure; ``mixtures.order`` has the number of each one's component.
+    """
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
     for round_number, weights_of_users in zip(mixtures.rounds, mixtures.values, strict=True):
@@ -431,7 +437,7 @@ class FigureMarkup:
         Args:
             figure: The figure.
             label: Text for screen readers.
-            name: Name of the CSV file.
+            name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             sheet: Content of the CSV file.
         """
         frame = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
@@ -443,7 +449,7 @@ class FigureMarkup:
         Args:
             panels: The panels.
             label: Text for screen readers.
-            name: Name of the CSV file.
+            name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             phone: Panels that replace them on narrow screens.
         """
         inner = [self._legend(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
@@ -663,7 +669,12 @@ def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] 
 
 
 def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tuple[str, Markup]]:
-    """Yield titles and figures of learning curves: with and without the first evaluation, for each common measure."""
+    """Yield titles and figures of learning curves: with and without the first evaluation, for each common measure.
+
+    Args:
+        entries: Entries with the same users.
+        drawn: Converts figures to markup.
+    """
     measures = common_measures(entries)
     for measure in measures:
         prefix = f"{measure} " if len(measures) > 1 else ""

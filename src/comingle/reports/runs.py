@@ -512,7 +512,7 @@ def common_measures(entries: Sequence[Entry]) -> list[str]:
     The first is the one that models are compared by; others are those that each user of each run has in its final
     evaluation.
     """
-    evaluations = [run.chosen for entry in entries for run in entry.runs]
+    evaluations = [run.chosen for entry in entries for run in entry.runs]  # those of the runs' final models
     users = [user for evaluation in evaluations for user in evaluation.users.values()]
     others = [measure for measure in MEASURES if all(measure in user for user in users)]
     return list(dict.fromkeys([evaluations[0].measure, *others]))
@@ -630,7 +630,7 @@ def cost(entry: Entry) -> Cost:
         """Return the sum of a key of round events over the rounds, as a mean over seeds."""
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
-    metrics = finished[0] if finished else None
+    metrics = finished[0] if finished else None  # seeds have equal sizes of uploads and models
     return Cost(
         label=entry.label,
         rounds=max(run.evaluations[-1].round for run in entry.runs),

@@ -85,7 +85,8 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     table.add_column(
         measure, justify="right", footer="\n".join(_mean_text(mean, metrics, measure) for mean in means.values())
     )
-    for name in (f"test {unit}", "trainable", "one upload"):  # comparisons average over rounds without uploads too
+    # "one upload" has the bytes of a round with an upload. Comparisons have means over all rounds instead.
+    for name in (f"test {unit}", "trainable", "one upload"):
         table.add_column(name, justify="right")
     if all_users or len(metrics["users"]) <= MOST_ROWS:
         _add_users(table, metrics, list(metrics["users"]))
@@ -101,8 +102,8 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
         caption.append(f"\n{sample}")
     if planned := metrics.get("planned_rounds"):
         caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
-    if untold := metrics.get("untold"):
-        caption.append(f"\nnot reported to the server: results of {list_names(untold)}")
+    if private_users := metrics.get("untold"):  # in a federation users can keep their results private
+        caption.append(f"\nnot reported to the server: results of {list_names(private_users)}")
     selected_round = metrics.get("selected_round", metrics["rounds"])
     if selected_round != metrics["rounds"]:
         caption.append(
@@ -449,7 +450,7 @@ def _participant_row(name: str, user: Mapping[str, Any], measure: str) -> tuple[
     return (
         words(name),
         words(user["state"], _STATE_STYLES[user["state"]]),
-        str(user["round"] or "–"),
+        str(user["round"] or "–"),  # 0 or None before the first round
         f"{_ago_text(time.time() - seen)}" if seen is not None else "never",
         _size_text(user["upload_bytes"]),
         _size_text(user["download_bytes"]),
@@ -526,8 +527,8 @@ def write_comparison(
     Args:
         folder: Folder of the comparison.
         runs: Run folders.
-        baseline: As :func:`compare_runs`.
-        labels: As :func:`compare_runs`.
+        baseline: A method, or several separated by commas, of which the best result counts.
+        labels: Names of runs that are not called by their method's name, for example with other settings.
     """
     table = compare_runs(runs, baseline, labels)
     write_json(folder / "table.json", table)
@@ -545,7 +546,7 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, floa
     if names := users_with_column(rows[0]["users"]):
         columns = [(printable(name), [row["users"][name] for row in rows]) for name in names]
     else:
-        chosen_users = [_spread_users(row["users"], measure) for row in rows]  # each method has its own
+        chosen_users = [_spread_users(row["users"], measure) for row in rows]  # each method's best, median, worst user
         columns = [
             (heading, [row["users"][names[i]] for row, names in zip(rows, chosen_users, strict=True)])
             for i, heading in enumerate(_SPREAD_SHARES)
@@ -637,6 +638,7 @@ def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
     over = f"{spread} over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     first = table["methods"][0]
     measure, users = measure_of(first), first["users"]
+    # The table of a comparison has a column for each user, or of many users only their means.
     what = f"test {measure} of each user" if users_with_column(users) else f"mean test {measure} of {len(users)} users"
     return f"{what} ({rule(measure)}), {over}"
 

@@ -234,21 +234,26 @@ def advise(folder: Path) -> str:
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:
-    """Return a description of the damage of a checkpoint, or of its file ``name``; empty if there is none."""
+    """Compare a checkpoint, or its file ``name``, with the checksums in ``SHA256SUMS``; return what is damaged.
+
+    Returns:
+        A description of the damage; empty if there is none.
+    """
     try:
-        sums = (folder / SUMS).read_bytes()
+        recorded = (folder / SUMS).read_bytes()  # a line "DIGEST  NAME" for each file
         names = [name] if name else _checkpoint_files(folder)
         lines = [checksum_line(folder / file) for file in names]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     for file, line in zip(names, lines, strict=True):
-        if line not in sums:  # the file has changed, or is not listed
+        if line not in recorded:  # the file has changed, or is not listed
             return f"{file} does not match {SUMS}"
-    if name or sums == b"".join(lines):
+    if name or recorded == b"".join(lines):
         return ""
-    missing = [line for line in sums.splitlines(keepends=True) if line not in lines]  # listed files that do not exist
+    missing = [line for line in recorded.splitlines(keepends=True) if line not in lines]  # files that do not exist
     if not missing:
         return f"{SUMS} is truncated"
+    # The name follows the digest, which has a fixed width.
     missing_name = missing[0][_DIGEST_COLUMNS:].decode("utf-8", "replace").strip()
     return f"{missing_name!r} is missing"
 

@@ -198,7 +198,7 @@ def describe_privacy(privacy: Mapping[str, Any]) -> str:
 
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return a run's method, base, size and mean as text."""
+    """Return a run's method, base, numbers of users and rounds, and mean test result over users as text."""
     measure = measure_of(metrics)
     mean = metrics[f"mean_test_{measure}"]
     value = "not finite" if mean is None else f"{mean:.4g}"

@@ -86,7 +86,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The tensors in the columns of ``rows``, in order."""
+    """Order of each user's trainable tensors (slots), which are flattened and concatenated in a row of ``columns``."""
 
     slots: tuple[Slot, ...]
 
@@ -161,7 +161,10 @@ class Layout:
         return names_by_slot
 
     def only(self, roles: Iterable[str]) -> Layout:
-        """Return a layout of the slots whose roles are all in ``roles``, in the same order."""
+        """Return a layout of the slots whose roles are all in ``roles``, in the same order.
+
+        A slot is one tensor; it has several roles if its leading axis holds experts of different roles.
+        """
         wanted = frozenset(roles)
         if wanted not in self._only_cache:  # called in every step
             self._only_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if all(slot.chosen(wanted))))
