@@ -191,8 +191,8 @@ class Cohort(CohortState):
         """Return the loss of each token or sample of the users' validation data under each component, in nats.
 
         Args:
-            powers: Exponents applied to each component's probabilities before they are normalised; the losses are
-                differentiable in them.
+            powers: Exponents ``(users, clusters)`` to which each component's probabilities are raised before they are
+                normalised; None for 1. The losses are differentiable in them.
 
         Returns:
             Losses ``(users, clusters, losses)``; rows of users with less data are padded with zeros.

@@ -31,6 +31,8 @@ MIN_EXPERTS = 2
 def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
     """Return the A factors of an MLP's domain experts, with which the input is projected to score each expert.
 
+    Of an MLP's linears, the one named "up" provides them.
+
     Args:
         tensors: Tensors of all users.
         router: Name of the MLP's router.
@@ -107,7 +109,7 @@ class AssignmentServer(Server):
         server, so they are sent as zeros.
         """
         sent, places = {}, kept[PLACES][list(users)]  # indices of experts, (users, mlps, most)
-        rank = kept[TOKENS].shape[-1]
+        rank = kept[TOKENS].shape[-1]  # these are means of T x, (users, mlps, rank)
         for name, t in model_of(kept).items():
             by_user = t.expand(len(users), *t.shape)
             if name.endswith(ROUTER):

@@ -143,7 +143,10 @@ class Reinitialise(ClientHook):
             b.zero_()
 
     def begin(self, cohort: Cohort) -> None:
-        """Draw a new A for each user, with zeros beyond the user's rank, and reset the optimisers."""
+        """Draw a new A for each user, with zeros beyond the user's rank, and reset the optimisers.
+
+        A user's state has the run's seed and the number of its restarts so far, from which A is drawn.
+        """
         cohort.reset_moments(LORA)
         for name, a, _ in lora_pairs(cohort.tensors):
             for user_a, user, (seed, restarts) in zip(a, cohort.names, cohort.kept[RESTARTS].tolist(), strict=True):

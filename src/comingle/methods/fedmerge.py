@@ -289,6 +289,7 @@ class Merge(Server):
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
         downloaded = mix(soup, self._merging_shares(logits))
         updates = {name: t.sub_(received.tensors[name]) for name, t in downloaded.items()}  # in place, to save memory
+        # With a step of 0 the merging weights are frozen.
         steps = (self._move_models, self._move_weights) if self.weight_step else (self._move_models,)
         for _ in range(self.global_iterations):
             for move in steps if self.models_first else reversed(steps):

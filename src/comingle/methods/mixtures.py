@@ -134,6 +134,7 @@ class MeanByCluster(Mean):
         ``p(k)`` is the aggregation weight of user k, and ``p(k|c)`` is proportional to ``pi_c p(k)`` with the mixture
         weights pi that user k reports; with a router per layer, pi is that of the layer.
         """
+        # By tensor of the components (``clustered``): mixture weights (users, components).
         mixtures = by_layer(received.reports["mixture"], received.clustered)
         component_weights = {name: aggregation_weights(m, received.weights) for name, m in mixtures.items()}
         return {**super().coefficients(received), **component_weights}

@@ -72,7 +72,7 @@ def expected_participants(privacy: PrivacySection, participation: Participation,
         users: Number of users of the run.
         round_index: Number of the round, from 0.
     """
-    if isinstance(participation, tuple):
+    if isinstance(participation, tuple):  # the lists repeat if there are more rounds
         return float(len(set(participation[round_index % len(participation)])))
     if privacy.sampling == "poisson" and privacy.secure_aggregation is None:  # each user is drawn independently
         return participation * users
@@ -405,6 +405,7 @@ class UploadAccount(Account):
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
+        ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
         The key ``releases`` has the number of rounds that count for the user with the most of them.
         """
         return {
@@ -428,6 +429,7 @@ class UploadAccount(Account):
         Returns:
             Keys as in :meth:`Account.forecast`; ``releases`` are those within the budget.
         """
+        # The epsilon of user 0 stands for that of all users.
         count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))
         return {
             "mechanism": self.privacy.mechanism,
@@ -485,6 +487,7 @@ class StepAccount(UploadAccount):
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far and the noise behind it, by key.
 
+        ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
         ``noise_multiplier`` is the largest of all users; ``noise_multipliers`` has each user's, if they differ.
         ``releases`` is the number of noisy steps of the user with the most of them.
         """

@@ -124,7 +124,7 @@ def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]
         users=[],
         tensors={name: t.unsqueeze(0) for name, t in changed.items()},
         weights=torch.ones(1, dtype=torch.float64),
-        ranks=torch.zeros(1, dtype=torch.int64),
+        ranks=torch.zeros(1, dtype=torch.int64),  # 0: a mean over users is not cut to a user's LoRA rank
         scales=torch.ones(1),
         roles=roles,
     )

@@ -99,7 +99,13 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- before a run
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that noise, or a secure sum, covers all that users send with this method and these settings."""
+        """Check that noise, or a secure sum, covers all that users send with this method and these settings.
+
+        Also check settings of noise, weights and adaptive clipping.
+
+        Raises:
+            RecipeError: A check fails.
+        """
         self.check_noise()
         if method.placement.pooled:
             raise RecipeError(
@@ -114,6 +120,7 @@ class DifferentialPrivacy(PrivacyMechanism):
                 "privacy: evaluation.select: best makes users report validation losses, which have no noise"
             )
         self.check_weights(recipe)
+        # A mechanism that can adapt the clip norm sends the new one with each download.
         if self.privacy.adaptive and not overrides(self, "download"):
             raise RecipeError(
                 "privacy.clip_norm: adaptive needs a server that counts clipped changes; allowed with mechanism "
@@ -436,7 +443,13 @@ class Example(DifferentialPrivacy):
     account_type = StepAccount
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that uploads depend on users' training data only by gradients that are clipped and have noise."""
+        """Check that uploads depend on users' training data only by gradients that are clipped and have noise.
+
+        Also check that single examples' gradients can be computed in the recipe's dtype.
+
+        Raises:
+            RecipeError: A check fails.
+        """
         super().supports(method, recipe)
         if (clip_norm := recipe.training.experts.clip_norm) is not None:
             raise RecipeError(
@@ -666,7 +679,7 @@ def _why_gradients_unprotected(method: Method) -> str:
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
-    # A shared part of a role (such as one LoRA factor) whose other part is trained too.
+    # Roles of which only a part is shared, such as one LoRA factor ("attention.a"), while all of the role is trained.
     parts_of_roles = [shared for shared in method.shared if "." in shared]
     if shared_parts := sorted(shared for shared in parts_of_roles if shared.partition(".")[0] in trained):
         return (
@@ -684,7 +697,8 @@ def _why_gradients_unprotected(method: Method) -> str:
     if client.accumulates:
         return "gradients that router steps pass to shared experts have no noise; allowed: accumulate_gradients: false"
     for part in client.parts:
-        # Hooks that run after the last upload (``finishing``) may read data.
+        # ``sweeps``: computes losses on all training data. ``before``: phases that the hook runs. ``validates``: reads
+        # validation data, which hooks that run after the last upload (``finishing``) may do.
         reads_data = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
         hooks = [hook for hook in _ROUND_HOOKS if not (hook == "begin" and part.only_resets_moments)]
         if reads_data or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):

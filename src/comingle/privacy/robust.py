@@ -235,7 +235,11 @@ class RobustRule(PrivacyMechanism):
     aggregation: AggregationSection
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that the rule can replace the method's mean."""
+        """Check that the rule can replace the method's mean, and that the other settings of the recipe allow it.
+
+        Raises:
+            RecipeError: A check fails.
+        """
         rule, privacy = self.aggregation.rule, recipe.privacy
         if method.placement.pooled:
             raise RecipeError(
@@ -330,7 +334,7 @@ def _why_not_combinable(method: Method) -> str:
 
     A rule decides itself how much each upload counts, so the server's weights must not depend on the uploads.
     """
-    if method.server.clipped_mean:
+    if method.server.clipped_mean:  # the server takes a mean with weights that do not depend on the uploads
         return ""
     allowed = "" if _why_not_boundable(method) else "; allowed: norm-bound"
     server = type(method.server).__name__

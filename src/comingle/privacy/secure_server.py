@@ -56,8 +56,8 @@ class SumCollector:
 
     def add_upload(self, name: str, masked: np.ndarray) -> None:
         """Add a user's masked upload to the sum; single uploads are not stored."""
-        assert name in self.sealed
-        assert name not in self.survivors
+        assert name in self.sealed  # the user has shared its secrets, without which its mask could not be removed
+        assert name not in self.survivors  # it has sent no other upload
         self.masked = masked.copy() if self.masked is None else self.masked + masked
         self.survivors.append(name)
 
@@ -180,6 +180,7 @@ class SimulatedSum:
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Create the server's side, and each user's with a random seed; sessions of a simulation are not saved."""
         self.server = SumCollector(terms=self.terms)
         self.users = {
             name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=lambda record: None)
@@ -188,6 +189,8 @@ class SimulatedSum:
 
     def total(self, largest: int) -> np.ndarray:
         """Run all steps of the protocol; return the sum of the uploads of the users that answered until the mask step.
+
+        ``answers(step, user)`` decides which users answer in a step; the others drop out of it.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
@@ -218,7 +221,8 @@ class SimulatedSum:
         request = self._transmit_download(
             "share", name, secure_client.roster_message(name, round_number, self.server.roster)
         )
-        sealed = user.share(secure_client.read_roster(request, name, round_number, user.advertise()))
+        own_keys = user.advertise()  # returns the keys again that the user has sent; the message leaves them out
+        sealed = user.share(secure_client.read_roster(request, name, round_number, own_keys))
         message = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed))
         self.server.store_sealed_shares(
             name, secure_client.read_shares(message, name, round_number, others, sealed=True)

@@ -311,7 +311,8 @@ class Sums:
     def check_size(self, size: int) -> None:
         """Check that rounding ``size`` numbers to the grid does not increase the norm of a change by much.
 
-        Changes are clipped to the clip norm less that increase, so a large one would leave little of them.
+        With noise, changes are clipped to the clip norm minus the largest possible increase by rounding (slack). If the
+        slack were large, little of the changes would be left. The first round stands for all.
 
         Raises:
             RecipeError: Rounding may increase the norm by more than :data:`MOST_SLACK` of the clip norm.

@@ -189,6 +189,7 @@ def _tensors_bytes(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
     Args:
         shapes: Name, dtype and shape of each tensor.
     """
+    # A safetensors file has its tensors sorted by dtype and name.
     ordered = sorted(shapes, key=lambda shape: (_ORDER.index(shape[1]), shape[0]))
     entries, offset = {}, 0
     for name, dtype, shape in ordered:

@@ -228,7 +228,13 @@ class Panels:
         return [draw(1, 1, self.size, partial(self._draw_panel, fill)) for fill in self.paint if fill]
 
     def _draw_panel(self, fill: Callable[[Axes], None], _figure: Figure, axes: list[Axes]) -> None:
-        """Fill the only panel of a figure and label its axes."""
+        """Fill the only panel of a figure and label its axes; called by :func:`draw` for each panel of :meth:`parts`.
+
+        Args:
+            fill: Draws the panel's content on its axes.
+            _figure: The figure, not used.
+            axes: The figure's axes, of which there is one.
+        """
         (axis,) = axes
         axis.set_xlabel(self.below)
         axis.set_ylabel(self.left)

@@ -298,7 +298,7 @@ def baseline_methods(baseline: str) -> list[str]:
 def baseline_text(names: Sequence[str]) -> str:
     """Return a baseline for sentences: "local", or for several methods "the best of local, fedavg and ditto".
 
-    Each user's results are compared with the best of several methods.
+    With several methods, each user's result is compared with the best that the user has with any of them.
     """
     *others, last = names
     if not others:
@@ -472,7 +472,7 @@ def rows_of(against: BaselineComparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of verdicts as text, with a row for each method.
 
     Columns: mean change with its interval and verdict; Wilcoxon's p-value over users; how many results, one per user
-    and seed, are better than the baseline's ("ahead"); and the change of the worst of them.
+    and seed, are better than the baseline's ("ahead"); and the worst change of any of these results.
     """
     return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
         [
@@ -706,6 +706,7 @@ def _method_row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
         **_geometric_mean_entry(runs, measure),
         "users": users,
         "results": results,
+        # Seeds have equal sizes of models and uploads, but different speeds.
         "upload_bytes_per_user_round": runs[0]["upload_bytes_per_user_round"],
         "trainable_parameters": runs[0]["trainable_parameters"],
         f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),

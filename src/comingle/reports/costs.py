@@ -156,7 +156,11 @@ class TimesRecord(TypedDict):
 
 
 def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
-    """Yield the tables of a plan: parameters and bytes, compute, memory, privacy, and the paper's figures."""
+    """Yield the tables and lines of a plan.
+
+    They are a heading, parameters and bytes, compute, memory, users' bytes on disk, and, where they apply, the privacy
+    budget and a comparison with the CoMiGS paper.
+    """
     yield _plan_heading(plan)
     for table in (_parameters_table(plan), _compute_table(plan), _memory_table(plan)):
         yield table
@@ -284,7 +288,8 @@ def _compute_table(plan: PlanRecord) -> Table:
     has_experts = any(user["experts"] for _, _, user in rows)
     all_have_experts = all(user["experts"] for _, _, user in rows)
     counted = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
-    # Without experts, a base is compared that makes one pass in each step, even if a mixture makes several.
+    # Client-level mixtures and nets have no experts. They may make several passes in a step, which count as overhead
+    # over one pass of the base.
     exception = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
     caption = (
         f"{counted}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
@@ -456,7 +461,7 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
 
 
 def render_times(times: TimesRecord) -> Iterator[Table | str]:
-    """Yield the tables of each method's rounds and its measurements."""
+    """Yield a heading, for each method the table of times and the measurements behind it, and notes on assumptions."""
     yield _times_head(times)
     for method in times["methods"]:
         yield _times_table(method, priced=times["price"] is not None)

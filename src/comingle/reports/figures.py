@@ -292,7 +292,7 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
         by_label: The style of each entry.
         measure: The measure.
     """
-    height = 0.8 / len(rows)
+    height = 0.8 / len(rows)  # the bars of user i are centred at i and take up 0.8
     for number, (entry, gains_of_entry) in enumerate(rows):
         by_user = {gain.user: gain for gain in gains_of_entry}
         _paint_bars(axis, list(shown), by_user, by_label[entry.label], (number + 0.5) * height - 0.4, height)
@@ -301,7 +301,7 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
         axis.set_xscale("log")
         _format_factors(axis.xaxis, *axis.get_xlim())
     axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])
-    axis.set_ylim(len(shown) - 0.4, -0.6)
+    axis.set_ylim(len(shown) - 0.4, -0.6)  # the first user is at the top
     axis.grid(visible=False, axis="y")
 
 
@@ -322,7 +322,7 @@ def _paint_bars(
     """
     places = [i + offset for i, user in enumerate(users) if user in by_user]
     gains = [by_user[user] for user in users if user in by_user]
-    ends = [_to_axis(gain, gain.change.mean) for gain in gains]
+    ends = [_to_axis(gain, gain.change.mean) for gain in gains]  # of the bars, in the unit of the axis
     for place, end, gain in zip(places, ends, gains, strict=True):
         start = _no_change(gain.measure)
         (bar,) = axis.barh(
@@ -420,9 +420,9 @@ def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], m
         baseline: Label of the baseline.
     """
     for entry, gains_of_entry in rows:
-        ends = np.sort([_to_axis(gain, gain.change.mean) for gain in gains_of_entry])
+        changes = np.sort([_to_axis(gain, gain.change.mean) for gain in gains_of_entry])  # in the unit of the axis
         style = by_label[entry.label]
-        axis.ecdf(ends, color=style.colour.light, linestyle=style.line)
+        axis.ecdf(changes, color=style.colour.light, linestyle=style.line)
     axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
     axis.set_title("distribution over users")
     axis.set_ylabel("share of users, %")

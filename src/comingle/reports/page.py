@@ -661,7 +661,10 @@ def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, wo
 
 
 def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] | None:
-    """Return the table of verdicts for the template; None without a comparison."""
+    """Return the table of verdicts for the page's template; None without a comparison.
+
+    ``classes`` are the CSS classes by verdict, which colour its cell.
+    """
     if comparison is None:
         return None
     head, rows = rows_of(comparison)

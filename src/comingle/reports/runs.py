@@ -225,7 +225,7 @@ def read_run(folder: Path) -> RunRecord:
     if start is None or not evaluations:
         raise RunError(f"{folder}: no evaluation in its events.jsonl yet; try again after the first evaluation")
     recipe = _read_recipe(folder)
-    local_steps = recipe.get("training", {}).get("local_steps", 1)
+    local_steps = recipe.get("training", {}).get("local_steps", 1)  # for events of older runs, which lack iterations
     return RunRecord(
         folder=folder,
         method=start["method"],

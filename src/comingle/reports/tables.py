@@ -450,7 +450,7 @@ def _participant_row(name: str, user: Mapping[str, Any], measure: str) -> tuple[
     return (
         words(name),
         words(user["state"], _STATE_STYLES[user["state"]]),
-        str(user["round"] or "–"),  # 0 or None before the first round
+        str(user["round"] or "–"),  # 0 before the client has answered in any round
         f"{_ago_text(time.time() - seen)}" if seen is not None else "never",
         _size_text(user["upload_bytes"]),
         _size_text(user["download_bytes"]),

@@ -221,13 +221,14 @@ def verify(folder: Path, name: str | None = None) -> None:
 
 def advise(folder: Path) -> str:
     """Return advice on a damaged checkpoint: which older one is intact, and how to resume the run from it."""
-    checkpoints = list_checkpoints(folder.parent.parent)
+    run = folder.parent.parent  # a checkpoint is the folder RUN/checkpoints/round-N
+    checkpoints = list_checkpoints(run)
     # The damaged checkpoint, those after it, and those before it up to the newest intact one.
     damaged = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
     while len(damaged) < len(checkpoints) and _find_damage(older := checkpoints[-len(damaged) - 1]):
         damaged.insert(0, older)
     remove = f"`rm -r {' '.join(shlex.quote(str(path)) for path in damaged)}`"
-    resume = f"{remove}, then {resume_command(folder.parent.parent)}"
+    resume = f"{remove}, then {resume_command(run)}"
     if len(damaged) == len(checkpoints):
         return f"no older checkpoint is intact: {resume} starts again"
     return f"{checkpoints[-len(damaged) - 1].name} is intact: {resume} continues from there"
