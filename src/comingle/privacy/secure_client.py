@@ -521,7 +521,7 @@ class Session:
     def _check_roster(self, roster: Mapping[str, bytes]) -> None:
         """Check the public keys from the server.
 
-        They must be of users of the round and differ, include this user's own keys, and be neither too few nor too many.
+        They must be of known users and differ, include this user's own keys, and be neither too few nor too many.
 
         Raises:
             MessageError: A check fails.
