@@ -64,6 +64,7 @@ def call_constructor(name: str, constructor: Callable[..., object], settings: Ma
     try:
         made = constructor(**settings)
     except Exception as error:
+        # Errors of comingle's own constructors, and those that already have a message for users, stay as they are.
         if isinstance(error, ComingleError) or lacks_memory(error) or not _is_external(constructor):
             raise
         raise _plugin_error(name, error, _deepest_place(error, constructor) or defined_at(constructor)) from error

@@ -271,7 +271,7 @@ class ClientHook:
         """Return the model that users continue with, made from the models that they downloaded.
 
         Args:
-            cohort: The users.
+            cohort: Users who are trained in one batch, with their tensors and state.
             models: Downloaded models, ``(users, models, *shape)``.
             senders: Names of the users who sent the models; empty unless the server is ``peer_to_peer``.
 
@@ -309,7 +309,7 @@ class ClientHook:
         """Run after an optimiser step.
 
         Args:
-            cohort: The users.
+            cohort: Users who are trained in one batch, with their tensors and state.
             trained: Views of the tensors that the step updated.
             rate: Learning rate of the step.
         """

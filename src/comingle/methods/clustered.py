@@ -59,7 +59,7 @@ class ChooseModel(ClientHook):
         """Return the model that each user picks.
 
         Args:
-            cohort: The users.
+            cohort: Users who are trained in one batch, with their tensors and state.
             models: All models, ``(users, models, *shape)``.
             senders: Not used.
         """

@@ -102,7 +102,7 @@ class OuterSteps(Mean):
         """Take one Nesterov step, with the model minus the mean upload as its gradient.
 
         Args:
-            kept: State of the server, updated in place.
+            kept: State of the server: tensors by name, updated in place.
             sums: Mean upload.
             received: The uploads, not used.
         """

@@ -191,7 +191,7 @@ def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "exp
     The first mean is over the texts of the expert's users, the second over the user's own.
 
     Args:
-        kept: State of the server.
+        kept: State of the server: tensors by name.
         mlp: Index of the MLP.
         users: Indices of the users.
     """

@@ -158,9 +158,9 @@ class ClusterSteps(MeanByCluster):
         The components' mean is weighted by ``p(c)``, how much all users together use component c.
 
         Args:
-            kept: State of the server, updated in place.
+            kept: State of the server: tensors by name, updated in place.
             sums: Weighted sums of the uploads.
-            received: The uploads.
+            received: The uploads of a round, with weights, ranks and scales of the participants.
         """
         if (self.base_rate, self.component_rate) == (1.0, 1.0):
             super().step(kept, sums, received)  # sets the model to the mean, or takes a step of Adam

@@ -40,7 +40,7 @@ class AverageByPerplexity(ClientHook):
         """Return each user's weighted mean of the uploads.
 
         Args:
-            cohort: The users.
+            cohort: Users who are trained in one batch, with their tensors and state.
             models: Uploads of all senders, ``(users, senders, *shape)``.
             senders: Names of the senders.
         """

@@ -68,7 +68,7 @@ class Controlled(ClientHook):
         """Store the downloaded c and return the model x, with which the user continues.
 
         Args:
-            cohort: The users.
+            cohort: Users who are trained in one batch, with their tensors and state.
             models: Model and c, ``(users, 2, *shape)``.
             senders: Not used.
         """
@@ -84,7 +84,7 @@ class Controlled(ClientHook):
         """Apply SCAFFOLD's correction after an optimiser step, ``-rate (c - c_i)``, and add up the learning rates.
 
         Args:
-            cohort: The users.
+            cohort: Users who are trained in one batch, with their tensors and state.
             trained: Tensors that the step updated, changed in place.
             rate: Learning rate of the step.
         """
@@ -146,7 +146,7 @@ class ControlledMean(Mean):
         downloaded.
 
         Args:
-            kept: State of the server, updated in place.
+            kept: State of the server: tensors by name, updated in place.
             sums: Mean upload y.
             received: The uploads y_i, with each user's sum of learning rates.
         """

@@ -147,7 +147,7 @@ class Server:
         """Return the models ``(users, models, *shape)`` that users download.
 
         Args:
-            kept: State of the server.
+            kept: State of the server: tensors by name.
             users: Indices of the users.
         """
         return {}
@@ -206,9 +206,9 @@ class Mean(Server):
         Running statistics have no moments, so they are set to the sums in any case.
 
         Args:
-            kept: State of the server, updated in place.
+            kept: State of the server: tensors by name, updated in place.
             sums: Weighted sums of the uploads.
-            received: The uploads.
+            received: The uploads of a round, with weights, ranks and scales of the participants.
         """
         if self.adam_rate:
             kept[ADAM_STEPS].add_(1)

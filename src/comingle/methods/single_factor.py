@@ -67,6 +67,7 @@ def rolora() -> Method:
     Differs from the paper: both factors are exchanged, as a user who was absent from a round needs the one that is
     frozen now; the paper sends the trained one, half as much.  Each round begins with a new optimiser.
     """
+    # Each phase runs in one of two rounds: B in the first, third ..., A in the second, fourth ...
     return Method(
         name="rolora",
         placement=Placement(generalists=2, shared=A | B),

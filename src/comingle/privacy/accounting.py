@@ -67,7 +67,7 @@ def expected_participants(privacy: PrivacySection, participation: Participation,
     Unlike the actual number it is public, so it reveals nothing about who takes part.
 
     Args:
-        privacy: Settings.
+        privacy: Section ``privacy`` of the recipe.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
         round_index: Number of the round, from 0.
@@ -147,7 +147,7 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
     It is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
 
     Args:
-        privacy: Settings with epsilon, delta and the accountant.
+        privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
         count: Releases of a whole run; without any the result is 1.
         release: Returns one release with a given noise multiplier.
 
@@ -223,7 +223,7 @@ def multiplier_of(privacy: PrivacySection, work: Work) -> float:
     which all noisy steps of the run together stay within that epsilon.
 
     Args:
-        privacy: Settings.
+        privacy: Section ``privacy`` of the recipe.
         work: Work of the user: ``planned`` is the number of noisy steps in the whole run, ``rate`` the probability of
             an example to be in a batch.
 
@@ -239,8 +239,8 @@ def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
     """Return the epsilon of each of a user's examples after some steps of DP-SGD.
 
     Args:
-        privacy: Settings.
-        work: Work of the user.
+        privacy: Section ``privacy`` of the recipe.
+        work: Amount of the user's work: examples, batch size, noisy steps of a round, and rounds.
         steps: Noisy steps so far.
     """
     if steps == 0:
@@ -356,7 +356,7 @@ class Account(ABC):
 
 
 class UploadAccount(Account):
-    """Gaussian releases of whole users: one for each round in which a user uploads something."""
+    """Epsilon that users spend by uploads with Gaussian noise: one release for each round in which a user uploads."""
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
@@ -365,7 +365,7 @@ class UploadAccount(Account):
         Participants who are drawn in secret are sampled, which lowers epsilon.
 
         Args:
-            privacy: Settings.
+            privacy: Section ``privacy`` of the recipe.
             participation: Fraction of the users drawn for each round, or lists of the users of each round.
             users: Number of users of the run.
         """
@@ -444,7 +444,7 @@ class UploadAccount(Account):
 
 
 class ReplacingAccount(UploadAccount):
-    """Gaussian releases of uploads with their own noise; neighbours replace a user's data."""
+    """Epsilon that users spend by uploads to which they add noise themselves; neighbours replace a user's data."""
 
     replaces = True
 
@@ -453,7 +453,7 @@ class ReplacingAccount(UploadAccount):
         """Return the release of one upload: half the noise, as replacing a user's data moves it by twice the clip norm.
 
         Args:
-            privacy: Settings.
+            privacy: Section ``privacy`` of the recipe.
             participation: Not used.
             users: Not used.
         """
@@ -461,7 +461,7 @@ class ReplacingAccount(UploadAccount):
 
 
 class StepAccount(UploadAccount):
-    """Rounds of noisy local steps, for users with different numbers of examples.
+    """Epsilon that users spend by rounds of noisy local steps (DP-SGD), with different numbers of examples.
 
     A round counts once a user is asked to take its steps, even if their result is never sent.
     """

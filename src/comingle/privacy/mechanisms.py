@@ -609,7 +609,7 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
     It is found by bisection, to a few parts in ten thousand.
 
     Args:
-        privacy: Settings with epsilon, delta and the accountant.
+        privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
         count: Releases of the whole run.

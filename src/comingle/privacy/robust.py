@@ -351,8 +351,8 @@ def apply_rule(
     """Apply the robust rule of a recipe to the uploads of a round.
 
     Args:
-        aggregation: Settings.
-        received: Uploads of the round.
+        aggregation: Section ``aggregation`` of the recipe.
+        received: The uploads of a round, with weights, ranks and scales of the participants.
         started: Tensors of each participant before it trained, ``(users, *shape)``.
         names: Names of the participants.
 
@@ -406,7 +406,7 @@ def _apply_combining_rule(aggregation: AggregationSection, received: Received) -
 
     Args:
         aggregation: Settings; ``hostile_among`` gives the number of hostile users to withstand.
-        received: Uploads of the round.
+        received: The uploads of a round, with weights, ranks and scales of the participants.
     """
     uploads, hostile = received.tensors, aggregation.hostile_among(len(received.weights))
     match aggregation.rule:
@@ -435,7 +435,7 @@ def _shorten_changes(
 
     Args:
         aggregation: Settings with the bound; a text means the median of the changes' norms.
-        received: Uploads of the round.
+        received: The uploads of a round, with weights, ranks and scales of the participants.
         started: Tensors of each participant before it trained, ``(users, *shape)``.
 
     Returns:

@@ -544,7 +544,7 @@ def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms
         private: Private masking key of one user.
         public: Public masking key of the other.
         pair: Names of the two users, the owner of the private key first.
-        terms: Terms of the sum.
+        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
     """
     key = derive(shared_secret(private, public, pair[1]), "mask", terms.digest, *sorted(pair))
     return mask(key, terms.entries, terms.word)

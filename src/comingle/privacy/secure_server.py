@@ -166,7 +166,7 @@ class SimulatedSum:
     """Simulation of one secure sum in a single process, with real messages.
 
     Args:
-        terms: Terms of the sum.
+        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
         uploads: Upload of each user, numbers modulo ``2^word``.
         answers: Whether a user answers in a step.
         received: All messages that the server receives, as step, user and bytes.
@@ -265,7 +265,7 @@ def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) 
     function as ``InProcess.masked``.
 
     Args:
-        terms: Terms of the sum.
+        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
         uploads: Upload of each user, numbers modulo ``2^word``.
         largest: Largest magnitude of an entry of any upload.
 

@@ -146,7 +146,7 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
     """Return the bytes that a user sends for a sum if no user drops out: the lengths of its messages in all four steps.
 
     Args:
-        terms: Terms of the sum.
+        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
         name: The user.
         count: Number of users in the sum.
     """
@@ -169,7 +169,7 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
     """Return the bytes that a user receives for a sum, besides the model.
 
     Args:
-        terms: Terms of the sum.
+        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
         name: The user.
         names: All users of the sum.
     """

@@ -143,7 +143,7 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
         runs: Runs of a method by seed.
         local: Runs of ``local`` by seed.
         users: The users.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
     key, gains = f"test_{measure}", {}
@@ -163,7 +163,7 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
         name: The method, which takes the place of a user in the result.
         runs: Its runs by seed.
         others: Runs to compare with, by seed.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
     key, means = f"test_{measure}", []  # one mean per seed
@@ -182,7 +182,7 @@ def _gain_of_user(
     Args:
         user: The user.
         pairs: The user's result and its result of ``local``, for each seed.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
     changes = [
@@ -232,7 +232,7 @@ def _users_by_verdict(advice: Advice, wanted: Callable[[set[str]], bool]) -> lis
     """Return the users whose verdicts over all methods meet a condition.
 
     Args:
-        advice: The advice.
+        advice: Gains of each user with each method against ``local``.
         wanted: The condition; called with the set of a user's verdicts.
     """
     users = dict.fromkeys(user for gains in advice.methods.values() for user in gains)
@@ -244,7 +244,7 @@ def partners(advice: Advice, user: str) -> dict[str, list[str]]:
     """Return a user's partners in groups of two, by the verdict on this user's gain in the pair.
 
     Args:
-        advice: The advice.
+        advice: Gains of each user with each method against ``local``.
         user: The user.
 
     Returns:

@@ -220,7 +220,7 @@ def _proof_sentence(proof: Proof, audit: Audit) -> str:
 
     Args:
         proof: The bound.
-        audit: The audit.
+        audit: Results of all attacks on one run.
     """
     who = {"server": "The server", "users": "A recipient of the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
@@ -274,7 +274,7 @@ def _shadowed_sentence(audit: Audit, view: str) -> str:
     Membership counts as inferable if the interval of the mean AUC over users is above 0.5.
 
     Args:
-        audit: The audit.
+        audit: Results of all attacks on one run.
         view: The attacker, a key of :data:`VIEWS`.
     """
     source = {"server": "a user's uploads", "users": "what other users receive"}[view]
@@ -293,6 +293,10 @@ def _recovery_sentence(recovery: Recovery) -> str:
     """Return the sentence on tokens that the server recovers from one upload of each user.
 
     Tokens count as recovered if the interval over users of the difference to guessing common tokens is above 0.
+
+    Args:
+        recovery: For each user the number of different tokens in its upload, the share of them that the attack
+            recovers, and that of guesses; ``what`` names the kind of upload.
     """
     pairs = zip(recovery.recovered, recovery.guesses, strict=True)
     bounds = interval([found - guess for found, guess in pairs])
@@ -337,6 +341,10 @@ def _inversion_sentence(inversion: Inversion) -> str:
     """Return the sentence on inputs that were reconstructed from one upload of each user.
 
     An input counts as reconstructed if its relative error is below :data:`_MAX_RELATIVE_ERROR`.
+
+    Args:
+        inversion: For each user the relative error of the reconstruction, and that of the mean input as a guess;
+            ``what`` names the kind of upload.
     """
     num_users = sum(error < _MAX_RELATIVE_ERROR for error in inversion.errors)
     errors_text = (

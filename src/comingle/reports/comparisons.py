@@ -315,7 +315,7 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
 
     Args:
         results: Results by method, seed and user.
-        measure: Their measure.
+        measure: Name of the measure of these results, such as "perplexity".
         baseline: One method, or several separated by commas, of which each user's best result for a seed counts.
 
     Returns:
@@ -363,7 +363,7 @@ def _best_results(
 
     Args:
         results: Results of each method by seed and user.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
 
     Returns:
         Results by seed and user; None if a method's result is not finite.
@@ -389,7 +389,7 @@ def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str
 
     Args:
         differences: Differences of all users by seed; None if one is not finite.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
     """
     all_differences = [value for values in differences.values() for value in values]
     finite = [value for value in all_differences if value is not None]
@@ -408,7 +408,7 @@ def _differences(
     Args:
         results: Results of a method by seed and user.
         baseline: Results of the baseline by seed and user.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
     """
     return {
         seed: [additive_difference(results[seed].get(user), value, measure) for user, value in users.items()]
@@ -437,7 +437,7 @@ def _verdict_of(
         name: The method.
         seeds: Its seeds.
         estimate: Its mean difference to the baseline.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         share: Share of the error rate :data:`ERROR` that Holm's procedure gives to this method, by which the
             confidence of its interval is ``1 - share * ERROR``.
         p_value: Its adjusted p-value over users; None if there are too few users.
@@ -659,7 +659,7 @@ def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTab
     With one seed or one method there are no verdicts.
 
     Args:
-        table: The comparison.
+        table: The comparison, with a row of results and costs for each method.
         baseline: A method, or several separated by commas, of which the best result counts; None for ``local``, or
             else the first method.
 

@@ -72,7 +72,7 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
     result without a baseline. Users without a finite number are among the worst.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         most: Largest number of users.
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
 
@@ -96,7 +96,7 @@ def _mean_change_by_user(entries: Sequence[Entry], baseline: Entry | None) -> di
     Users without a finite change in one of these entries are left out.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
     """
     baseline = baseline or next(iter(baselines(entries)), None)
@@ -230,7 +230,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     Returns None if no entry can be compared with the baseline.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         baseline: The entry that others are compared with.
         width: Width of the panel, in inches.
     """
@@ -268,7 +268,7 @@ def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
 
     Args:
         rows: Entries with their users' gains against the baseline.
-        baseline: The baseline.
+        baseline: The entry that the others are compared with.
     """
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
@@ -287,10 +287,10 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
 
     Args:
         axis: The axes.
-        rows: Entries with their users' gains.
+        rows: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
         shown: Users that have bars, with their labels.
         by_label: The style of each entry.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
     """
     height = 0.8 / len(rows)  # the bars of user i are centred at i and take up 0.8
     for number, (entry, gains_of_entry) in enumerate(rows):
@@ -376,7 +376,7 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
     """Return figures of many users: the distribution of changes, and the changes against the users' amounts of data.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         baseline: The entry that others are compared with.
 
     Returns:
@@ -414,9 +414,9 @@ def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], m
 
     Args:
         axis: The axes.
-        rows: Entries with their users' gains.
+        rows: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
         by_label: The style of each entry.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         baseline: Label of the baseline.
     """
     for entry, gains_of_entry in rows:
@@ -438,7 +438,7 @@ def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], styl
 
     Args:
         axis: The axes.
-        entry: The entry.
+        entry: Runs of one method with the same recipe and different seeds.
         gains: Gains of its users.
         style: Its style.
         baseline: The baseline, whose first run records the amounts.
@@ -529,7 +529,7 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     # Weights of shape (evaluation, user, component).
     values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
     clusters = None if truth is None else tuple(truth[user] for user in users)
-    order = match_clusters(values[-1], clusters)
+    order = match_clusters(values[-1], clusters)  # of the components: that of the first true cluster first
     return Mixtures(
         method=start["method"],
         seed=start["seed"],
@@ -665,9 +665,9 @@ def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str 
     """Return a figure of test results against local iterations, as :func:`curves_panels`.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         start: Include the first evaluation of trained runs.
-        measure: The measure; empty for the one that methods are compared by.
+        measure: Name of a measure, such as "accuracy"; empty for the one that methods are compared by.
     """
     return curves_panels(entries, start=start, measure=measure).figure()
 
@@ -679,9 +679,9 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     best and the worst are shown.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         start: Include the first evaluation of trained runs; without it late differences are visible.
-        measure: The measure; empty for the one that methods are compared by.
+        measure: Name of a measure, such as "accuracy"; empty for the one that methods are compared by.
     """
     measure = measure or entries[0].first.measure
     users = extremes(entries, MAX_PANELS)
@@ -728,7 +728,7 @@ def _curves_sheet(
     """Return a sheet with every point of the learning curves.
 
     Args:
-        entries: The entries.
+        entries: Entries, each the runs of one recipe with different seeds.
         names: The user, or the mean, of each panel.
         curves: The curves of each panel, one for each entry.
     """
@@ -747,11 +747,11 @@ def _paint_curves_panel(
 
     Args:
         axis: The axes.
-        entries: The entries.
+        entries: Entries, each the runs of one recipe with different seeds.
         curves: Their curves.
         title: Title of the panel.
         start: Whether the curves include the first evaluation.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
     """
     axis.set_title(title)
     line_styles = styles([entry.method for entry in entries])
@@ -778,7 +778,7 @@ def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
 
     Args:
         values: The values.
-        measure: Their measure.
+        measure: Name of the measure of these results, such as "perplexity".
         start: Whether they include the first evaluation.
     """
     if not values or MEASURES[measure] == "higher":
@@ -792,7 +792,7 @@ def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float =
     Args:
         axis: The axes.
         values: The values.
-        measure: Their measure.
+        measure: Name of the measure of these results, such as "perplexity".
         room: Factor between the extreme values and the limits.
     """
     axis.set_yscale("log")
@@ -864,7 +864,7 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> No
 
     Args:
         axis: The axes.
-        entries: The entries.
+        entries: Entries, each the runs of one recipe with different seeds.
         mean: Which mean over users: ``mean`` or ``geometric mean``.
     """
     measure = entries[0].first.measure

@@ -120,7 +120,7 @@ def change(value: float, baseline: float, measure: str) -> float | None:
     Args:
         value: The result.
         baseline: The baseline's result.
-        measure: The measure of both.
+        measure: Name of the measure of both, such as "perplexity".
     """
     if measure in _POINTS:
         return 100 * (value - baseline)
@@ -138,7 +138,7 @@ def additive_difference(value: float | None, baseline: float | None, measure: st
     Args:
         value: The result.
         baseline: The baseline's result.
-        measure: The measure of both.
+        measure: Name of the measure of both, such as "perplexity".
 
     Returns:
         The difference; None if a result is missing or not finite, or the logarithm is undefined.
@@ -207,7 +207,7 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
 
     Args:
         bounds: Both ends in the unit of :func:`change`.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
     """
     if measure == "loss":  # powers of ten; an end that is too large for a float is limited
         return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
@@ -219,7 +219,7 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
     """Return the axis label of changes against a baseline.
 
     Args:
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         baseline: Name of the baseline.
         short: Leave out which direction is better.
     """

@@ -152,7 +152,7 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
     """Return a figure of texts (rows) x users' models (columns) with each token on the colour of its top expert.
 
     Args:
-        view: The token view.
+        view: Tokens of some texts, and their gates under the models of some users.
         layer: The layer whose gates count.
     """
     rows = [
@@ -191,7 +191,7 @@ def _token_cell(view: TokenView, row: int, column: int, layer: int, title: str) 
     """Return the cell of a text under a user's model.
 
     Args:
-        view: The token view.
+        view: Tokens of some texts, and their gates under the models of some users.
         row: Index of the text.
         column: Index of the user.
         layer: The layer.
@@ -205,7 +205,7 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
     """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts.
 
     Args:
-        view: The token view.
+        view: Tokens of some texts, and their gates under the models of some users.
         rows: The cells, row by row.
         title: Title of the figure.
     """
@@ -447,7 +447,7 @@ class FigureMarkup:
         """Return panels side by side as far as they fit.
 
         Args:
-            panels: The panels.
+            panels: Functions that draw the panels, with sizes, labels, legend and data.
             label: Text for screen readers.
             name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             phone: Panels that replace them on narrow screens.
@@ -461,7 +461,7 @@ class FigureMarkup:
         """Return one picture per panel, side by side as far as they fit.
 
         Args:
-            panels: The panels.
+            panels: Functions that draw the panels, with sizes, labels, legend and data.
             label: Text for screen readers, to which each panel's title is added.
             screen: CSS class that shows the panels only on wide (``desk``) or narrow (``phone``) screens; empty for
                 all screens.
@@ -517,7 +517,7 @@ def render_page(
     The template escapes all values, since names and texts come from users.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         views: Token views.
         baseline: The baseline of verdicts; None for ``local`` or else the first entry.
     """
@@ -645,7 +645,7 @@ def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, wo
 
     Args:
         by_user: Each user's results, one for each entry.
-        measure: Their measure.
+        measure: Name of the measure of these results, such as "perplexity".
         worst: Whether to take the worst user instead of the best.
     """
     pick = worst_of(measure) if worst else best_of(measure)
@@ -675,7 +675,7 @@ def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tu
     """Yield titles and figures of learning curves: with and without the first evaluation, for each common measure.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         drawn: Converts figures to markup.
     """
     measures = common_measures(entries)
@@ -691,8 +691,8 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
     """Return the section on each user's change against a baseline, for the page's template.
 
     Args:
-        entries: Entries with the same users.
-        baseline: The baseline.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
+        baseline: The entry that the others are compared with.
         drawn: Converts figures to markup.
 
     Returns:
@@ -737,7 +737,7 @@ def _has_column(verdict: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> 
 
     Args:
         verdict: One of :func:`comingle.reports.runs.verdicts`.
-        pairs: Entries with their users' gains.
+        pairs: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
     """
     if verdict == "level":
         return True

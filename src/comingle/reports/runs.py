@@ -60,7 +60,7 @@ class Evaluation:
 
         Args:
             user: The user; None for the mean over all.
-            measure: The measure; empty for the one that models are compared by.
+            measure: Name of a measure, such as "accuracy"; empty for the one that models are compared by.
             geometric: Return the geometric mean.
         """
         names = self.users if user is None else [user]
@@ -459,9 +459,9 @@ def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, 
     """Return the results of a user, or the mean over users, at each evaluation; those that are not finite are left out.
 
     Args:
-        entry: The entry.
+        entry: Runs of one method with the same recipe and different seeds.
         user: The user; None for the mean over all.
-        measure: The measure; empty for the one that models are compared by.
+        measure: Name of a measure, such as "accuracy"; empty for the one that models are compared by.
         geometric: Return the geometric mean.
     """
     return _curve_of(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
@@ -494,7 +494,7 @@ def _curve_of(entry: Entry, value: Callable[[Evaluation], float | None]) -> Curv
     """Return a quantity at each evaluation, with mean and deviation over seeds.
 
     Args:
-        entry: The entry.
+        entry: Runs of one method with the same recipe and different seeds.
         value: Returns the quantity of an evaluation; None where it is unknown, which is left out.
     """
     results: dict[int, list[float]] = {}  # for each number of local steps, one value per seed
@@ -525,7 +525,7 @@ def final(entry: Entry, user: str | None = None, *, geometric: bool = False) -> 
     """Return the final test result of a user, or the mean over users; None if a seed's result is not finite.
 
     Args:
-        entry: The entry.
+        entry: Runs of one method with the same recipe and different seeds.
         user: The user; None for the mean over all.
         geometric: Return the geometric mean.
     """
@@ -571,7 +571,7 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
     """Compare every other entry with a baseline.
 
     Args:
-        entries: Entries with the same users.
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         wanted: The label or method of the baseline, or several with commas between, of which the best counts; None for
             ``local``, or else the first entry.
 

@@ -130,7 +130,13 @@ def _run_circumstances(metrics: dict[str, Any], unit: str) -> str:
 
 
 def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> None:
-    """Add a row for each of the given users."""
+    """Add a row for each given user: test result, amount of test data, trained parameters and bytes of an upload.
+
+    Args:
+        table: The table, changed in place.
+        metrics: Content of the run's ``metrics.json``.
+        names: Names of the users.
+    """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     users = [metrics["users"][name] for name in names]
     uploads = sizes([user["upload_bytes_per_round"] for user in users])
@@ -362,7 +368,7 @@ def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]
 
     Args:
         name: The user's name.
-        measure: The measure.
+        measure: Name of the measure of the results, such as "perplexity".
         rows: Results by model: the base (``pretrained``), the user's own training (``local``), the federation's model
             before (``shared``) and after training on the user's data (``joined``).
     """
@@ -631,7 +637,7 @@ def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
     """Return the title of a comparison: measure, better direction and seeds.
 
     Args:
-        table: The comparison.
+        table: The comparison, with a row of results and costs for each method.
         spread: Description of the cells if there are several seeds.
     """
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
@@ -801,7 +807,7 @@ def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: st
     Args:
         values: Mean and deviation over seeds of each cell.
         seeds: Number of seeds of each cell's method; deviations of one seed are not shown.
-        measure: Their measure.
+        measure: Name of the measure of these results, such as "perplexity".
     """
     finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
     best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None
