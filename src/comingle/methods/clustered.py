@@ -99,7 +99,12 @@ class CandidateModels(Mean):
         return start_soup(setup.models)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set each model that a participant picked to the weighted mean of its uploads."""
+        """Set each model that a participant picked to the weighted mean of its uploads.
+
+        Args:
+            kept: State of the server, with the models ``(models, *shape)``; changed in place.
+            received: The uploads, with the number of the model that each participant picked.
+        """
         models, choice = soup_of(kept), received.reports[CHOICE]
         weights = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)
         totals = weights.sum(0)  # of the participants who picked each model

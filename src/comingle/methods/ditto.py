@@ -44,7 +44,13 @@ class NearGlobal(ClientHook):
     looks_across = True
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Add the gradient of the term, ``weight (v - w_t)``, to the rows of personal copies."""
+        """Add the gradient of the term, ``weight (v - w_t)``, to the rows of personal copies.
+
+        Args:
+            cohort: Users' copies of the model, one per row; ``copy`` has the number of each row's copy, ``exchanged``
+                the global model w_t at the start of the round.
+            gradients: Gradients ``(rows, *shape)`` by tensor, which are replaced by the sums.
+        """
         is_personal = cohort.copy > 0  # copy 0 is the global model, which the term leaves alone
         weights = self.weight * is_personal.to(next(iter(gradients.values())))
         for name, gradient in gradients.items():

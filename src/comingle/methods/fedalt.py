@@ -60,7 +60,13 @@ class RestOfWorld(Server):
         return initial | counts | {OWN: torch.zeros_like(uploads), TOTAL: torch.zeros_like(uploads[0])}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Store the participants' uploads in place of their last ones; update the sum and the number of uploads."""
+        """Store the participants' uploads in place of their last ones; update the sum and the number of uploads.
+
+        Args:
+            kept: State of the server, changed in place: each user's last upload, flattened (``own``), a 1 for each user
+                who has uploaded something (``sent``), and the sums of both (``total``, ``count``).
+            received: The uploads, and the indices of the participants.
+        """
         users = list(received.users)
         kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
         kept[SENT][users] = 1

@@ -107,6 +107,11 @@ class AssignmentServer(Server):
 
         The first ``rank`` rows of a router are the projection T. The rows below only carry users' reports to the
         server, so they are sent as zeros.
+
+        Args:
+            kept: State of the server; ``places`` ``(users, mlps, most)`` has the indices of each user's domain experts,
+                the number of experts for an empty place.
+            users: Indices of the users.
         """
         sent, places = {}, kept[PLACES][list(users)]  # indices of experts, (users, mlps, most)
         rank = kept[TOKENS].shape[-1]  # these are means of T x, (users, mlps, rank)
@@ -126,6 +131,12 @@ class AssignmentServer(Server):
 
         Shared tensors are averaged over all participants, a domain expert over the ones that had it. If experts are
         ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
+
+        Args:
+            kept: State of the server, changed in place: shared tensors, domain experts, each user's mean of T x
+                (``tokens``), each expert's mean of A_e x (``embeddings``), and the assignment of experts to users
+                (``places``).
+            received: The uploads; the rows of a router below T have the means that a user reports.
         """
         users, weights = list(received.users), received.weights
         if not self.fixed:

@@ -56,6 +56,10 @@ class ExactMean(Mean):
         """Set R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``, and A and B to their means.
 
         R is the residual of a weight, s the LoRA scale, p_i a user's aggregation weight.
+
+        Args:
+            kept: State of the server, changed in place: A and B of each weight, and two factors of its residual.
+            received: The uploads, with aggregation weights p_i and LoRA scales.
         """
         super().aggregate(kept, received)
         weights = (received.weights * received.scales).tolist()
@@ -89,6 +93,10 @@ def factorise(
     """Return factors I, O of ``change = I^T O``: exact at full rank, else the best approximation of that rank.
 
     At full rank one factor is the identity, which needs no SVD; rows beyond the full rank are zero.
+
+    Args:
+        change: Matrices to factorise.
+        rank: Rank of the factors.
     """
     d_in, d_out = change.shape[-2:]
     full_rank = min(d_in, d_out)
@@ -168,6 +176,10 @@ class Stack(Mean):
         """Add ``sum_i p_i s_i B_i A_i`` over the participants to each weight's residual; A and B are not averaged.
 
         p_i is a user's aggregation weight, s_i its LoRA scale.
+
+        Args:
+            kept: State of the server, changed in place: two factors of each weight's residual.
+            received: The uploads, with aggregation weights and LoRA scales.
         """
         weights = (received.weights * received.scales).tolist()
         for name, a, b in lora_pairs(received.tensors):

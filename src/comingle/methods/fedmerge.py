@@ -164,6 +164,10 @@ def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
 
     The result for one receiver does not depend on the other receivers. A matrix product rounds differently for
     different shapes, so each sum is added up in the order of the senders. This costs about 1.6 times the product.
+
+    Args:
+        uploads: Tensors ``(senders, *shape)``.
+        matrix: Weight of each sender's upload for each receiver.
     """
     return {name: _mix_in_chunks(t, matrix.to(t)) for name, t in uploads.items()}
 
@@ -172,6 +176,10 @@ def _mix_in_chunks(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, 
     """Return ``sum_j matrix_ij upload_j`` for each receiver i, added up in the order of the senders.
 
     Columns are processed in chunks whose intermediate results fit the cache.
+
+    Args:
+        uploads: One tensor of all senders.
+        matrix: Weight of each sender's upload for each receiver.
     """
     sent = uploads.flatten(1)
     mixed = sent.new_zeros(len(matrix), sent.shape[1])
@@ -285,6 +293,11 @@ class Merge(Server):
 
         A user's update is the merged model that it downloaded minus the one that it uploaded, so it has the sign of a
         gradient. Both steps are repeated ``global_iterations`` times with the same updates.
+
+        Args:
+            kept: State of the server, changed in place: the models ``(models, *shape)``, and each user's merging
+                weights or logits.
+            received: The uploads, with the indices and aggregation weights of the participants.
         """
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
         downloaded = mix(soup, self._merging_shares(logits))

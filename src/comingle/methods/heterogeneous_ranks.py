@@ -57,6 +57,10 @@ class NormWeightedMean(Mean):
         """Set A and B of each linear to means in which users with a larger weight change count more.
 
         The weights are p_u times the Frobenius norm of user u's change B_u A_u; just p_u while all changes are zero.
+
+        Args:
+            kept: State of the server: A and B of each linear at the largest rank, changed in place.
+            received: The uploads, padded to the largest rank, with aggregation weights.
         """
         for name, a, b in lora_pairs(received.tensors):
             weights = received.weights.to(a) * change_norm(a, b)
@@ -71,6 +75,10 @@ def change_norm(
     """Return the Frobenius norm of each user's ``B A``.
 
     It is computed from the small matrices ``A A^T`` and ``B B^T``, as ``|B A|^2 = sum_ij (A A^T)_ij (B B^T)_ij``.
+
+    Args:
+        a: Factors A of the users.
+        b: Factors B of the users.
     """
     squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
     return squares.clamp(min=0).sqrt()
@@ -177,6 +185,10 @@ class Redistribute(Server):
         """Set the factors A, B of each linear to those of ``sum_u p_u s_u B_u A_u``, the mean change of its weight.
 
         p_u are aggregation weights, s_u LoRA scales (:func:`mean_factors`).
+
+        Args:
+            kept: State of the server: A and B of each linear at the largest rank, changed in place.
+            received: The uploads, padded to the largest rank, with aggregation weights and LoRA scales.
         """
         for name, a, b in lora_pairs(received.tensors):
             factors = mean_factors(a, b, received.weights, received.scales)
@@ -187,6 +199,10 @@ class Redistribute(Server):
         """Return A, and ``B / s_u`` for user u, whose forward pass multiplies ``B A`` by its LoRA scale s_u.
 
         The second dimension of the tensors, ``(users, 1, *shape)``, is for servers that send several models.
+
+        Args:
+            kept: State of the server: A and B of each linear at the largest rank, and each user's LoRA scale.
+            users: Indices of the users.
         """
         models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
         for name, t in models.items():

@@ -118,6 +118,10 @@ def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tens
     """Return logits of ``pi_c ~ exp(-rate f_c)``, for losses f of the components.
 
     That pi minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (FLoRAL eq. 5 and 34).
+
+    Args:
+        losses: Loss f of each user under each component.
+        rate: Rate of the exponent; the larger, the more a user prefers its best component.
     """
     return -rate * losses
 

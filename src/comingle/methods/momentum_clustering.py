@@ -60,6 +60,11 @@ class Centres(Server):
 
         A participant has uploaded its model minus its momentum. With ``fixed`` centres (for users who join later) a
         participant gets the initial model, moved by all steps of its cluster.
+
+        Args:
+            kept: State of the server, changed in place: each user's model, flattened; the centres; the sum of all steps
+                of each cluster; and a flag that is 1 until there are centres.
+            received: The uploads, with the indices and aggregation weights of the participants.
         """
         users, centres = list(received.users), kept[CENTRES]
         momenta = kept[OWN][users] - flatten([received.tensors[name] for name in model_of(kept)])

@@ -301,6 +301,10 @@ class Central(DifferentialPrivacy):
         """Return the model plus the mean change with noise, as one upload.
 
         Uploads are clipped again here, so the server need not trust users. Without participants the sum is noise only.
+
+        Args:
+            received: The uploads of a round, of which there may be none, and reports of who was within the clip norm.
+            server_round: The round on the server: its number, the model before it, and the participants' names.
         """
         model, uploads, users = server_round.model, received.tensors, len(server_round.names)
         downloads: Tree = {}
@@ -628,6 +632,10 @@ def clip_update(update: Update, privacy: PrivacySection) -> Update:
     """Return uploads with each user's change clipped to its norm and multiplied by its weight.
 
     ``change_u min(1, bound_u / norm_u) weight_u``; the weight is ``min(1, count_u / weight_cap)``, or 1 without a cap.
+
+    Args:
+        update: A cohort's changes, with the clip norm (bound) and the amount of data (count) of each user.
+        privacy: Section ``privacy`` of the recipe.
     """
     weights = capped_weights(update.counts, privacy.weight_cap)
     return replace(update, changes=scaled(clipped(update.changes, update.bounds), weights))

@@ -70,6 +70,10 @@ def krum(uploads: Tree, hostile: int) -> Combined:
     """Return the upload with the smallest sum of squared distances to its ``n - hostile - 2`` nearest other uploads.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757.
+
+    Args:
+        uploads: Tensors ``(users, *shape)`` of n users.
+        hostile: Largest number of hostile users to withstand.
     """
     return _mean_of_users(uploads, krum_order(squared_distances(uploads), hostile)[:1])
 
@@ -81,6 +85,10 @@ def multi_krum(uploads: Tree, hostile: int) -> Combined:
 
     Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; the number is the largest that Damaskinos et al. 2019
     (AggregaThor) allow.
+
+    Args:
+        uploads: Tensors ``(users, *shape)`` of n users.
+        hostile: Largest number of hostile users to withstand.
     """
     order = krum_order(squared_distances(uploads), hostile)
     return _mean_of_users(uploads, order[: len(order) - hostile - 2])
@@ -146,6 +154,10 @@ def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
     """Return changes scaled down to an L2 norm of at most ``bound``, float64; None for the median of their norms.
 
     Source: Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv:1911.07963, norm thresholding.
+
+    Args:
+        changes: Changes ``(users, *shape)``.
+        bound: Largest norm of a change.
     """
     return clipped(changes, float(norms(changes).quantile(0.5)) if bound is None else bound)
 
@@ -303,6 +315,10 @@ class RobustRule(PrivacyMechanism):
         """Return the result of the rule; None if too few uploads have arrived.
 
         It also sets ``rule_result``, which says how much each upload counts.
+
+        Args:
+            received: The uploads of a round, of which there may be none.
+            server_round: The round on the server: its method's server and state, and the participants' names.
         """
         self.rule_result = None
         if not received.tensors:  # nothing was uploaded, so there is nothing to combine

@@ -466,6 +466,10 @@ class Session:
     def _unseal_shares(self, name: str, sealed: bytes) -> bytes:
         """Decrypt the shares that the user ``name`` sealed for this user: of its own mask and of its masking key.
 
+        Args:
+            name: The user who sealed the shares.
+            sealed: Both shares, encrypted together.
+
         Raises:
             MessageError: They were not sealed by that user for this sum, or have a wrong length.
         """

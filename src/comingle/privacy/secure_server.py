@@ -42,6 +42,10 @@ class SumCollector:
     def store_keys(self, name: str, public: bytes) -> None:
         """Store a user's public keys.
 
+        Args:
+            name: The user.
+            public: The two public keys, one after the other.
+
         Raises:
             MessageError: The keys have a wrong length or are another user's.
         """
@@ -55,7 +59,12 @@ class SumCollector:
         self.sealed[name] = dict(sealed)
 
     def add_upload(self, name: str, masked: np.ndarray) -> None:
-        """Add a user's masked upload to the sum; single uploads are not stored."""
+        """Add a user's masked upload to the sum; single uploads are not stored.
+
+        Args:
+            name: The user.
+            masked: The upload plus masks, integers modulo ``2^word``.
+        """
         assert name in self.sealed  # the user has shared its secrets, without which its mask could not be removed
         assert name not in self.survivors  # it has sent no other upload
         self.masked = masked.copy() if self.masked is None else self.masked + masked

@@ -94,7 +94,12 @@ def no_uploads(done: int) -> Upload:
 
 
 def validation_report(losses: Mapping[str, float], done: int) -> Upload:
-    """Return an upload without tensors that reports each user's mean validation loss after ``done`` rounds."""
+    """Return an upload without tensors that reports each user's mean validation loss after ``done`` rounds.
+
+    Args:
+        losses: Mean validation loss, in nats, by user.
+        done: Number of rounds after which the losses were computed.
+    """
     return Upload(
         round=done,
         users=tuple(losses),
@@ -151,6 +156,10 @@ def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
     """Pad LoRA factors ``(..., rank, width)`` with zeros to the ranks in ``layout``, the largest of all users.
 
     Messages contain each user's factors cut to its own rank.
+
+    Args:
+        tensors: Tensors of messages; names that end in ".a" or ".b" are LoRA factors.
+        layout: Layout of the model's tensors.
     """
     ranks = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
     return {name: _pad_rank(t, ranks[name]) if name in ranks else t for name, t in tensors.items()}
@@ -263,6 +272,10 @@ def compress_with_feedback(
 
 def expand(tensors: Tree, form: Format) -> Tree:
     """Return uploaded tensors in float32, the inverse of :func:`compress` up to rounding.
+
+    Args:
+        tensors: Uploaded tensors by name; for int8 levels, with scales ``(..., 1)`` as ``NAME.scale``.
+        form: The number format of uploads.
 
     Raises:
         MessageError: The tensors are of another format, or int8 levels have no scales that fit.

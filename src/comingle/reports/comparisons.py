@@ -278,6 +278,10 @@ class BaselineComparison:
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
     """Return the baseline: ``wanted`` (several methods separated by commas), else ``local``, else the first method.
 
+    Args:
+        methods: Names of the compared methods.
+        wanted: The baseline that the caller wants; None for the default.
+
     Raises:
         RecipeError: It is not among the methods.
     """

@@ -485,6 +485,10 @@ def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
 
     Columns: users, participants of a round, the seconds of a round by part and in all, the time of the run, its price
     if ``priced``, the part that takes longest ("binds"), and the bytes of the users' tensors on one machine.
+
+    Args:
+        method: Name of the method, and a row of times for each size of the population.
+        priced: Whether a machine's price is known.
     """
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)
     names = [

@@ -812,6 +812,12 @@ def _paint_curve(axis: Axes, curve: Curve, style: Style, log_axis: bool) -> None
     """Draw a curve with a band of one standard deviation over seeds.
 
     On a logarithmic axis the band reaches as many decades down as up, as it could reach 0 otherwise.
+
+    Args:
+        axis: The axes.
+        curve: Mean and standard deviation over seeds, by local iterations.
+        style: Colour, line style and marker.
+        log_axis: Whether the axis of values is logarithmic.
     """
     means = [value.mean for value in curve.values]
     colour = style.colour.light

@@ -592,7 +592,12 @@ def _palette(entries: Sequence[Entry]) -> list[Colour]:
 
 
 def _spread_text(value: Spread | None, measure: str) -> str:
-    """Return a mean with its deviation over seeds as text."""
+    """Return a mean with its deviation over seeds as text.
+
+    Args:
+        value: Mean and standard deviation; None if a result is not finite.
+        measure: Name of the measure of these results, such as "perplexity".
+    """
     if value is None:
         return "not finite"
     deviation = "" if value.std is None else f" ({number(value.std, measure)})"
@@ -604,6 +609,10 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
 
     For more than :data:`MAX_USER_COLUMNS` users, two columns replace those of single users: the worst and the best user
     of each entry. Private runs have a column of epsilons.
+
+    Args:
+        entries: Entries, each the runs of one recipe with different seeds, all with the same users.
+        users: Names of the users.
 
     Returns:
         ``head``, the names of the columns; ``rows``, each entry's ``label`` and ``cells``; and for a second, transposed

@@ -471,6 +471,10 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
     """Return the mean gate of each of a user's experts in each layer over training (CoMiGS, Figures 4 and 10).
 
     Empty if the user's model has no routers.
+
+    Args:
+        entry: Runs of one method with the same recipe and different seeds.
+        user: The user's name.
     """
     last = entry.first.evaluations[-1]  # names of experts and the number of layers are equal in all evaluations
     names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
@@ -538,6 +542,10 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
     """Return each user's change against a baseline, paired by seed, best first.
 
     Users without a finite result for some seed are left out.
+
+    Args:
+        entry: Runs of one method with the same recipe and different seeds.
+        baseline: Runs that they are compared with, each with the run of its seed.
     """
     pairs = [(run, reference) for run in entry.runs for reference in baseline.runs if run.seed == reference.seed]
     measure = entry.first.measure

@@ -151,7 +151,13 @@ def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> N
 
 
 def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
-    """Add rows for the best users, quantiles of all results, and the worst users, in place of a row for each user."""
+    """Add rows for the best users, quantiles of all results, and the worst users, in place of a row for each user.
+
+    Args:
+        table: The table, changed in place.
+        metrics: Content of the run's ``metrics.json``.
+        measure: Name of the measure of the results, such as "perplexity".
+    """
     scores = {name: user[f"test_{measure}"] for name, user in metrics["users"].items()}
     ordered = best_first(scores, measure)
     table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows all users)", "dim"))

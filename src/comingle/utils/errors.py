@@ -126,7 +126,12 @@ def list_names(names: Iterable[object]) -> str:
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt or abbreviated name, `` Did you mean 'x'?``; empty if no name is near."""
+    """Return a hint for a misspelt or abbreviated name, `` Did you mean 'x'?``; empty if no name is near.
+
+    Args:
+        got: The name that is not known.
+        known: The known names.
+    """
     # Similarity that a name needs, by its length: one wrong letter in three or four is near, and of longer names a
     # smaller share, so that a common prefix alone does not make them near.
     cutoff = 0.65 if len(got) < _SHORT else 0.75 if len(got) < _LONG else 0.77

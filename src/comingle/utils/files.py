@@ -212,6 +212,10 @@ def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
 def verify(folder: Path, name: str | None = None) -> None:
     """Check the checksums of a checkpoint, or of its file ``name``.
 
+    Args:
+        folder: The checkpoint.
+        name: Name of the only file to check; None for all.
+
     Raises:
         RunError: It is damaged. The message names the newest intact checkpoint.
     """
@@ -236,6 +240,10 @@ def advise(folder: Path) -> str:
 
 def _find_damage(folder: Path, name: str | None = None) -> str:
     """Compare a checkpoint, or its file ``name``, with the checksums in ``SHA256SUMS``; return what is damaged.
+
+    Args:
+        folder: The checkpoint.
+        name: Name of the only file to compare; None for all.
 
     Returns:
         A description of the damage; empty if there is none.
