@@ -96,7 +96,12 @@ def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[T
 def weight_gradient(
     inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return ``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6)."""
+    """Return the gradient of the merging weights, ``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6).
+
+    Args:
+        inner: Inner products ``<Theta_j, g_i>`` of each model with each user's update.
+        weights: Aggregation weights p.
+    """
     return weights.to(inner).unsqueeze(1) * inner
 
 

@@ -480,6 +480,7 @@ class Session:
 
     def _sealing_key(self, name: str, *, sends: bool) -> bytes:
         """Return the key that seals shares between this user and the user ``name``; each direction has its own key."""
+        # The first of a user's two public keys is for sealing.
         common = shared_secret(self._derive_secret("sealing"), self.roster[name][:KEY_BYTES], name)
         sender, receiver = (self.name, name) if sends else (name, self.name)
         return derive(common, "seal", self.terms.digest, sender, receiver)

@@ -472,7 +472,7 @@ _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID
 
 @dataclass(frozen=True, kw_only=True)
 class Mixtures:
-    """Mixtures of one run at each evaluation.
+    """Client-level mixtures of one run: each user's weights of components (adaptor sets or models) at each evaluation.
 
     Args:
         method: The method.
@@ -507,7 +507,10 @@ class Mixtures:
 
     @cached_property
     def recovery(self) -> tuple[float, ...] | None:
-        """Adjusted Rand index of users' heaviest sets against true clusters, by evaluation; None without clusters."""
+        """Adjusted Rand index of users' components of largest weight against true clusters, at each evaluation.
+
+        None if the true clusters are unknown.
+        """
         if self.clusters is None:
             return None
         return tuple(adjusted_rand_index(self.clusters, at.argmax(1).tolist()) for at in self.values)
@@ -710,7 +713,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
 
 
 def method_keys(entries: Sequence[Entry]) -> list[Key]:
-    """Return the legend of entries."""
+    """Return the legend of entries: for each a line in its colour, style and marker, and its label."""
     line_styles = styles([entry.method for entry in entries])
     lines = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in line_styles]
     return [(line, entry.label) for line, entry in zip(lines, entries, strict=True)]
