@@ -181,5 +181,10 @@ class ClusterSteps(MeanByCluster):
 def cluster_weights(
     mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """Return ``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2)."""
+    """Return how much all users together use each component: ``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2).
+
+    Args:
+        mixtures: Mixture weights pi of each user.
+        weights: Aggregation weights p(k).
+    """
     return weights @ mixtures.to(weights)

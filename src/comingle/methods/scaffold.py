@@ -57,7 +57,11 @@ class Controlled(ClientHook):
         return {SUM_OF_RATES: torch.zeros(len(names), dtype=torch.float64)}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Return zeros for c_i and c."""
+        """Return the initial state of users: zeros for their control variate c_i and the downloaded average c.
+
+        Args:
+            tensors: Shared tensors before any training, ``(users, *shape)``, for their names and shapes.
+        """
         return {
             prefix + name: torch.zeros_like(t)
             for prefix in (OWN_CONTROL, DOWNLOADED_CONTROL)

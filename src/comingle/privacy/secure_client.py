@@ -619,7 +619,7 @@ def mask(key: bytes, entries: int, word: int) -> np.ndarray:
 
 
 def stream(key: bytes, count: int) -> bytes:
-    """Return the first ``count`` bytes of a key's ChaCha20 stream."""
+    """Return the first ``count`` bytes of a key's ChaCha20 stream, which is the encryption of zeros."""
     ciphers = _primitives("ciphers")
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, _NO_COUNTER), None)
     return cipher.encryptor().update(bytes(count))

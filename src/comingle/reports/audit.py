@@ -453,7 +453,11 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 
 
 def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of recovered tokens."""
+    """Return the header and the rows of the table of tokens that the server recovers from one upload of each user.
+
+    It has a row for each kind of upload. The mean share of recovered tokens over users is beside the share that guesses
+    of the most common tokens reach without the upload.
+    """
     rows = [
         [
             result.what,

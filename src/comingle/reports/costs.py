@@ -412,8 +412,8 @@ def _difference_text(value: float, share: float, show: Callable[[float], str]) -
 
     Args:
         value: The difference.
-        share: The same as a fraction of the costs without it.
-        show: Returns an amount as text.
+        share: The difference as a fraction of the amount that it is added to.
+        show: Formats an amount with its unit.
     """
     return f"{'+' if value >= 0 else '-'}{show(abs(value))} ({share:+.2%})"
 

@@ -518,7 +518,7 @@ def render_page(
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
-        views: Token views.
+        views: Tokens of some texts, and their gates under the models of some users, for the page's interactive view.
         baseline: The baseline of verdicts; None for ``local`` or else the first entry.
     """
     palette = _palette(entries)

@@ -188,7 +188,11 @@ def describe_sample(record: Mapping[str, Any]) -> str:
 
 
 def describe_privacy(privacy: Mapping[str, Any]) -> str:
-    """Return a run's privacy as text: mechanism, epsilon, delta, noise multiplier, clip norm, number of releases."""
+    """Return a run's privacy as text: mechanism, epsilon, delta, noise multiplier, clip norm, number of releases.
+
+    Args:
+        privacy: Entry ``privacy`` of the run's metrics; an infinite epsilon is None there, as JSON has no infinity.
+    """
     if not math.isfinite(privacy["epsilon"] if privacy["epsilon"] is not None else math.inf):
         spent = "no bound on epsilon"
     else:
