@@ -51,8 +51,8 @@ class RestOfWorld(Server):
         """Return the initial state: no uploads, and the initial model, sent while there are no uploads of others.
 
         Its tensors are ``own`` ``(users, columns)``, each user's last upload, flattened; ``sent`` ``(users,)``, 1 for
-        each user who has uploaded something; ``total`` ``(columns,)``, the sum of ``own``; and ``count``, that of
-        ``sent``.
+        each user who has uploaded something; ``total`` ``(columns,)``, the sum of ``own``; and ``count``, the
+        sum of ``sent``.
         """
         initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         uploads = flatten([t[:1] for t in setup.models.values()]).expand(len(setup.users), -1)

@@ -45,7 +45,7 @@ def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMean(Mean):
-    """Server that averages A and B and adds the error of that to the weights' residuals."""
+    """Server that averages A and B and adds the error of averaging them to the weights' residuals."""
 
     kind = "stack"
     clipped_mean = False

@@ -106,7 +106,8 @@ def one_model(server: Server, kept: Tree) -> Tree:
         server: Server of the method.
         kept: Its state.
     """
-    return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}  # tensors are (users, models, *shape)
+    # User 0 stands for all. Tensors are (users, models, *shape).
+    return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}
 
 
 def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:

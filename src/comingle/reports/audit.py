@@ -323,6 +323,7 @@ def _exposure_sentence(audit: Audit) -> str:
     Canaries count as memorised if the interval of the mean exposure of inserted canaries is above that of canaries that
     were not inserted.
     """
+    # ``most`` is the largest possible exposure.
     exposures = (
         f"exposure {mean_text(audit.inserted)} of {audit.most:.0f} bits if it was trained on, "
         f"{mean_text(audit.absent)} if not"

@@ -555,7 +555,7 @@ def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] 
 def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
     """Return an order of the adaptor sets: the set of the first true cluster, that of the second, and so on.
 
-    Each cluster is assigned another set, so that the total weight of the clusters' users on their sets is largest
+    Each cluster is assigned a different set, so that the total weight of the clusters' users on their sets is largest
     (linear sum assignment). Sets that no cluster has follow, those with the largest total weight first.
 
     Args:

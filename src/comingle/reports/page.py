@@ -323,7 +323,7 @@ def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
 
 
 def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
-    """Return sentences on runs that read different data or another base although their recipes name the same.
+    """Return sentences on runs that read different data or another base although their recipes are equal.
 
     Each run is compared, by the digests that it recorded, with the first run that has the same seed, base, tokenizer
     and settings of the data. Runs without digests are left out.
@@ -333,7 +333,7 @@ def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         try:
             inputs = read_inputs(run.folder)
-        except RunError:
+        except RunError:  # a run of an older version, which recorded no digests
             continue
         data_settings = [(key, value) for key, value in run.key if key.startswith("data.") or key == "training.context"]
         recipe_key = repr((run.seed, run.base, inputs.tokenizer, data_settings))
@@ -404,9 +404,13 @@ def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
 
 
 def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
-    """Return a sheet of a token view at one layer.
+    """Return a sheet (a header and rows) with the gates of one layer of a token view.
 
-    It has a row with the gate for each text, user's model, token and expert.
+    It has a row for each text, user's model, token of the text and expert of the model.
+
+    Args:
+        view: Tokens of some texts, and their gates under the models of some users.
+        layer: The layer.
     """
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, gates_of_users in zip(view.texts, view.gates, strict=True):
