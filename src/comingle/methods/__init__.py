@@ -157,7 +157,7 @@ def user_place(error: BaseException, module: str) -> str | None:
         module: Name of a module; places in its package count even if that is an installed library.
 
     Returns:
-        The place, or None if the traceback has no such code.
+        The place, or None if the traceback has no code of the user's.
     """
     package = module.partition(".")[0]
     found = None

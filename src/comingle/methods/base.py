@@ -260,7 +260,7 @@ class ClientHook:
         return {}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Return state for each user that is shaped like the shared tensors, besides that of :meth:`start`.
+        """Return state for each user, besides that of :meth:`start`, with tensors shaped like the shared ones.
 
         Args:
             tensors: Shared tensors before any training, ``(users, *shape)``.

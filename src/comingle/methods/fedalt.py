@@ -60,7 +60,7 @@ class RestOfWorld(Server):
         return initial | counts | {OWN: torch.zeros_like(uploads), TOTAL: torch.zeros_like(uploads[0])}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Store the participants' uploads in place of their last ones; update the sum and the number of uploads.
+        """Store the participants' uploads in place of their previous ones; update the sum and the number of all.
 
         Args:
             kept: State of the server, changed in place: each user's last upload, flattened (``own``), a 1 for each user

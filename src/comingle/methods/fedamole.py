@@ -129,8 +129,8 @@ class AssignmentServer(Server):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Average the uploads, then assign experts to all users anew.
 
-        Shared tensors are averaged over all participants, a domain expert over the ones that had it. If experts are
-        ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
+        Shared tensors are averaged over all participants, a domain expert over the participants that had it. If experts
+        are ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
 
         Args:
             kept: State of the server, changed in place: shared tensors, domain experts, each user's mean of T x

@@ -182,7 +182,7 @@ class Redistribute(Server):
         return {name: t[0].clone() for name, t in setup.models.items()} | {SCALES: setup.scales.clone()}
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Set the factors A, B of each linear to those of ``sum_u p_u s_u B_u A_u``, the mean change of its weight.
+        """Set A and B of each linear to factors of the mean change of its weight, ``sum_u p_u s_u B_u A_u``.
 
         p_u are aggregation weights, s_u LoRA scales (:func:`mean_factors`).
 

@@ -20,7 +20,7 @@ def collaboration(
 ) -> Float[Tensor, "users senders"]:
     """Return rows ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
 
-    A perplexity that overflows counts as infinite. If all of a row do, the row is that of ``is_own``.
+    A perplexity that overflows counts as infinite. If all of a user's perplexities do, the user keeps its own model.
 
     Args:
         losses_nats: Mean validation losses of users under senders' models.

@@ -406,7 +406,7 @@ class UploadAccount(Account):
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
         ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
-        The key ``releases`` has the number of rounds that count for the user with the most of them.
+        The key ``releases`` has the largest number of rounds that count for a user.
         """
         return {
             **self.spent,
@@ -489,7 +489,7 @@ class StepAccount(UploadAccount):
 
         ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
         ``noise_multiplier`` is the largest of all users; ``noise_multipliers`` has each user's, if they differ.
-        ``releases`` is the number of noisy steps of the user with the most of them.
+        ``releases`` is the largest number of noisy steps of a user.
         """
         # counts: rounds that each user was charged for, by name.
         works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))

@@ -121,8 +121,8 @@ def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
 def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
     """Return tensors with Gaussian noise, from a separate stream for each tensor, float64.
 
-    The stream depends on the tensors' values, so that different values never get the same noise: the difference of two
-    releases would otherwise be free of it.
+    The stream depends on the tensors' values, so that different values never get the same noise, which would cancel in
+    the difference of two releases.
 
     Args:
         tree: Tensors, float64.

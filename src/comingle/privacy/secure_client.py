@@ -440,8 +440,8 @@ class Session:
     def _all_shares(self) -> dict[str, bytes]:
         """Split this user's two secrets; return each user's share of the own mask's seed and of the masking key.
 
-        Both shares are concatenated. The polynomials' coefficients are derived from the roster too: with shares of one
-        polynomial for two rosters, colluding users could collect more of them than the threshold allows.
+        Both shares are concatenated. The polynomials' coefficients are derived from the roster too: if two rosters had
+        one polynomial, colluding users could collect more of its shares than the threshold allows.
         """
         points = {name: point for point, name in enumerate(self.roster, start=1)}
         roster_text = json.dumps({name: key.hex() for name, key in self.roster.items()})

@@ -311,7 +311,7 @@ def _method_sentence(advice: Advice) -> str:
 def _pair_sentences(advice: Advice) -> list[str]:
     """Return a sentence for each user that gains or is harmed when it trains in a pair, with the names of its partners.
 
-    If smaller groups of users have trained and there is no such user, return one sentence that says so.
+    If smaller groups of users have trained and no user gains or is harmed in a pair, return one sentence that says so.
     """
     users = dict.fromkeys(user for gains in advice.groups.values() for user in gains)
     sentences = []

@@ -149,8 +149,8 @@ def holm_shares(p_values: Sequence[float]) -> list[float]:
     """Return the share of the error rate 0.05 (ERROR) at which Holm's procedure tests each hypothesis.
 
     An interval with confidence ``1 - 0.05 share`` excludes 0 exactly if the hypothesis is rejected, so intervals agree
-    with :func:`holm`. The smallest p-value has the share ``1 / n``, the next ``1 / (n - 1)``, and so on until one is
-    not rejected. All others have the same share as that one.
+    with :func:`holm`. The smallest p-value has the share ``1 / n``, the next ``1 / (n - 1)``, and so on until a
+    hypothesis is not rejected. It and all hypotheses with larger p-values have one share.
     """
     num_rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
     shares = [1.0] * len(p_values)

@@ -253,7 +253,7 @@ def _user_rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
 
     Yields:
         The method's name in its first row, empty in the others; the users' names, "each" for all users; and the costs
-        of one of them.
+        of one user of the group.
     """
     for method in plan["methods"]:
         for i, group in enumerate(method["users"]):

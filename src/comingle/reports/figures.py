@@ -670,7 +670,7 @@ def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         start: Include the first evaluation of trained runs.
-        measure: Name of a measure, such as "accuracy"; empty for the one that methods are compared by.
+        measure: Name of a measure, such as "accuracy"; empty for the measure by which methods are compared.
     """
     return curves_panels(entries, start=start, measure=measure).figure()
 
@@ -684,7 +684,7 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         start: Include the first evaluation of trained runs; without it late differences are visible.
-        measure: Name of a measure, such as "accuracy"; empty for the one that methods are compared by.
+        measure: Name of a measure, such as "accuracy"; empty for the measure by which methods are compared.
     """
     measure = measure or entries[0].first.measure
     users = extremes(entries, MAX_PANELS)

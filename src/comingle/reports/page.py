@@ -369,7 +369,8 @@ def data_uri(sheet: Sheet) -> str:
 def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
     """Return one record for each user of each finished run.
 
-    Each has the run's folder, method, seed, base and rounds, the user, and everything that was measured of it.
+    Each has the run's folder, method, seed, base and rounds, the user, and all results and costs that were measured for
+    the user.
 
     Raises:
         RunError: None of the runs has finished.
@@ -763,7 +764,7 @@ def _names_markup(names: list[str], *, last: bool) -> Markup:
 
     Args:
         names: The names, best first.
-        last: Of many names, whether to list the last ones, from the end, instead of the first.
+        last: Whether to list, if there are too many names, the last ones, from the end, instead of the first ones.
     """
     listed = names
     if len(names) > MAX_NAMES:

@@ -60,7 +60,7 @@ class Evaluation:
 
         Args:
             user: The user; None for the mean over all.
-            measure: Name of a measure, such as "accuracy"; empty for the one that models are compared by.
+            measure: Name of a measure, such as "accuracy"; empty for the measure by which models are compared.
             geometric: Return the geometric mean.
         """
         names = self.users if user is None else [user]
@@ -461,7 +461,7 @@ def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
         user: The user; None for the mean over all.
-        measure: Name of a measure, such as "accuracy"; empty for the one that models are compared by.
+        measure: Name of a measure, such as "accuracy"; empty for the measure by which models are compared.
         geometric: Return the geometric mean.
     """
     return _curve_of(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))

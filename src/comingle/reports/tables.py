@@ -402,7 +402,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
 
     Args:
         folder: Run folder of the federation's server.
-        all_users: Whether to list all clients; else, of many, only the first ones, those that are away first.
+        all_users: Whether to list all clients; else at most :data:`MOST_ROWS`, clients that are away first.
     """
     content = _read_participants(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})

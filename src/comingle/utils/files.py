@@ -93,7 +93,7 @@ def cache_folder() -> Path:
     """Return the cache folder: $COMINGLE_CACHE, or a folder in the platform's cache folder.
 
     Raises:
-        RunError: There is no home directory, or $COMINGLE_CACHE is in that of an unknown user.
+        RunError: There is no home directory, or $COMINGLE_CACHE names the home directory of an unknown user.
     """
     if chosen := os.environ.get("COMINGLE_CACHE"):
         return expand_home(chosen)
@@ -138,7 +138,7 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 def _publish(partial: Path, target: Path) -> None:
     """Rename a complete temporary folder to ``target``, after writing its files to disk.
 
-    If another process has created ``target`` meanwhile, that one is kept.
+    If another process has created ``target`` meanwhile, its folder is kept.
     """
     for path in partial.rglob("*"):
         if path.is_file():

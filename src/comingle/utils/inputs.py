@@ -112,7 +112,7 @@ def check_base(where: Path, recorded: Inputs, base: str, tokenizer: str) -> None
         tokenizer: Current digest of the tokenizer, ``TOKENIZER:TEMPLATE``; older runs recorded the first part only.
 
     Raises:
-        RunError: One of them changed.
+        RunError: The base or the tokenizer changed.
     """
     for part, before, now in (("base", recorded.base, base), ("tokenizer", recorded.tokenizer, tokenizer)):
         template_digest = now.partition(":")[2]

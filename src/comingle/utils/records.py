@@ -268,7 +268,7 @@ def convert_disk_errors(folder: Path) -> Iterator[None]:
         folder: The folder that is written to, for errors that name no file.
 
     Raises:
-        RunError: Instead of such an OSError.
+        RunError: In place of an OSError of the disk.
     """
     try:
         yield

@@ -128,7 +128,8 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
     def __getitem__(self, name: str) -> Offered:
         """Return the implementation of this name; import it if necessary.
 
-        One that the program registered comes first, then the built-in one, then that of an installed package.
+        An implementation that the program registered comes first, then the built-in one, then one of an installed
+        package.
 
         Raises:
             KeyError: There is none.

@@ -243,7 +243,7 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
 
     Args:
         tensors: The tensors.
-        dtype: Dtype of the matrix; None for that of the first tensor.
+        dtype: Dtype of the matrix; None for the first tensor's dtype.
     """
     users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
     columns = tensors[0].new_empty(users, sum(sizes), dtype=dtype)
