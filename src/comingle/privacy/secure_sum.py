@@ -312,7 +312,7 @@ class Sums:
         """Check that rounding ``size`` numbers to the grid does not increase the norm of a change by much.
 
         With noise, changes are clipped to the clip norm minus the largest possible increase by rounding (slack). If the
-        slack were large, little of the changes would be left. The first round stands for all.
+        slack were large, little of the changes would be left. The check is for the first round.
 
         Raises:
             RecipeError: Rounding may increase the norm by more than :data:`MOST_SLACK` of the clip norm.

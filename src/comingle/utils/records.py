@@ -334,7 +334,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
     if not path.exists():
         is_unfinished = (run / "events.jsonl").exists()
         hint = f"{resume_command(run)} resumes the run" if is_unfinished else "not a run folder"
-        # The folder may hold run folders, as that of a comparison, or a client's folders, whose results are in "model".
+        # The folder may hold run folders, as that of a comparison, or folders of clients, whose runs are in "model".
         inner_metrics = [*run.glob("*/metrics.json"), *run.glob("*/model/metrics.json")]
         if inner_metrics:
             hint += f"; open one in it, such as {min(metrics.parent for metrics in inner_metrics)}"
