@@ -392,7 +392,8 @@ class ChatTemplate:
         """
         text, final = self._render_final(messages)
         self._check_written(messages[:-1], text)
-        if missing := _missing_part(messages[-1]["content"], text[final[0] :], thoughts=True):
+        final_start, _, _ = final
+        if missing := _missing_part(messages[-1]["content"], text[final_start:], thoughts=True):
             raise _omission_error(messages, len(messages) - 1, missing)
         places, masked, some_unknown = [], [], False
         for number in (n for n, message in enumerate(messages[:-1]) if message["role"] == ASSISTANT):

@@ -149,10 +149,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder; those that an index names need not exist.
+    """Return the weight files of a folder: a single file, or the files that an index names, which may be missing.
 
     Raises:
-        BaseModelError: There are none, or they are pickled.
+        BaseModelError: There are neither, or the weights are pickled.
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]

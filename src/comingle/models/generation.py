@@ -534,11 +534,11 @@ _MIN_TEMPERATURE = 1e-6
 def row_processors(
     sampling: Sampling, prompt_tokens: int, ends: Sequence[int], device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return a function that maps the tokens and next-token logits of one text to new logits.
+    """Return a function that maps the tokens and next-token logits of one text, a row of the batch, to new logits.
 
     It is a ``LogitsProcessorList`` of transformers, in the order of its ``generate``. If the temperature is not 0, a
-    last processor draws the next token: it sets that token's logit to 0 and all others to minus infinity. Each text has
-    its own function, so its random numbers do not depend on the texts beside it.
+    last processor draws the next token: it sets that token's logit to 0 and all others to minus infinity, so greedy
+    decoding chooses the token. Each text has its own function, so its random numbers do not depend on other texts.
 
     Args:
         sampling: Settings of the generation.

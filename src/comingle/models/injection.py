@@ -136,12 +136,12 @@ class RoutedMLP(nn.Module):
         """
         names = [*self.first, "down"]
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
-        router = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
+        router_weight = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
         a_first = [factor.flatten(1, 2) for factor in a[:-1]]  # (users, experts * rank, width)
-        same_x, products = _InputProducts.apply(x, torch.cat([*a_first, *router], 1))
+        same_x, products = _InputProducts.apply(x, torch.cat([*a_first, *router_weight], 1))
         z, logits = products.tensor_split([sum(factor.shape[1] for factor in a_first)], -1)
-        # Native code needs contiguous memory, but uniform gates are an expanded row.
-        gates = (self.router.choose(logits.float(), x) if router else self.router(x)).contiguous()
+        # Without a weight the gates are equal: an expanded row, but native code needs contiguous memory.
+        gates = (self.router.choose(logits.float(), x) if router_weight else self.router(x)).contiguous()
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
         # `same_x` equals x, but its gradient passes through _InputProducts, which adds its own to it in place. If x
         # needs no gradient, x itself goes on, so that the mixture computes none for it.
@@ -207,7 +207,8 @@ class _Mixture(torch.autograd.Function):
         z = z.view(u, n, num_first, experts, rank).permute(2, 0, 3, 1, 4).reshape(num_first, u * experts, n, rank)
         products = [F.linear(x, *base) for base in bases[:-1]]
         loras = [torch.bmm(z[i], b.flatten(0, 1)).view(u, experts, n, -1) for i, b in enumerate(b_first)]
-        h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, any(ctx.needs_input_grad))
+        keeps_slopes = any(ctx.needs_input_grad)  # for the backward pass
+        h, slopes, mixed = expert_mlp.activate(act, products, loras, gates, keeps_slopes)
         z_last = torch.bmm(h.flatten(0, 1), a_last.flatten(0, 1).mT).view(u, experts, n, rank).mul_(scale)  # s A_j h_j
         gated = gates.mT.unsqueeze(-1).to(x.dtype) * z_last  # p_j s A_j h_j
         gated = gated.transpose(1, 2).reshape(u, n, experts * rank)
@@ -426,19 +427,19 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
     user = int(ranks.argmax())
     rank = int(ranks[user])
     suffix = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
-    name = max(shapes, key=lambda name: sum(shapes[name]))
-    d_out, d_in = shapes[name]
+    largest = max(shapes, key=lambda name: sum(shapes[name]))
+    d_out, d_in = shapes[largest]
     if rank > d_in + d_out:
         raise RecipeError(
-            f"adapters.rank: got {rank}{suffix}; the largest weight, {name}, maps {d_in} to {d_out}, so its updates "
+            f"adapters.rank: got {rank}{suffix}; the largest weight, {largest}, maps {d_in} to {d_out}, so its updates "
             f"have a rank of at most {min(d_in, d_out)}; allowed: up to {d_in + d_out}"
         )
-    above = {name: shape for name, shape in shapes.items() if rank > min(shape)}
-    if above:
-        name, (d_out, d_in) = next(iter(above.items()))
+    too_small = {name: shape for name, shape in shapes.items() if rank > min(shape)}
+    if too_small:
+        first, (d_out, d_in) = next(iter(too_small.items()))
         logger.warning(
             "adapters.rank: %d%s exceeds the full rank of %d of %d weights (%s maps %d to %d); the excess is unused",
-            rank, suffix, len(above), len(shapes), name, d_in, d_out,
+            rank, suffix, len(too_small), len(shapes), first, d_in, d_out,
         )  # fmt: skip
 
 
@@ -522,7 +523,7 @@ class ExpertCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """The injected modules, with the layout of a user's trainable tensors and each user's experts and rank.
+    """The adapter modules in a base model, with the layout of a user's trainable tensors, and users' experts and ranks.
 
     Args:
         layout: Names, shapes and roles of a user's trainable tensors.

@@ -336,7 +336,7 @@ def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
         theirs: The model's own logits.
 
     Raises:
-        BaseModelError: They differ, or the model's are not finite.
+        BaseModelError: The logits differ, or the model's are not finite.
     """
     if not theirs.isfinite().all():
         raise BaseModelError(
@@ -515,7 +515,11 @@ def given_base(
 
 
 def _check_model(model: object) -> None:
-    """Check that a model is a plain transformers model of one supported dtype on one device."""
+    """Check that a model is a plain transformers model of one supported dtype on one device.
+
+    Raises:
+        BaseModelError: The model is of another kind or has adapters, or its weights have several dtypes or devices.
+    """
     from transformers import PreTrainedModel as Pretrained
 
     got = type(model).__name__

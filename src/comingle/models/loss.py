@@ -152,7 +152,10 @@ def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def use_native_code(network: PreTrainedModel, *, attention: bool) -> None:
-    """Use native code for losses and, with ``attention``, for the attention of ``network`` from now on."""
+    """Use native code for losses and, with ``attention``, for the attention of ``network`` from now on.
+
+    Does nothing if native code cannot be compiled.
+    """
     global native_softmax_parts
     if cpu.enable(cache_folder() / "native"):
         native_softmax_parts = cpu.softmax

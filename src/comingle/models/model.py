@@ -120,6 +120,8 @@ class TokenRouting:
     ) -> Tree:
         """Return the hidden state that each router reads, for one forward pass in which every expert has equal weight.
 
+        Some methods compute routers from these states, so the states do not depend on routers.
+
         Args:
             tensors: Tensors of ``users``; those of the routers are not used.
             users: Indices of the users, in the order of the rows of ``tensors``.

@@ -38,7 +38,7 @@ def import_lean(model_type: str = "llama") -> None:
     ):
         importlib.import_module("transformers.modeling_utils")
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    utils.is_torch_distributed_available.cache_clear()
+    utils.is_torch_distributed_available.cache_clear()  # it has cached the answer False
 
 
 @contextmanager

@@ -288,7 +288,7 @@ def native_form(net: nn.Module) -> Chained | None:
 
 
 class Chained:
-    """A convolutional net with the same parameters, under the same names, for samples of all users.
+    """A convolutional net rebuilt to process all users' samples at once; parameters are shared and keep their names.
 
     Convolutions with the norms and activations behind them become chains of native steps, which compute all users at
     once. A net without any such step gains nothing, so it is refused.

@@ -171,7 +171,10 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def _module_parts(net: nn.Module) -> dict[str, str]:
-    """Map each module to "norm", "head" (the last module with parameters) or "body"."""
+    """Map each module to "norm", "head" (the last module with parameters) or "body", by name.
+
+    Placements can treat these parts differently, such as a local head.
+    """
     head = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]  # empty without parameters
     parts = {}
     for name, module in net.named_modules():
@@ -227,7 +230,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 
 @dataclass(frozen=True, kw_only=True)
 class StackedModel(Model):
-    """A net stacked over users.
+    """A net of which each user has its own tensors, stacked over users.
 
     Args:
         name: Name of the net.

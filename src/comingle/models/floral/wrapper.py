@@ -44,7 +44,7 @@ logger = logging.getLogger("comingle")
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Settings of one call of :func:`floral`.
+    """Settings of one call of :func:`floral`, and what follows from them for a layer.
 
     Either ``rank`` or ``budget`` is set. ``budget`` is the largest number of parameters of a layer's low-rank adaptor,
     as a fraction of the parameters of the layer's weight.

@@ -28,12 +28,12 @@ def _dot(left, right, PRECISION: tl.constexpr):
 @triton.jit
 def _activation(x, ACT: tl.constexpr):
     """Return (value, derivative) as ``expert_mlp`` does; ``ACT`` is one of its ``ACTIVATION_CODES``."""
-    if ACT == 0:  # gelu_tanh, c = 2 sqrt(2 / pi)
+    if ACT == 0:  # gelu_tanh, with 2 sqrt(2 / pi) and 3 * 0.044715
         square = x * x
         s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))
         value = x * s
         slope = s + value * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * square)
-    elif ACT == 1:  # gelu_erf
+    elif ACT == 1:  # gelu_erf, with 1 / sqrt(2) and 1 / sqrt(2 pi)
         cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         value = x * cdf
         slope = cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
