@@ -327,6 +327,7 @@ def _checkpointed_forward(layer: nn.Module) -> Callable[..., object]:
         bound = [(module, dict(vars(module))) for module in layer.modules()]
 
         def forward_as_bound(*args: object, **kwargs: object) -> object:
+            """Restore the modules' attributes, such as bound factors, and run the layer."""
             for module, attributes in bound:
                 vars(module).update(attributes)
             return forward(*args, **kwargs)

@@ -343,7 +343,7 @@ class ChatTemplate:
             return begin, bisect_left(starts, end_character)
 
         def reference(place: Place, response: Span) -> str:
-            """Return the text of a response without special tokens at its end."""
+            """Return the text of a response without special tokens at its end, to compare generated texts with it."""
             (first, last, _), (start, stop) = place, response
             end = stop
             while end > start and ids[end - 1] in self._special_tokens:

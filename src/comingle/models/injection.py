@@ -71,6 +71,15 @@ class RoutedMLP(nn.Module):
     factors: dict[str, tuple[Tensor, Tensor]]
 
     def __init__(self, *, first: dict[str, nn.Module], last: nn.Module, act: str, scale: float, mix: str):
+        """Keep the base's linears, and create a router without a weight.
+
+        Args:
+            first: The linears that read the MLP's input, by the keys "gate" (in gated MLPs) and "up".
+            last: The linear that writes the MLP's output ("down").
+            act: Name of the activation, a key of ``ACTIVATIONS``.
+            scale: LoRA scale.
+            mix: "output" mixes the experts' outputs, "linear" mixes the experts in each linear layer.
+        """
         super().__init__()
         self.first = nn.ModuleDict(first)
         self.last = last
@@ -750,7 +759,7 @@ def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> N
     """Put the mixture into a decoder layer, in place.
 
     It replaces the MLP module. If the layer itself holds the MLP's linears (OPT), the mixture replaces ``up``, and
-    ``down`` and the activation become identities.
+    ``down`` and the activation become identities, because the mixture contains both.
 
     Args:
         layer: The decoder layer.

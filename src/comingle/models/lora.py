@@ -106,6 +106,12 @@ class LoraLinear(nn.Module):
     factors: tuple[Tensor, Tensor]
 
     def __init__(self, linear: nn.Module, *, scale: float):
+        """Keep the base's linear; the users' factors are bound later.
+
+        Args:
+            linear: The frozen linear of the base.
+            scale: LoRA scale.
+        """
         super().__init__()
         self.linear = linear
         self.scale = scale

@@ -46,6 +46,13 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear with a packed weight; each access to ``weight`` unpacks it."""
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
+        """Pack the weight of a linear layer.
+
+        Args:
+            weight: The weight; its dtype is that of computations.
+            bias: The bias, which is not packed.
+            bits: "4bit" (NF4) or "8bit", for each entry of the weight.
+        """
         nn.Module.__init__(self)  # not nn.Linear's, which would allocate the weight
         self.out_features, self.in_features = weight.shape
         self.bits, self.dtype, self.bias = bits, weight.dtype, bias

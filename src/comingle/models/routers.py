@@ -303,6 +303,18 @@ class ClientRouter(nn.Module):
         layers: int | None = None,
         dtype: torch.dtype = torch.float32,
     ):
+        """Create the logits theta, which start at zero, so that all clusters have equal weights.
+
+        Args:
+            num_clusters: Number of clusters.
+            temperature: Divisor of the logits.
+            noise: Standard deviation of the noise that is added to the logits in training.
+            layers: Number of adapted layers, for a mixture of each; None for one mixture of all layers.
+            dtype: Dtype of the logits.
+
+        Raises:
+            RecipeError: An argument is out of range.
+        """
         super().__init__()
         if isinstance(num_clusters, bool) or not isinstance(num_clusters, int) or num_clusters < 1:
             raise RecipeError(f"num_clusters: got {num_clusters!r}; allowed: a whole number of at least 1")

@@ -240,6 +240,14 @@ class Sum(nn.Module):
     """
 
     def __init__(self, chain: Chain, other: nn.Module, pass_shape: PassShape, names: Sequence[str]) -> None:
+        """Register both branches, and let the chain's last step compute the sum and the ReLU.
+
+        Args:
+            chain: The chain; its last step is a native one.
+            other: The other branch.
+            pass_shape: Numbers of users and images of the current pass.
+            names: Names of both branches as submodules, so that parameters keep their names.
+        """
         super().__init__()
         for name, module in zip(names, (chain, other), strict=True):
             self.add_module(name, module)
@@ -298,6 +306,14 @@ class Chained:
     """
 
     def __init__(self, net: nn.Module) -> None:
+        """Convert a net; its convolutions become native steps.
+
+        Args:
+            net: The net, whose parameters are shared.
+
+        Raises:
+            UnknownLayerError: A layer is not supported, or no layer becomes a native step.
+        """
         self.pass_shape = PassShape()  # numbers of users and images of a pass, which all steps read
         self.net = self._convert(net)
         if not any(isinstance(step, Step) for m in self.net.modules() if isinstance(m, Chain) for step in m.steps):

@@ -63,6 +63,14 @@ class GatedPair(nn.Module):
     """
 
     def __init__(self, shared: nn.Module, own: nn.Module, head: nn.Module, gate: nn.Module):
+        """Combine the submodules.
+
+        Args:
+            shared: Feature extractor that users share.
+            own: Feature extractor of the user.
+            head: Map from features to outputs, of the user.
+            gate: Map from samples to two logits, of the weights of ``shared`` and ``own``.
+        """
         super().__init__()
         self.shared, self.own, self.head, self.gate = shared, own, head, gate
 

@@ -281,6 +281,14 @@ class AdaptedLayer(nn.Module, ABC):
     place = 0
 
     def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
+        """Keep the base layer; subclasses add the adaptors.
+
+        Args:
+            base: The layer to adapt; it stays a submodule.
+            num_clusters: Number of adaptors.
+            alpha: Factor of the adaptors' output.
+            mixture: Holder of the mixture weights of the current forward pass, common to all layers of a model.
+        """
         super().__init__()
         self.base = base
         self.num_clusters = num_clusters
@@ -389,6 +397,16 @@ class LowRankLayer(AdaptedLayer):
         alpha: float,
         mixture: Mixture,
     ):
+        """Create the factors ``a`` and ``b`` and the adaptors of the bias, each with a leading cluster axis.
+
+        Args:
+            base: The layer to adapt.
+            geometry: Shapes of the factors; None for no low-rank adaptor.
+            bias: Adapt the bias, if the layer has one.
+            num_clusters: Number of adaptors.
+            alpha: Factor of the adaptors' output.
+            mixture: Holder of the mixture weights of the current forward pass.
+        """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         self.geometry = geometry
         weight, own_bias = base.get_parameter("weight"), base._parameters.get("bias")

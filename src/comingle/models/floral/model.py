@@ -217,6 +217,14 @@ class FloralModel(nn.Module):
     router: ClientRouter
 
     def __init__(self, model: nn.Module, *, router: ClientRouter, mixture: Mixture, unadapted: tuple[str, ...]):
+        """Combine a model whose layers are adapted already with a router.
+
+        Args:
+            model: The model with adapted layers.
+            router: The router over the clusters.
+            mixture: Holder from which all adapted layers read the mixture of the current forward pass.
+            unadapted: Modules with parameters that have no adaptor, as "head (Linear)".
+        """
         super().__init__()
         self.model = model
         self.router = router

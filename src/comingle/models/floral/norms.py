@@ -35,6 +35,14 @@ class AdaptedNorm(AdaptedLayer):
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
+        """Create the adaptors of gamma and beta; a norm may lack beta.
+
+        Args:
+            base: The norm to adapt.
+            num_clusters: Number of adaptors.
+            alpha: Factor of the adaptors.
+            mixture: Holder of the mixture weights of the current forward pass.
+        """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         gamma, beta = base.get_parameter("weight"), base._parameters.get("bias")
         self.weight = self.clustered(tuple(gamma.shape), gamma)
@@ -79,7 +87,14 @@ class AdaptedNorm(AdaptedLayer):
 
 
 def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run ``nn.InstanceNorm``'s forward with another gamma and beta; the input may lack the batch axis."""
+    """Run ``nn.InstanceNorm``'s forward with another gamma and beta.
+
+    Args:
+        base: The norm, with its settings and running statistics.
+        x: The input, with or without a batch axis.
+        weight: Gamma to use in place of the norm's own.
+        bias: Beta, likewise; None for none.
+    """
     base._check_input_dim(x)
     batched = x if x.dim() != base._get_no_batch_dim() else x.unsqueeze(0)
     use_input = base.training or not base.track_running_stats  # instead of running statistics
@@ -107,6 +122,15 @@ class AdaptedBatchNorm(AdaptedNorm):
     running_var: Tensor | None
 
     def __init__(self, base: nn.Module, *, nora: bool, num_clusters: int, alpha: float, mixture: Mixture):
+        """Create the adaptors, and local running statistics that start as copies of the base's.
+
+        Args:
+            base: The batch norm to adapt; without running statistics there are no local ones.
+            nora: Use BatchNorA (eq. 42).
+            num_clusters: Number of adaptors.
+            alpha: Factor of the adaptors.
+            mixture: Holder of the mixture weights of the current forward pass.
+        """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         self.nora = nora
         mean, var = cast(_BatchNorm, base).running_mean, cast(_BatchNorm, base).running_var

@@ -369,6 +369,7 @@ class _Mixture(ctypes.Structure):
 def enable(cache: Path) -> bool:
     """Load the native code from ``cache`` (compile it if necessary) and use it; return whether this succeeded."""
     global _library, _loaded
+    # `_loaded` remembers the code, so that it is loaded once; `_library` is None while PyTorch is in use.
     _library = _loaded = _loaded or _load(cache)
     return _library is not None
 
@@ -716,6 +717,7 @@ class RowsLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``W x + b``."""
+        # Each row counts as a user of its own, as without adapters the kernel needs no users.
         if fits_rows(input, input.shape[:-1].numel(), self.weight):
             return linear((self.weight, self.bias), input)
         return super().forward(input)
