@@ -148,6 +148,8 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 def with_date(base: Base, recorded: str) -> Base:
     """Return the base with a fixed date for its chat template, if the template writes the current date.
 
+    So training, evaluation and a resumed run see the same prompts.
+
     Args:
         base: The base model; returned unchanged if it has a date.
         recorded: The date of the run in ISO format; empty for a new run, which gets the current date.

@@ -559,10 +559,13 @@ class ChatTemplate:
         return {}
 
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
-        """Return the messages with tool calls in the template's format, and the indices of those that it never writes.
+        """Return the messages with tool calls in the template's format; find calls that the template omits.
 
         Some templates need the arguments of a call as a mapping, others as JSON. Both are tried; the result is
-        in the format in which the template writes more messages' calls.
+        in the format in which the template writes the calls of more messages.
+
+        Returns:
+            The messages, and the indices of messages with calls of which the template omits a name or an argument.
 
         Raises:
             DataError: The template rejects both formats.

@@ -165,7 +165,10 @@ class EnsembleModel(Model):
         """
         components = [self._component_tensors(tensors, number) for number in range(self.mixture.clusters)]
         powers_of = [None] * len(components) if powers is None else powers.unbind(1)
-        losses = [self.inner.losses(t, users, batch, powers=p)[0] for t, p in zip(components, powers_of, strict=True)]
+        losses = []
+        for component, exponent in zip(components, powers_of, strict=True):
+            component_losses, _ = self.inner.losses(component, users, batch, powers=exponent)  # without the penalty
+            losses.append(component_losses)
         return torch.stack(losses, 1)
 
     def _component_tensors(self, tensors: Tree, number: int) -> Tree:

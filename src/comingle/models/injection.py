@@ -109,10 +109,10 @@ class RoutedMLP(nn.Module):
         return mixed.view(x.shape)
 
     def _fits_decoding(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
-        """Return whether the native kernels for decoding support this MLP and its input ``x``."""
-        linears = (*self.first.values(), self.last)
+        """Return whether the native kernels for decoding support this MLP and its input ``x`` of ``users`` users."""
+        weights = [base_weight(linear)[0] for linear in (*self.first.values(), self.last)]  # without biases
         has_kernel = self.act in expert_mlp.ACTIVATION_CODES
-        return has_kernel and expert_mlp.fits_rows(x, users, *(base_weight(linear)[0] for linear in linears))
+        return has_kernel and expert_mlp.fits_rows(x, users, *weights)
 
     def _mix_rows(self, x: Tokens) -> Tokens:
         """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, in the native decoding kernel.
@@ -386,6 +386,10 @@ def _split_native_arguments(
 ) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
     """Split the arguments of :class:`_NativeMixture` after ``num_first``, which autograd requires to be flat.
 
+    Args:
+        rest: B of each first layer, A and B of the last, then weight and bias of the same layers.
+        num_first: Number of layers that read the input: 2 with a gate, else 1.
+
     Returns:
         B of the first layers, (A, B) of the last, weights of all layers, biases of all layers.
     """
@@ -404,6 +408,10 @@ def _split_arguments(
 ) -> tuple[tuple[Any, Any, Tensor, Tensor], list[tuple[Tensor, Tensor | None]]]:
     """Split the arguments of :class:`_Mixture` after ``num_first``, which autograd requires to be flat.
 
+    Args:
+        rest: A and B of each first layer and of the last, then weight and bias of the same layers.
+        num_first: Number of layers that read the input: 2 with a gate, else 1.
+
     Returns:
         (A of the first layers, B of the first layers, A of the last, B of the last), and (W, b) of each layer.
     """
@@ -420,10 +428,10 @@ Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
 
 
 def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None:
-    """Check that no LoRA rank is larger than useful: a weight's change has at most the rank min(d_in, d_out).
+    """Log a warning if the largest LoRA rank exceeds the rank min(d_in, d_out) of some weights; refuse absurd ranks.
 
-    Log a warning if the largest rank exceeds that of some weights: the excess changes no result, but is trained and
-    uploaded. Only a rank beyond reason is refused: one above d_in + d_out of every weight.
+    A rank above min(d_in, d_out) changes no result, but the excess is trained and uploaded. A rank above d_in + d_out
+    of every weight is an error: such factors are larger than the weights.
 
     Args:
         ranks: LoRA rank of each user.
@@ -432,7 +440,8 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
     Raises:
         RecipeError: The largest rank exceeds d_in + d_out of the largest weight.
     """
-    shapes = {name: tuple(base_weight(linear)[0].shape) for name, linear, _, _ in linears}
+    weights = {name: base_weight(linear)[0] for name, linear, _, _ in linears}  # without biases
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     user = int(ranks.argmax())
     rank = int(ranks[user])
     suffix = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
@@ -685,7 +694,7 @@ def inject(
 
     Raises:
         BaseModelError: The family, its target modules or its activation are not supported.
-        RecipeError: A rank is larger than some weight can have.
+        RecipeError: The ranks do not fit the number of users, or one is absurdly large (:func:`check_ranks`).
     """
     targets = find_targets(model, settings.targets)
     ranks = ranks_of(settings, len(counts.specialists))
@@ -700,6 +709,8 @@ def inject(
             layer.set_submodule(name, lora)
         experts[f"layers.{i}.mlp"] = mlp = _routed_mlp(layer, targets, act, scale, settings, counts)
         mlp.router.gating = gating
+        # Compare the first layer only, as all are alike; without an MLP module or on the meta device there is nothing
+        # to compare with.
         if targets.mlp and i == 0 and not next(layer.parameters()).is_meta:
             check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
         _replace_mlp(layer, targets, mlp)

@@ -374,8 +374,14 @@ class StackedModel(Model):
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Float[Tensor, "users batch ..."]
     ) -> Float[Tensor, "users batch ..."]:
-        """Return the outputs for inputs, in evaluation mode."""
-        return self._outputs(tensors, batch, False)
+        """Return the outputs for inputs, in evaluation mode.
+
+        Args:
+            tensors: The users' tensors.
+            users: Ignored, as users are alike.
+            batch: Inputs alone, without targets.
+        """
+        return self._outputs(tensors, batch, train=False)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users *layers clusters"]:
         """Return each user's mixture weights pi; in training the engine has added noise to the router's logits."""
@@ -631,7 +637,7 @@ class MixedLanguageModel(StackedModel):
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
         """Return the losses with adaptors mixed in the weights, whatever level the mixture has in training."""
-        return self._model_losses(tensors, batch, False)
+        return self._model_losses(tensors, batch, train=False)
 
     @torch.no_grad()
     def generate(

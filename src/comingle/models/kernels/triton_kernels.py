@@ -244,6 +244,7 @@ def backward(
         p = tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0)
         factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
         factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
+        # In plain MLPs the arguments of layer 1 are those of layer 0, and unused.
         h, d_pre_0, d_pre_1, _ = _expert(
             pre_0, pre_1, d_mixture,
             _load_columns(z, row, valid, j * RANK, RANK, WIDE),
