@@ -355,8 +355,8 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
     """Return a table of the amounts of data of users that are stored in a file, and excerpts of the listed users' data.
 
     Of more than 24 users only the three with the least and the three with the most training data are listed, below the
-    minimum, median and maximum of each column. The table is as that of :func:`choose_rows`, but made from an array, as
-    there may be millions of users.
+    minimum, median and maximum of each column. The rows are those that :func:`choose_rows` would return, but they are
+    made from an array, as there may be millions of users.
 
     Args:
         title: Title of the table.

@@ -61,10 +61,10 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str):
         super().__init__(stream)
-        self._depth = 0
-        self._composed = 0
-        self._repeated = 0
-        self._sizes: dict[int, int] = {}
+        self._depth = 0  # of the current node
+        self._composed = 0  # number of values so far, with aliases expanded
+        self._repeated = 0  # number of those values that come from aliases
+        self._sizes: dict[int, int] = {}  # number of values in each finished node, by the node's `id`
 
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
         """Compose a node; refuse deep nesting and count the values below each node.

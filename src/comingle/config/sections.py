@@ -120,6 +120,11 @@ class Recipe(Section):
     """Device, memory and speed."""
 
     def __init__(self, **content: object):
+        """Check the content of a recipe and convert it.
+
+        Raises:
+            RecipeError: The recipe is wrong. The error has one line for each problem.
+        """
         try:
             super().__init__(**content)
         except ValidationError as error:
@@ -213,8 +218,9 @@ class Recipe(Section):
         """Return a copy with dotted keys replaced.
 
         A section is replaced before its keys, whatever their order: ``{"method.models": 5, "method": "ifca"}``. As in a
-        recipe's YAML, ``training.learning_rate`` of nets means ``training.experts.learning_rate``, and a section that
-        may be a plain name (``method``, ``aggregation``) may still be one when a key of it is set.
+        recipe's YAML, ``training.learning_rate`` of nets means ``training.experts.learning_rate``. The sections
+        ``method`` and ``aggregation`` may be a plain name in the recipe; if a key of such a section is set, the name
+        becomes another key of it.
 
         Args:
             changes: New values by dotted key, for example ``{"training.rounds": 3}``.

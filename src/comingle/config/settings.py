@@ -312,7 +312,8 @@ def unread_local_steps(items: str) -> dict[str, str]:
 def unread_keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
     """Return the keys of ``data`` that only text has, each with what to use instead for another kind of data.
 
-    It is part of ``DataSection.unread`` for the other kind. The key ``data.train_on_valid`` is always in it.
+    The result is part of ``DataSection.unread`` for the other kind. It always has the token limits and the key
+    ``data.train_on_valid``.
 
     Args:
         limits: Alternatives to the token limits of train, valid and test: one text for all, or one each.

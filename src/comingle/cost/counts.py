@@ -51,8 +51,8 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
         if user not in messages:
             messages[user] = upload_of(federation, user), download_of(federation, user, names)
         upload, download = messages[user]
-        upload_bytes = packed_bytes(replace(upload, users=(name,)))[0]
-        download_bytes = packed_bytes(replace(download, users=(name,)))[0]
+        (upload_bytes,) = packed_bytes(replace(upload, users=(name,)))
+        (download_bytes,) = packed_bytes(replace(download, users=(name,)))
         if (secure_sum := federation.server.sums) is not None:
             num_entries = federation.server.size  # of one upload
             upload_bytes = secure_sum.sent_bytes(name, num_entries)  # masked messages replace the plain upload
@@ -78,8 +78,8 @@ def upload_of(federation: InProcess, user: int) -> Upload:
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
     """Return the message that a user downloads after an exchange of all users.
 
-    In a peer-to-peer method, which has no server, the message contains the uploads of all participants. Its tensors are
-    on the meta device then: they have shapes but no data.
+    In a peer-to-peer method, which has no server, the message contains the uploads of all participants. The tensors of
+    this message are on the meta device: they have shapes but no data.
 
     Args:
         federation: The federation.
@@ -92,7 +92,9 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
     uploaded = {name: t.to("meta") for name, t in upload_of(federation, user).tensors.items()}
     # (1, *shape) of one sender becomes (1 receiver, senders, *shape).
     tensors = {name: t.unsqueeze(1).expand(1, len(names), *t.shape[1:]) for name, t in uploaded.items()}
-    return Download(version=1, users=(names[user],), tensors=tensors, ranks=server.ranks[[user]], senders=tuple(names))
+    lora_ranks = server.ranks[[user]]  # (1,): the user's
+    # The version, a number of rounds, only matters for the length of the message.
+    return Download(version=1, users=(names[user],), tensors=tensors, ranks=lora_ranks, senders=tuple(names))
 
 
 def count_exchanges(federation: InProcess) -> int:
@@ -254,7 +256,7 @@ class Shape:
         """
         layout = self.clients.model.layout
         remaining = self.clients.mask.cpu() & ~layout.mask(without)
-        views = layout.views(remaining[self.row : self.row + 1].double())
+        views = layout.views(remaining[self.row : self.row + 1].double())  # (1, *shape) by name: 1.0 where it remains
         return {name: int(t.sum()) for name, t in views.items()}
 
     def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
@@ -403,7 +405,8 @@ def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlo
     costs = []
     for load, names in names_by_load.items():
         base_forward, base_round = base(load)
-        forward_total = measured.forward.each / load.unit  # of one token, or of one sample
+        # `each` are the FLOPs of one sequence or sample, `unit` is its number of tokens (1 for a sample).
+        forward_total = measured.forward.each / load.unit
         forward = base_forward + Flops(lora=forward_total - base_forward.total)
         round_total = measured.round(load)
         # A method without training takes no FLOPs in a round, not even those of the base.
@@ -417,7 +420,7 @@ def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlo
                 upload_bytes=upload_bytes,
                 download_bytes=download_bytes,
                 forward=forward,
-                training=round_flops * (1 / (load.items * load.unit)),
+                training=round_flops * (1 / (load.items * load.unit)),  # items: sequences or samples of a round
                 round=round_flops,
                 unit=rehearsal.steps.batch_source.unit.removesuffix("s"),
             )

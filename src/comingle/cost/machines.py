@@ -103,6 +103,8 @@ def measure(
 ) -> Measurement:
     """Measure the parts of a round on this machine, in rounds of copies of the recipe's users.
 
+    Copies have the same costs, and there may be as many as the planned machines would train.
+
     Rounds run in as many processes as a machine of the cluster has, but in no more than this machine has cores (or
     :data:`MAX_PROCESSES`, if that is more). They run in at least 2 processes if the cluster has several, since their
     messages are measured too.
@@ -123,6 +125,7 @@ def measure(
     num_processes = 1 if cluster.size == 1 else max(2, min(cluster.processes, max(num_cores, MAX_PROCESSES)))
     threads = recipe.runtime.threads or max(1, num_cores // num_processes)
     # Given seconds replace the measured ones, so one local step is enough.
+    # steps_ratio: local steps of the recipe per step that is measured
     recipe, steps_ratio = _shorten(recipe, max_steps=MAX_STEPS if given_user_seconds is None else 1)
     times = _measure_in_processes(recipe, num_processes, threads, users_per_process(participants, cluster.size))
     cores_each = cores_of_process(num_cores, num_processes, threads)
@@ -228,6 +231,7 @@ def _to_measurement(
         bus=times.get("bus", float("inf")),  # a single process has no connections
         collectives=collectives,
     )
+    # Number of users, and the tokens or samples of a round's training and of an evaluation.
     trainers, trained, scored = times["amounts"]
     return Measurement(
         parts=parts,
@@ -363,9 +367,10 @@ def plan_times(
 def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, object]:
     """Return the measured parts of a round, for JSON.
 
-    Keys are ``PART_seconds`` for each part (see :class:`comingle.cost.timing.Parts`; ``words`` is its ``report``), the
-    rates of the connection between processes (``bus``, None for a single process) and of the ``disk`` in bytes per
-    second, ``adds`` (whether the server needs sums alone) and ``hops`` (messages of a round that wait for each other).
+    Keys are ``PART_seconds`` for each part that :class:`comingle.cost.timing.Parts` describes (its ``report`` has the
+    key ``words_seconds``), the rates of the connection between processes (``bus``, None for a single process) and of
+    the ``disk`` in bytes per second, ``adds`` (whether the server needs sums alone) and ``hops`` (messages of a round
+    that wait for each other).
 
     Args:
         measurement: Measurements of the recipe.

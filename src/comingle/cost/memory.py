@@ -586,7 +586,7 @@ def peak_memory(rehearsal: Rehearsal, *, alone: bool = False, pass_size: PassSiz
 
 
 def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]:
-    """Return the bytes of models and of optimiser moments of all users of a run, which are in memory.
+    """Return how many bytes the models, and how many the optimiser moments, of all users of a run take in memory.
 
     Args:
         rehearsal: The run's federation, on fake tensors. It may have fewer users than the run.
@@ -595,7 +595,9 @@ def _all_users_bytes(rehearsal: Rehearsal, user_ratio: float) -> tuple[int, int]
     clients, state = rehearsal.federation.clients, rehearsal.federation.clients.state
     models_bytes = state.rows.nbytes
     models_bytes += clients.initial.nbytes  # values before training, if the method resets to them; else empty
-    models_bytes += clients.mask.untyped_storage().nbytes()  # the storage: a mask for all users may be one expanded row
+    # The mask says where a user's tensors are not padding. If it is the same for all users, it is one expanded row, of
+    # which only the storage has the true size.
+    models_bytes += clients.mask.untyped_storage().nbytes()
     models_bytes += sum(t.nbytes for t in state.best.values())  # copies of the best round, if it is selected
     return int(user_ratio * models_bytes), int(user_ratio * (state.first.nbytes + state.second.nbytes))
 
@@ -705,7 +707,7 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
         if is_private:
             gradients = _private_gradients(cohort, phase, steps, batch, examples)
         else:
-            gradients = steps.gradient(cohort, batch, phase)[1]
+            _, gradients = steps.gradient(cohort, batch, phase)  # without the losses
         gradients_bytes = sum(gradient.nbytes for gradient in gradients.values())
         steps.descend(phase, cohort, gradients, 0)  # as in the first local step; the learning rate changes no sizes
     return live.peak, gradients_bytes
@@ -731,16 +733,24 @@ def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor
     # Copies of a user's model after the first are not shared, so all their gradients are plain.
     has_further_copies = max(cohort.rows) >= steps.trainers
     plain_names = private.local_leaves(phase, layout, everything=has_further_copies)
-    plain = steps.gradient(cohort, batch, phase, names=plain_names)[1] if plain_names else Tree()
+    plain = Tree()
+    if plain_names:
+        _, plain = steps.gradient(cohort, batch, phase, names=plain_names)
     tensors = restrict(model.tensors(cohort.part.rows), layout, layout.roles - private.local_roles(layout))
     sums = Tree()
     for _ in range(TRACED_BATCHES):
         sums_of_pass, _ = private.clipped_sums_of_batch(
-            model, steps.batch_source, tensors, shared_names, cohort.owners, examples, bound=1.0
+            model,
+            steps.batch_source,
+            tensors,
+            shared_names,
+            cohort.owners,
+            examples,
+            bound=1.0,  # any clip norm
         )
         sums = {name: t + sums[name] if name in sums else t for name, t in sums_of_pass.items()}
     noised = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
-    return private.merge(layout, phase, plain, noised, range(num_users), num_users)
+    return private.merge(layout, phase, plain, noised, noised_users=range(num_users), users=num_users)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, object] = Mappi
     Args:
         recipe: The recipe.
         name: Name of the method.
-        for_all: Settings, by name, that replace those above in a method that has them.
+        for_all: Settings by name. In a method that has a setting of this name, it replaces the recipe's or the default.
     """
     settings = settings_in_comparison(name, recipe.method.name, recipe.method.settings, for_all)
     changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
@@ -673,6 +673,7 @@ def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -
         return rehearse_nets(recipe, replace(run_data.common, users=own_users), participation, all_names)
     # Passes over language data, conversations too, are measured on text that costs as much.
     if own_users.in_memory:
+        # Without skipped users and the note on costs, as the data was read and checked already.
         (text_recipe,), _, _ = kind.as_text([recipe], len(own_users))
     else:
         (text_recipe,) = conversations_as_text(kind, [recipe], own_users)

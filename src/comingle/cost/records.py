@@ -73,7 +73,7 @@ def _convolution_backward(out: Sequence[int], x: object, weight: Sequence[int], 
         weight: Shape of the weight.
         rest: The operation's other arguments; the last says which gradients are wanted: input, weight, bias.
     """
-    wanted = rest[-1][:2]
+    wanted = rest[-1][:2]  # of input and weight; a bias takes no multiplications
     return 2 * out[0] * math.prod(out[2:]) * math.prod(weight) * sum(wanted)
 
 

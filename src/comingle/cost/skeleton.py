@@ -46,19 +46,21 @@ _PER_BYTE = {"8bit": 1, "4bit": 2}
 
 
 class PackedShape(QuantisedLinear):
-    """Shapes of a packed linear layer, stored and unpacked, without values and without bitsandbytes.
-
-    Args:
-        weight: The unpacked weight, of which only the shape and the dtype are used.
-        bias: The bias.
-        bits: The format of the packed weight.
-    """
+    """Shapes of a packed linear layer, stored and unpacked, without values and without bitsandbytes."""
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
-        nn.Module.__init__(self)
+        """Create buffers on the meta device, with the sizes of those of a packed layer.
+
+        Args:
+            weight: The unpacked weight, of which only the shape and the dtype are used.
+            bias: The bias.
+            bits: The format of the packed weight: "8bit" or "4bit".
+        """
+        nn.Module.__init__(self)  # not that of the base class, which would pack values
         self.out_features, self.in_features = weight.shape
         self.bits, self.dtype, self.bias = bits, weight.dtype, bias
         count = weight.numel()
+        # Several entries may share a byte, and each block of entries has a scale; both are rounded up.
         self.register_buffer("packed", _meta_buffer(-(-count // _PER_BYTE[bits]), torch.uint8))
         self.register_buffer("scales", _meta_buffer(-(-count // BLOCKS[bits]), torch.float32))
         self.register_buffer("code", _meta_buffer(CODES[bits], torch.float32))
@@ -234,7 +236,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
         num_clusters=mixture.clusters,
         rank=rank,
         alpha=lora_scale(recipe.adapters.alpha, rank),
-        bias=False,
+        bias=False,  # language models have adaptors of linear layers only
         norm=False,
         per_layer=mixture.per_layer,
         copy=False,

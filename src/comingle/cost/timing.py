@@ -38,7 +38,7 @@ from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.memory import user_bytes
 from comingle.methods import make
-from comingle.protocol.messages import LOSS
+from comingle.protocol.messages import LOSS, Upload
 from comingle.runs.distributed import build_sharded, divide_users, keep_users, select_gpu
 from comingle.runs.session import build, prepare
 from comingle.training.backends import local
@@ -431,6 +431,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     # A federation of one user tells how many users fit into a cohort, and the bytes of each.
     one_user = build(recipe, copy_users(run_data, 1)).clients
     cohort_size, tensor_bytes = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
+    # Users that send messages without training: as many as possible, so that the time of each can be measured.
     sending_users = min(MAX_SENDING, MAX_STATE_BYTES // max(1, tensor_bytes.params + tensor_bytes.moments))
     built_users = max(own_users, cohort_size, sending_users)
     federation = _build_federation(recipe, copy_users(run_data, built_users * num_processes), ranks)
@@ -446,14 +447,14 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     few_users = max(1, built_users // FEW)
     with skip_local_steps():
         other_seconds = [time_rounds(federation, count, num_processes)[1] for count in (few_users, built_users)]
-    clients.scored = range(cohort_size)  # one cohort is evaluated
+    clients.scored = range(cohort_size)  # indices of the evaluated users: one cohort
     wait_for_others()
     measured = describe_messages(federation) | {
         "amounts": amounts_of(clients),
         "cohort": cohort_size,
         "own_user_s": own_user_seconds,
         "user_s": cohort_user_seconds,
-        "evaluation_s": median_seconds(clients.evaluate, 1) / cohort_size,
+        "evaluation_s": median_seconds(clients.evaluate, times=1) / cohort_size,
         "other_work_s": other_seconds,
         "other_work_users": [few_users, built_users],
         "collectives": {name: count / ROUNDS for name, count in collective_counts.items()},
@@ -590,13 +591,18 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
     names = [clients.names[member] for member in members]
     # Between peers there is no download from the server.
     download = server.download(names) if not clients.method.server.peer_to_peer else None
-    times["receive_s"] = 0.0 if download is None else median_seconds(lambda: clients.receive(download), 3)
+    times["receive_s"] = 0.0 if download is None else median_seconds(lambda: clients.receive(download))
     losses = {LOSS: torch.zeros(len(members))}
-    times["send_s"] = median_seconds(lambda: clients.upload(members, 1, losses, counts=True), 3)
-    upload = clients.upload(members, 1, losses, counts=True)
+
+    def make_upload() -> Upload:
+        """Make an upload of all users. The round and the losses do not matter; ``counts`` keeps no rounding errors."""
+        return clients.upload(members, 1, losses, counts=True)
+
+    times["send_s"] = median_seconds(make_upload)
+    upload = make_upload()
     if server.sums is None:
         # Each repetition completes a round of the server, so the upload gets the number of the current one.
-        times["aggregate_s"] = median_seconds(lambda: server.aggregate(replace(upload, round=server.version)), 3)
+        times["aggregate_s"] = median_seconds(lambda: server.aggregate(replace(upload, round=server.version)))
     if server.needs_only_sums:
         weights = dict.fromkeys(upload.tensors, torch.full((len(members),), 1 / len(members), dtype=torch.float64))
 
@@ -607,7 +613,7 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 
         # For other number formats of uploads, sums are assumed to take as long as making the uploads.
         is_float32 = clients.plan.training.uploads == "float32"
-        times["sum_s"] = median_seconds(sum_uploads, 3) if is_float32 else times["send_s"]
+        times["sum_s"] = median_seconds(sum_uploads) if is_float32 else times["send_s"]
     # Tensors that all users download are expanded along the users, without copies, so their first stride is 0.
     same_download = download is None or all(t.stride(0) == 0 or len(names) == 1 for t in download.tensors.values())
     seconds_per_user = {key: seconds / len(members) for key, seconds in times.items()}
@@ -624,9 +630,9 @@ def measure_links(ranks: Ranks) -> dict[str, float]:
     """
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
     P = ranks.size
-    barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_NUM_BARRIERS)], 3) / _NUM_BARRIERS
-    sum_seconds = median_seconds(lambda: ranks.total(numbers), 3)
-    broadcast_seconds = median_seconds(lambda: ranks.broadcast({"numbers": numbers}), 3)
+    barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_NUM_BARRIERS)]) / _NUM_BARRIERS
+    sum_seconds = median_seconds(lambda: ranks.total(numbers))
+    broadcast_seconds = median_seconds(lambda: ranks.broadcast({"numbers": numbers}))
     sum_rate = 2 * (P - 1) / P * numbers.nbytes / sum_seconds
     broadcast_rate = numbers.nbytes / broadcast_seconds
     return {"hop": barrier_seconds / max(1, P - 1), "bus": min(sum_rate, broadcast_rate)}
@@ -636,10 +642,10 @@ def measure_disk_rate() -> float:
     """Return the rate of durable (synced) writes to the current directory, in bytes per second."""
     content = {"numbers": torch.zeros(_DISK_BYTES // 4)}
     with tempfile.TemporaryDirectory(dir=".", prefix=".comingle-disk-") as folder:
-        return _DISK_BYTES / median_seconds(lambda: write_tensors(Path(folder) / "numbers.safetensors", content), 3)
+        return _DISK_BYTES / median_seconds(lambda: write_tensors(Path(folder) / "numbers.safetensors", content))
 
 
-def median_seconds(work: Callable[[], object], times: int) -> float:
+def median_seconds(work: Callable[[], object], times: int = 3) -> float:
     """Return the median seconds of ``times`` calls of ``work``."""
     durations = []
     for _ in range(times):
