@@ -397,7 +397,7 @@ def _check_settings(own: Own, public: Public, read: RunData) -> None:
     own_settings = read.kind.settings(read)
     for key, value in public.settings.items():
         if key == "classes" and isinstance(value, int) and own_settings.get(key, value) <= value:
-            continue  # The user's data may lack some classes.
+            continue  # `value` is the number of classes of all users; this user's data may lack some of them.
         # A key that does not follow from the user's data is not compared. As JSON, tuples and lists are equal.
         if json.dumps(own_settings.get(key, value)) != json.dumps(value):
             raise MessageError(f"user {own.name!r}: {key}: got {own_settings[key]} from the data; allowed: {value}")

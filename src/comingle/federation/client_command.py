@@ -107,7 +107,7 @@ def _run_clients(participants: Sequence[Participant], say: Callable[[str], None]
         RunError: A user cannot take part; the others have ended.
     """
     calls = CallQueue()  # All clients' tasks are carried out in this thread.
-    bases: dict[Any, Any] = {}  # base models by their settings, so that the users share them in memory
+    bases: dict[Any, Any] = {}  # loaded base models, which users with the same base share in memory
     endings = [EndCondition(stays=stays) for _ in participants]
     clients = []
     for participant, ending in zip(participants, endings, strict=True):
@@ -142,7 +142,8 @@ def _fleet_client(
         participant: The user.
         calls: Queue of calls of this process.
         ending: Records when the federation has ended for this user.
-        bases: Base models that this process has loaded, by their settings; the client adds those that it loads.
+        bases: Base models that the clients of this process share, by name, quantisation, dtype, device and kind of
+            attention; the client adds those that it loads.
         say: Called with each line to show to the user.
     """
 

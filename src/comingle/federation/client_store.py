@@ -350,6 +350,7 @@ class ClientStore:
         if folder is None:
             self.clients.state = self.first.copy()
         else:
+            # `first` has the expected names, shapes and dtypes. A client stores no state of a server ({}).
             self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, {})
         self.clients.update_masks()
 

@@ -148,7 +148,8 @@ def federate(
     """
     recipe = with_bos_of_run(folder, recipe, resume=resume)  # begin-of-text tokens as in the run to resume
     plan, settings_of_users = split_recipe(recipe, network)
-    server_recipe = public_part(recipe, plan.users, plan.settings, None).whole_recipe()  # without data sources
+    # The recipe without data sources; it does not depend on the base, which is not loaded here.
+    server_recipe = public_part(recipe, plan.users, plan.settings, base=None).whole_recipe()
     check_folder(folder, server_recipe, resume=resume, force=force)
     if force:
         shutil.rmtree(folder, ignore_errors=True)

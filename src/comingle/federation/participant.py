@@ -142,7 +142,7 @@ def parse_section(kind: type[Model], content: object, where: str) -> Model:
     try:
         return kind(**content)
     except ValidationError as error:
-        raise RecipeError(f"{where}: {first_problem(error, kind, None)}") from None
+        raise RecipeError(f"{where}: {first_problem(error, kind)}") from None
 
 
 def _anchored(folder: Path, data: Any) -> Any:

@@ -55,6 +55,7 @@ class Prompts:
             DataError: There is no prompt, an empty one that the tokenizer cannot begin, or a token outside the
                 vocabulary.
         """
+        # A list that begins with a number is the tokens of one prompt; other lists have an item for each prompt.
         is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         items = [prompt] if is_single else list(prompt)
         if not items:
@@ -296,7 +297,7 @@ class Chat:
         Raises:
             DataError: There is no answer yet, or no router.
         """
-        user, prompt, answer = self.last or ("", [], "")
+        user, prompt, answer = self.last or ("", [], "")  # None before the first answer
         if not answer:
             raise DataError("/route: no answer yet, or an empty one")
         tokens: Any = self.engine.tokenizer(answer, add_special_tokens=False)["input_ids"]

@@ -151,6 +151,7 @@ class RowCache(Cache):
         if not self.layers:
             self.layers = [_Layer(self) for _ in like]
         stop = max(self.stop - self.start, longest)
+        # A multiple of the step with at least half a step to spare, so that the next steps need no larger tensors.
         capacity = -(-(stop + CAPACITY_STEP // 2) // CAPACITY_STEP) * CAPACITY_STEP
         for own, other in zip(self.layers, like, strict=True):
             own.stores = [

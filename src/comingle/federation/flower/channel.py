@@ -126,12 +126,12 @@ class MessageSender:
         # Flower rejects a message whose `ttl` (in seconds) is over before it is stored, so it is not close to 0.
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))
         with self._pushing:
-            names = list(self._grid.push_messages([message]))
-        if not names or not names[0]:
+            message_ids = list(self._grid.push_messages([message]))
+        if not message_ids or not message_ids[0]:
             return NoReply(line="the server did not accept the message")
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds and wanted():
-            for reply in self._grid.pull_messages(names):
+            for reply in self._grid.pull_messages(message_ids):  # at most one
                 return reply
             # Each message in flight has a thread that polls. If they are many, each polls less often.
             crowding = max(1.0, self._in_flight / _UNSLOWED_POLLERS)

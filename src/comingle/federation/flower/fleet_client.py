@@ -187,6 +187,7 @@ class FleetConnection:
         response = self._call_active("PullMessages", PullMessagesRequest(node=self._node), once=True)
         if not response.messages_list:
             return None
+        # The server sends one message at a time.
         return message_from_proto(response.messages_list[0]), response.message_object_trees[0]
 
     def digest_of(self, run_id: int) -> str:

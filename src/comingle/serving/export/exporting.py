@@ -229,7 +229,7 @@ class Card:
 def name_of(base: Base) -> str:
     """Return the base's name for the model card: its name on the Hub, or else the last part of its local path."""
     path = expand_home(base.name)
-    if base.name == GIVEN:
+    if base.name == GIVEN:  # a program has passed the model as an object
         return f"a {type(base.model).__name__} without a name"
     if not (path.exists() or path.is_absolute() or base.name.startswith(".")):
         return base.name
@@ -329,6 +329,7 @@ def _foreign_file(folder: Path) -> str | None:
     try:
         exported = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
     except (OSError, ValueError, KeyError, TypeError):  # The list is damaged, or the export's version wrote none.
+        # Names of files that exports write: fixed ones, and parts of large models.
         exported = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
     return min(_relative_paths(folder) - exported, default=None)
 
@@ -389,7 +390,8 @@ def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequ
         gates_seen.clear()  # each call of model.predict overwrites the routers' gates, so they are collected here
         losses_of_batches = []
         for batch in windows.to(model.device).unsqueeze(1):
-            losses_of_batches.append(model.predict(source.tensors, [source.row], batch)[0])
+            (losses_of_batch,) = model.predict(source.tensors, [source.row], batch)  # (1, ...): of the only user
+            losses_of_batches.append(losses_of_batch)
             if isinstance(model, AdaptedModel) and any(mlp.router.record_gates for mlp in mlps):
                 gates_seen.append(routing.gates(model.adapters))
         return torch.stack(losses_of_batches)

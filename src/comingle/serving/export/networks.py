@@ -128,7 +128,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
         if change.key:
             by_layer.setdefault(change.layer, {})[change.key] = change
     for layer, experts in by_layer.items():
-        prefix = experts["up"].name.rpartition("mlp.")[0]
+        prefix = experts["up"].name.rpartition("mlp.")[0]  # of the names in this layer
         gate, up, down = (_expert_weights(merged, experts[key]) for key in ("gate", "up", "down"))
         state |= {
             # Weights of all experts are stacked, and the linears gate and up are one.
@@ -177,6 +177,7 @@ def needs_eager_experts(config: PreTrainedConfig) -> bool:
     family = next((family for family in SPARSE.values() if family.model_type == config.model_type), None)
     if family is None:
         return False
+    # `family.width` is the configuration's key for the width of an expert.
     return any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
 
 
