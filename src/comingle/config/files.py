@@ -60,6 +60,11 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that limits nesting and repetition by aliases, and refuses duplicate keys."""
 
     def __init__(self, stream: str):
+        """Start to read a YAML text.
+
+        Args:
+            stream: The text.
+        """
         super().__init__(stream)
         self._depth = 0  # of the current node
         self._composed = 0  # number of values so far, with aliases expanded

@@ -457,8 +457,10 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
 
     Args:
         states: Holds nodes, runs and messages.
-        keys_only: Admit holders of registered keys only; otherwise every client registers a generated key.
+        keys_only: Admit only clients with registered keys, and check signatures; otherwise every client registers a
+            generated key, and a signature proves nothing.
     """
+    # Flower's API with Flower's middleware, in the order in which requests pass it, and one more check at the end.
     api = FastAPI(
         docs_url=None,
         redoc_url=None,
@@ -472,7 +474,7 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
     )
     api.state.linkstate_factory = states
     api.state.enable_supernode_auth = keys_only
-    api.state.fleet_event_log_plugin = None
+    api.state.fleet_event_log_plugin = None  # Flower reads this; there is no log of events
     api.include_router(fleet_router)
     return Gate(api, states.state() if keys_only else None)
 
