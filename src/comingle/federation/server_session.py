@@ -483,7 +483,7 @@ class TaskQueue:
 
         A client without an answer in this queue (``pending``) has a request if it is connected: its task if it has
         joined, otherwise a join task. It has none during the pause after a failure, and none if it has not joined and
-        may not do so now (:meth:`_may_join`). The request stays in the result until the client has answered.
+        may not do so now (:meth:`_may_join`).
         """
         now = time.monotonic()
         connected = set(self.session.channel.present())
