@@ -172,7 +172,8 @@ def advise_runs(
         ComingleError: As :func:`comingle.runs.session.prepare`.
     """
     names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
-    # One seed suffices to check the recipes; how many are needed is known only once the data is read.
+    # Keys are pairs of a method's label (its name, or NAME:KEY=VALUE) and a seed. One seed suffices to check the
+    # recipes; the number of seeds that the data needs is known only once the data is read.
     recipes = recipes_of(recipe, names, seeds or SEEDS[:1])
     compared = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
     first_seed = next(seed for _, seed in recipes)

@@ -184,7 +184,8 @@ def recipes_of(
             "users, so users cannot be compared across seeds; allowed: null (all users), or one seed"
         )
     parsed = [dict(method) if isinstance(method, Mapping) else parse_method(method) for method in methods]
-    # A mapping has all settings; to a name, those of the recipe and of all methods are added.
+    # A method that was passed as a mapping has all its settings. A method that was passed by name gets the recipe's
+    # settings, if it is the recipe's method, and those in `for_all`; settings in its text take precedence.
     complete = [
         method if isinstance(as_passed, Mapping) else _with_settings(recipe, method["name"], for_all) | method
         for as_passed, method in zip(methods, parsed, strict=True)
@@ -381,7 +382,7 @@ def compare_beside(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         quiet: Whether to print no progress.
-        ready: Called with the data of the first seed before the first run, in a process of its own; it must pickle.
+        ready: Called with the data of the first seed before the first run, in the process of this run; must pickle.
 
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.

@@ -236,7 +236,7 @@ def _first_difference(old: Recipe, new: Recipe) -> str:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
-    return "they differ"
+    return "they differ"  # for example if a key is missing in one recipe and None in the other
 
 
 def _flattened(content: object, prefix: str = "") -> dict[str, object]:

@@ -253,6 +253,7 @@ def warn_unread(recipe: Recipe, method: Method) -> None:
     """
     name, training, placement = recipe.method.name, recipe.training, method.placement
     unread: list[tuple[str, list[str]]] = []  # a reason, and the keys or sections without effect for this reason
+    # The section `floral` is for methods that learn mixtures of adaptors.
     if placement.mixture is None or placement.mixture.of != "adaptors":
         unread.append((f"method {name}: has no adaptors in nets", ["floral"]))
     data: Any = recipe.data
@@ -427,7 +428,7 @@ def execute(
     """
     clock, rounds_done, clients = Clock(), 0, federation.clients
     kept_bytes = 0  # size of the events before the checkpoint; the resumed run repeats the later ones
-    federation.keep_key(folder, resume=resume)  # the key of privacy noise
+    federation.keep_key(folder, resume=resume)  # set the key from which privacy noise is drawn; store it in the folder
     if federation.leads:
         federation.server.warn_of_noise(clients.plan)
     if folder is not None and federation.open_folder(folder, resume=resume):
@@ -444,7 +445,7 @@ def execute(
     def observe(event: Event) -> None:
         """Pass an event to all observers; keep it in memory if there is no log."""
         if log is None and event["event"] != "step":
-            unlogged_events.append(finite(event))
+            unlogged_events.append(finite(event))  # as in the log, where JSON has no NaN
         for sink in sinks:
             sink(event)
 
@@ -456,8 +457,9 @@ def execute(
     data_amounts = federation.merge_users(
         lambda: {user.name: amounts(user, clients.batch_source.unit) for user in clients.scored_users}
     )
+    # The log of a resumed run already has a start event, unless the log was deleted.
     log_was_lost = log is not None and log.size_bytes == 0
-    if log_was_lost or not kept_bytes:  # the log of a resumed run already has a start event
+    if log_was_lost or not kept_bytes:
         observe(start_event(clients.plan, clients.model.name, data_amounts) | clients.left_out)
     try:
         write_checkpoint = checkpoint_writer(federation, recipe, folder, log)
@@ -471,7 +473,7 @@ def execute(
         # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
-        if folder is not None and resume and rounds_done == metrics["rounds"]:
+        if folder is not None and resume and rounds_done == metrics["rounds"]:  # resumed, but already finished
             metrics |= _recorded_seconds(folder, rounds_done)
         observe(end_event(metrics))
     except DivergenceError as error:

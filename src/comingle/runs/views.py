@@ -116,14 +116,14 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     streams: list[tuple[str, str | None, Any]] = []  # name of the text, user whose text it is, token ids
     models = [generating_model(run, name) for name in users]
     if texts:
-        tokenizer = models[0].model.base.tokenizer
+        tokenizer = models[0].model.base.tokenizer  # all users have the same base model
         assert tokenizer is not None
         for name, text in texts:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             streams.append((name, None, torch.tensor(ids[:length], dtype=torch.int64)))
     else:
         streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
-        streams.sort(key=lambda stream: users.index(stream[0]))
+        streams.sort(key=lambda stream: users.index(stream[0]))  # in the order of `users`
     context = clients.plan.training.context
     routes = [[model.route(ids, context=context) for model in models] for _, _, ids in streams]  # texts x users
     return TokenView(

@@ -347,7 +347,7 @@ def collect_classes(
         named: Classes in the recipe; empty if it names none.
 
     Returns:
-        The classes, and the note; empty if no user lacks a class.
+        The classes; and the note, which is empty if no user lacks a class.
 
     Raises:
         DataError: A user has a class that is not in ``named``.
@@ -467,8 +467,8 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def encode(self, read: UserSamples) -> UserSamples:
         """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
 
-        The first user decides for all: whole numbers are classes unless the loss is one for real numbers. For such a
-        loss they are converted. For a loss on classes, the classes of all users are counted.
+        The first user decides for all: whole numbers are classes, unless the loss is for real numbers. For such a loss,
+        whole numbers are converted to real ones. For a loss on classes, the classes of all users are counted.
 
         Raises:
             DataError: The targets are real numbers, but those of the first user were whole numbers. The opposite is

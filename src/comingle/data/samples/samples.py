@@ -468,7 +468,7 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
     num_missing = max(1, round(share * len(labels))) - int(num_held_out.sum())
     lost = torch.where(num_held_out < counts - 1, quota - num_held_out, -1.0)  # -1: only the last sample is left
     most_lost = lost.sort(descending=True, stable=True).indices[: max(0, num_missing)]
-    num_held_out[most_lost[lost[most_lost] >= 0]] += 1
+    num_held_out[most_lost[lost[most_lost] >= 0]] += 1  # one more of each of these labels
     is_held_out = _rank_in_label(labels, counts) < num_held_out[labels]
     return (~is_held_out).nonzero().flatten(), is_held_out.nonzero().flatten()
 

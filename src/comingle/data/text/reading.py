@@ -399,7 +399,7 @@ def given_readers(
     readers: dict[str, Reader] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
-            sources = {
+            sources = {  # `_SPLITS` also maps the key "validation" to "valid"
                 _SPLITS[str(split)]: partial(_read_documents_of, bad, name, part) for split, part in source.items()
             }
             readers[name] = partial(split_sources, name, sources, data.split, seed, limits[name], duplicates)
