@@ -382,6 +382,7 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     """
     config, defaults = vars(builder.config), vars(type(builder.config)())
     irrelevant = ("name", "version", "data_dir", "data_files", "description")
+    # Options with another value than the default, which our readers would not respect.
     options = {key: value for key, value in config.items() if key not in irrelevant and defaults[key] != value}
     sep = options.pop("sep", None) or options.pop("delimiter", None)  # two names of the same option
     options.pop("delimiter", None)

@@ -141,9 +141,9 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
 def _reopened_population(
     folder: Path, recipe: Recipe, kind: Kind, read_users: Callable[[], Sequence[Any]]
 ) -> LazyPopulation:
-    """Return the users of a finished or interrupted run; each user's data is read on first access.
+    """Return the users of a finished run; each user's data is read on first access.
 
-    For populations that are too large for the run folder's list of users. Only the names are read at once.
+    For populations that are too large for a list of users in the run folder. Only the names are read at once.
 
     Args:
         folder: The run folder.

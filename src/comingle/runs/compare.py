@@ -382,7 +382,8 @@ def compare_beside(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         quiet: Whether to print no progress.
-        ready: Called with the data of the first seed before the first run, in the process of this run; must pickle.
+        ready: Called with the data of the first seed before the first run. It must pickle, since it is sent to the
+            process of this run.
 
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.

@@ -119,7 +119,7 @@ class Comparison:
 
         Raises:
             RunError: There are no runs, or the runs are of different users.
-            RecipeError: ``against`` is not among the methods, or there is only one method or seed, so no verdicts.
+            RecipeError: ``against`` is not among the methods, or one method or one seed is too few for verdicts.
         """
         if everybody is not None:
             warnings.warn("to_latex: everybody is now all_users", DeprecationWarning, stacklevel=2)

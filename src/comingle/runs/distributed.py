@@ -80,7 +80,7 @@ def read_shared(
         ComingleError: As :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
     """
     if not ranks.leads:
-        _RANK_HANDLER.install()  # so that messages of all processes are logged once, by process 0
+        _RANK_HANDLER.install()  # so that a message that every process logs appears once, from process 0
     ranks.each(lambda: select_gpu(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))

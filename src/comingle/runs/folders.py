@@ -170,7 +170,7 @@ def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
     names = _run_file_names(folder) if folder.exists() else set()
     if names and not force:
         raise RunError(f"{folder}: exists; {resume_hint}--force replaces it, --out names another")
-    # Drafts, such as ".metrics.json.x1", are temporary files of a run that was interrupted while it wrote a file.
+    # Drafts, such as ".metrics.json.x1.draft", are temporary files of a run that was killed while it wrote a file.
     draft_prefixes = tuple(f".{run_file}." for run_file in RUN_FILES)
     foreign = sorted(name for name in names if name not in RUN_FILES and not name.startswith(draft_prefixes))
     # A run leaves its lock file. Without this file, a recipe and events together show that the folder is a run's; a

@@ -313,7 +313,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
         DataError: The file is not an npz file, or its arrays are missing or do not fit each other.
     """
     arrays = read_arrays(path)
-    for x, y in _ARRAY_NAMES:
+    for x, y in _ARRAY_NAMES:  # the first pair of names that the file has counts
         names_by_split = {
             split: (f"{x}_{suffix}", f"{y}_{suffix}")
             for split, suffixes in _SPLIT_SUFFIXES.items()
@@ -491,10 +491,10 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return user
 
     def _count_classes(self, user: UserSamples) -> None:
-        """Update the counts for the warnings of :meth:`summary` by a user with class numbers as targets.
+        """Update what :meth:`summary` reports about classes, by a user with class numbers as targets.
 
-        The counts are the number of classes, two classes that occur in train samples, and the users whose held-out
-        samples have classes that their train samples lack.
+        These are the number of classes, some classes that occur in train samples (two suffice), and the users whose
+        held-out samples have classes that their train samples lack.
         """
         for samples_of_split in (user.train, user.valid, user.test):
             if len(samples_of_split):

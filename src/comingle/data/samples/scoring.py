@@ -38,11 +38,12 @@ def score_samples(
     # A job's place is the index of its user in the result, its row that in the bank and the models.
     jobs = [job for place, row in enumerate(rows) for job in _split_into_jobs(place, row, int(bank.counts[row]), batch)]
     jobs.sort(key=lambda job: -job.count)  # stable, hence deterministic
+    # Sums over each user's samples: of the losses, and of the correct predictions.
     losses = torch.zeros(len(rows), dtype=torch.float64)
     hits = torch.zeros_like(losses)
-    width = slots or max(1, len(rows))
-    for start in range(0, len(jobs), width):
-        group = jobs[start : start + width]
+    jobs_per_pass = slots or max(1, len(rows))
+    for start in range(0, len(jobs), jobs_per_pass):
+        group = jobs[start : start + jobs_per_pass]
         places = torch.tensor([job.place for job in group])  # several jobs may belong to one user
         job_losses, job_hits = _score_jobs(forward, bank, group, loss)
         losses.index_add_(0, places, job_losses)
