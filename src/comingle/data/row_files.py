@@ -96,9 +96,14 @@ class BadRows:
             self.report()
 
     def remark(self, where: str, what: str) -> None:
-        """Count a row that is used but has a property that users should know about."""
-        count, first = self.remarks.get(what, (0, where))
-        self.remarks[what] = count + 1, first
+        """Count a row that is used but unusual, for a warning.
+
+        Args:
+            where: Place of the row.
+            what: Text of the remark. Each text is logged once, with the number of its rows and the first place.
+        """
+        count, first_place = self.remarks.get(what, (0, where))
+        self.remarks[what] = count + 1, first_place
 
     def report(self) -> None:
         """Log the remarks, then raise an error for the collected bad rows or warn that they are skipped; clear both.

@@ -171,7 +171,13 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
 
 
 def _name_labels(values: Sequence[object], names: Sequence[str] | None) -> Sequence[object]:
-    """Replace class labels, which are stored as numbers, by their names."""
+    """Replace class labels, which are stored as numbers, by their names; other values of such a column become None.
+
+    Args:
+        values: Values of a column.
+        names: Names of the column's classes, in the order of their numbers; None for a column without class labels,
+            whose values are returned unchanged.
+    """
     return values if names is None else [names[value] if isinstance(value, int) else None for value in values]
 
 

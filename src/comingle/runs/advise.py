@@ -253,7 +253,7 @@ def of_users(run_data: RunData, numbers: Sequence[int]) -> RunData:
 
 
 def _recipe_of_group(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
-    """Return the recipe of a run with the users of these numbers."""
+    """Return the recipe with values for these users only in its lists with a value per user."""
     changes = changes_for_users(recipe, lambda values: [values[number] for number in numbers])
     return recipe.with_changes(changes) if changes else recipe
 

@@ -148,12 +148,22 @@ Key = tuple[str, int]
 
 
 def folders_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Key, Path]:
-    """Return the folder of each run of a comparison."""
+    """Return the folder of each run of a comparison.
+
+    Args:
+        recipes: The runs, by label of the method and seed.
+        folder: The folder of the comparison.
+    """
     return {(label, seed): folder / f"{folder_name(label)}-seed{seed}" for label, seed in recipes}
 
 
 def labels_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Path, str]:
-    """Return the label of each run's folder."""
+    """Return the label of the method of each run, by the folder of the run.
+
+    Args:
+        recipes: The runs, by label of the method and seed.
+        folder: The folder of the comparison.
+    """
     return {place: label for (label, _), place in folders_of(recipes, folder).items()}
 
 

@@ -233,7 +233,12 @@ class Bars:
         self._progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """Return an observer that adds a bar for a run and moves it with the run's events."""
+        """Return an observer that moves a new bar with a run's events.
+
+        Args:
+            clients: The clients of the run, whose plan determines the number of steps.
+            title: Name of the run beside the bar; None for its method and seed.
+        """
         run_progress = RunProgress(clients, title)
         task = self._progress.add_task(printable(run_progress.title), total=run_progress.total or None)
 
@@ -316,7 +321,11 @@ class Lines:
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """Return an observer that prints rounds, with the mean training loss over users, and the end of the run.
 
-        While a round takes longer than :data:`LONG_SECONDS`, a thread prints the local step that it has reached.
+        While a round takes longer than :data:`LONG_SECONDS`, a thread prints the local step that the round has reached.
+
+        Args:
+            clients: The clients of the run, whose plan determines the number of rounds and steps.
+            title: Name of the run, with which each line begins; None for its method and seed.
         """
         run_progress = RunProgress(clients, title)
         printed_result, is_first_round = "", True

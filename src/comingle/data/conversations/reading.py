@@ -365,8 +365,8 @@ def split_by_count(
 
 def _split_size(count: int, fraction: float) -> int:
     """Return the size of a split of ``count`` conversations: at least 1 of three or more if the fraction is not 0."""
-    least = 1 if fraction and count > 2 else 0
-    return max(least, round(count * fraction))
+    minimum = 1 if fraction and count > 2 else 0  # two conversations are too few for three splits
+    return max(minimum, round(count * fraction))
 
 
 # -------------------------------------------------------------------- data sets

@@ -231,7 +231,12 @@ class Remarks:
             self.add_unread(user, Counter(path.name for path in list_visible(folder) if path not in splits.values()))
 
     def add_unread(self, user: str, unread: Counter[str]) -> None:
-        """Add to the numbers of a user's files that are not read."""
+        """Record a user's files that are not read.
+
+        Args:
+            user: Name of the user.
+            unread: Numbers of files by suffix, or by name for files without one.
+        """
         if unread:
             self.unread[user] = self.unread.get(user, Counter()) + unread
 
@@ -523,7 +528,12 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         return (len(self.labels) or self.section.outputs or 2**62) if self.loss.classes else None
 
     def inspect(self, read: UserSamples, user: UserSamples) -> None:
-        """Check that samples fit those of the first user."""
+        """Check a user's samples and, for users after the first, that they fit those of the first user.
+
+        Args:
+            read: The samples as read, which are not needed.
+            user: The samples after :meth:`encode`.
+        """
         assert self._first_user is not None
         check([user] if user is self._first_user else [self._first_user, user], classes=self._class_limit)
 

@@ -126,7 +126,12 @@ class SampleBank:
 
 
 def _gather(values: Tensor, at: Int64[Tensor, "users batch"]) -> Tensor:
-    """Return ``values[at]`` with the shape ``(users, batch, *shape)``."""
+    """Return ``values[at]`` with the shape ``(users, batch, *shape)``.
+
+    Args:
+        values: Inputs or targets of all users' samples, with samples along the first axis.
+        at: Index of each sample in ``values``.
+    """
     return values.index_select(0, at.flatten()).view(*at.shape, *values.shape[1:])
 
 

@@ -70,7 +70,14 @@ class _Job:
 
 
 def _split_into_jobs(place: int, row: int, count: int, batch: int) -> Iterator[_Job]:
-    """Yield a user's ``count`` samples as jobs of up to ``batch`` samples."""
+    """Yield a user's ``count`` samples as jobs of up to ``batch`` consecutive samples.
+
+    Args:
+        place: Index of the user's result.
+        row: Row of the user's model and samples.
+        count: Number of the user's samples.
+        batch: Largest number of samples in a job.
+    """
     for first in range(0, count, batch):
         yield _Job(place, row, first, min(batch, count - first))
 
@@ -100,7 +107,12 @@ def _score_jobs(
 def _sum_present(
     values: Float64[Tensor, "slots batch"], present: Bool[Tensor, "slots batch"]
 ) -> Float64[Tensor, " slots"]:
-    """Return sums over the samples that are present; values of padding, even NaN, are ignored."""
+    """Return each job's sum over its samples; values of padding, even NaN, are ignored.
+
+    Args:
+        values: A value for each sample of each job, such as its loss.
+        present: False for padding.
+    """
     return values.masked_fill(~present, 0).sum(1).cpu()
 
 
