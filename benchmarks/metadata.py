@@ -27,7 +27,7 @@ def write_metadata(project: dict[str, Any], place: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
     (folder / "METADATA").write_text(about, encoding="utf-8")
-    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    groups = {"console_scripts": project["scripts"], **project.get("entry-points", {})}
     lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
     (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 

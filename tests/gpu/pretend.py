@@ -168,6 +168,8 @@ class _Devices(TorchFunctionMode):
             return True
         if getattr(func, "__module__", "").startswith("torch.distributed"):  # gloo, into the same memory
             return func(*_real(args), **_real(kwargs))
+        if func is torch.quantile and isinstance(args[0], Pretended):  # its steps make tensors on the wrapper's device
+            return Pretended(func(*_real(args), **_real(kwargs)))
         if func is Tensor.pin_memory:
             pinned = args[0].clone()
             pinned.pinned_here = True
@@ -242,6 +244,8 @@ def pretending(gpus: int = 1) -> Iterator[None]:
             "max_memory_allocated": 0,
             "synchronize": None,
             "graph_pool_handle": None,
+            "get_rng_state": None,  # numbers are drawn on the CPU
+            "set_rng_state": None,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, said=said, **__: said))
         for name, made in {"Stream": Stream, "stream": _streaming, "current_stream": lambda *_: _current}.items():
