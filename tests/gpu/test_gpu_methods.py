@@ -84,7 +84,8 @@ def test_noise(tmp_path: Path, device: str, rounding: float, mechanism: str) -> 
 
 @pytest.mark.parametrize("name", ["comigs-1g1s", "fedmerge", "ifca"])
 def test_on_questions(tmp_path: Path, device: str, rounding: float, name: str) -> None:
-    check(question_recipe(tmp_path, method(name)), device, rounding)
+    # AdamW turns rounding of a gradient near its epsilon into a visible part of a step; the few steps here have such.
+    check(question_recipe(tmp_path, method(name)), device, max(rounding, 1e-3))
 
 
 @pytest.mark.parametrize("base", ["random:gpt2", "random:gemma2", "random:qwen3", "random:gpt_neox"])
