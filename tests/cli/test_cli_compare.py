@@ -219,7 +219,7 @@ def test_tables_are_written_for_latex(comingle: Any, short: Path, tmp_path: Path
     assert comingle("compare", short, "--methods", "pretrained,local", "--out", folder).code == 0
     answer = comingle("show", folder, "--latex", file, "--csv", tmp_path / "users.csv")
     assert (answer.code, answer.err, answer.out.count("\n")) == (0, "", 2)
-    assert file.read_text(encoding="utf-8") == latex(read_comparison(folder))
+    assert file.read_text(encoding="utf-8") == latex(read_comparison(folder), name=folder.name)
     again = comingle("show", folder, "--latex", file)
     assert (again.code, again.err) == (2, f"comingle: {file}: exists; --force replaces it, --latex names another\n")
     run = folder / "local-seed0"
@@ -238,7 +238,7 @@ def test_a_baseline_adds_verdicts_to_latex_and_is_refused_for_rows(comingle: Any
     against = ("show", folder, "--against", "pretrained")
     assert comingle(*against, "--latex", file).code == 0
     table = with_baseline(read_comparison(folder), "pretrained")
-    assert file.read_text(encoding="utf-8") == latex(table, verdicts=True)
+    assert file.read_text(encoding="utf-8") == latex(table, name=folder.name)
     for option in ("--csv", "--parquet"):
         refused = comingle(*against, option, tmp_path / "rows")
         assert (refused.code, refused.err.count("\n")) == (2, 1)

@@ -18,7 +18,7 @@ from comingle.utils.errors import RecipeError, RunError
 HOSTILE = r"[b]*_o&b% $1 #2 {x} \input{/etc/passwd} ~^ <a|b> `c' ?` -- \\ {"
 NAMED = {
     "textbackslash": "\\", "textasciitilde": "~", "textasciicircum": "^", "textless": "<", "textgreater": ">",
-    "textbar": "|", "textasciigrave": "`", "textquotesingle": "'", "textdagger": "†", "textendash": "–",
+    "textbar": "|", "textasciigrave": "`", "textdagger": "†", "textendash": "–",
     "textperiodcentered": "·",
 }  # fmt: skip
 
@@ -41,9 +41,9 @@ def plain(text: str) -> str:
             found += NAMED[named[1]]
         elif named := re.match(r"\\([&%$#_{}])|\{([\[*])\}|(\$\\pm\$)|\$\\times\$", rest):
             found += named[1] or named[2] or ("±" if named[3] else "×")
-        elif named := re.match(r"-\{\}(?=-)", rest):
-            found += "-"
-        elif named := re.match(r"[^\\{}$&#^_~%<>|`'\[*]", rest):
+        elif named := re.match(r"([-'])\{\}(?=\1)|\$(-[\d.]+)\$", rest):
+            found += named[1] or named[2]
+        elif named := re.match(r"[^\\{}$&#^_~%<>|`\[*]", rest):
             found += named[0]
         else:
             raise ValueError(f"not escaped: {rest!r}")
@@ -61,6 +61,7 @@ def tables_in(source: str) -> list[tuple[str, list[str], list[list[tuple[str, bo
     found = []
     bold = re.compile(r"\\textbf\{(.*)\}")
     for body in re.findall(r"\\begin\{table\}\n(.*?)\\end\{table\}", source, re.DOTALL):
+        assert len(re.findall(r"^ *\\label\{tab:[\w.-]+\}$", body, re.MULTILINE)) == 1
         (caption,) = re.findall(r"^ *\\caption\{(.*)\}$", body, re.MULTILINE)
         tabulars = re.findall(r"\\begin\{tabular\}\{(l?r*)\}\n(.*?)\\end\{tabular\}", body, re.DOTALL)
         assert body.count("tabular}") == 2 * len(tabulars) > 0
@@ -102,7 +103,7 @@ RUNS = (
 
 def test_means_over_seeds_with_the_best_of_each_column_in_bold(tmp_path: Path) -> None:
     source = latex(of(*RUNS))
-    (caption, head, rows), (_, costs, costly) = tables_in(source)
+    (caption, head, rows), (_, costs, costly), _ = tables_in(source)
     assert head == ["method", "ann", HOSTILE, "mean", "geometric mean"]
     assert [row[0][0] for row in rows] == ["local", "fed_avg", "half"]
     # 5.0 and 5.0005 are printed alike; sample deviations by hand
@@ -159,7 +160,9 @@ def test_budgets_that_differ_are_noted(tmp_path: Path) -> None:
     compile_latex(source, tmp_path)
 
 
-@pytest.mark.parametrize("text", [HOSTILE, "---", "a-b", "50%", "\\", "line\nbreak\x1b[31m", "Zoë · †–±×"])
+@pytest.mark.parametrize(
+    "text", [HOSTILE, "---", "a-b", "50%", "\\", "line\nbreak\x1b[31m", "''", "it's", "Zoë · †–±×"]
+)
 def test_escaped_text_is_typeset_as_it_is(text: str) -> None:
     escaped = escape_latex(text)
     assert "\n" not in escaped
@@ -175,9 +178,11 @@ def test_verdicts_are_a_table_of_their_own(measure: str, unit: str, tmp_path: Pa
         for seed, score in enumerate(by_seed)
     ]
     table = with_baseline(of(*runs), "fed_avg")
-    source = latex(table, verdicts=True)
+    source = latex(table, name="a_b", require_verdicts=True)
     *results, (caption, head, rows) = tables_in(source)
-    assert results == tables_in(latex(table))
+    assert results == tables_in(latex({**table, "against": None}))
+    assert re.findall(r"label\{(.*)\}", source) == ["tab:a-b", "tab:a-b-verdicts"]
+    assert "$-" in source or unit == "×"
     comparison = read_baseline_comparison(table)
     assert comparison is not None
     printed_head, printed = rows_of(comparison)
@@ -189,13 +194,13 @@ def test_verdicts_are_a_table_of_their_own(measure: str, unit: str, tmp_path: Pa
 
 def test_no_verdicts_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"--against: got 2 methods with seeds 0.*2 seeds"):
-        latex(with_baseline(of(RUNS[0], RUNS[2]), None), verdicts=True)
+        latex(with_baseline(of(RUNS[0], RUNS[2]), None), require_verdicts=True)
 
 
 def test_a_comparison_in_python_has_the_same_table() -> None:
     compared = Comparison(folder=None, metrics={(run["method"], run["seed"]): run for run in RUNS})
     assert compared.to_latex() == latex(of(*RUNS))
-    assert compared.to_latex(against="fed_avg") == latex(with_baseline(of(*RUNS), "fed_avg"), verdicts=True)
+    assert compared.to_latex(against="fed_avg") == latex(with_baseline(of(*RUNS), "fed_avg"))
     with pytest.warns(DeprecationWarning, match="all_users"):
         assert compared.to_latex(everybody=True) == compared.to_latex(all_users=True)
     with pytest.raises(RunError, match="to_latex"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from comingle.utils.errors import RecipeError
 from comingle_papers.reproduce.plan import Plan, RunSelection, plan
-from comingle_papers.reproduce.tables import build_table, markdown, remarks, write_tables
+from comingle_papers.reproduce.tables import build_table, latex, markdown, remarks, write_tables
 
 SCORES = {
     ("local", "multilingual"): [10.0, 12.0],
@@ -33,7 +34,9 @@ def small() -> Plan:
 
 
 def test_means_deviations_ranks_and_tau(small: Plan) -> None:
-    table = build_table(small, SCORES)
+    smoke = build_table(small, SCORES)
+    assert [column["sentence"] for column in smoke["columns"]] == ["", ""]
+    table = build_table(replace(small, scale="cpu"), SCORES)
     multilingual, slimpajama = table["columns"]
     cells = multilingual["cells"]
     assert cells["local"]["ours"] == {"mean": 11.0, "std": pytest.approx(2**0.5), "rank": 2}
@@ -83,6 +86,14 @@ def test_higher_can_be_better(small: Plan) -> None:
 
 
 # ---------------------------------------------------------------- against a baseline
+
+
+def test_latex_has_the_numbers_and_the_verdicts_of_columns(small: Plan) -> None:
+    source = latex(build_table(small, SCORES, results=RESULTS))
+    assert r"local & 11.00 (1.41) \#2 & 54.38 (0.32) \#2 & 5.00 \#1 & 26.95 (0.14) \#1" in source
+    labels = re.findall(r"\\label\{(.*)\}", source)
+    assert labels == ["tab:comigs-table1", "tab:comigs-table1-multilingual"]
+    assert "$-" in source
 
 
 def users(*by_seed: tuple[float, float]) -> dict[int, dict[str, float | None]]:

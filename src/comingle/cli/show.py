@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from comingle.reports.canvas import Panels
+    from comingle.reports.comparisons import ComparisonTable
     from comingle.reports.page import Sheet
     from comingle.reports.runs import Entry
 
@@ -129,7 +130,7 @@ def show(
             "--latex",
             metavar="<path>",
             parser=parse_path,
-            help="Write the table to a LaTeX file (booktabs); with --against the verdicts, too.",
+            help="Write the table and the verdicts to a LaTeX file (booktabs).",
         ),
     ] = None,
     force: Replace = False,
@@ -166,16 +167,49 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     Raises:
         RecipeError: ``against`` is given for a single run.
     """
-    from comingle.reports.comparisons import read_comparison, with_baseline
+    from comingle.reports.comparisons import with_baseline
     from comingle.reports.tables import render_curve, render_run, tables_of
     from comingle.utils.records import read_events, read_metrics
 
     if (run / "table.json").exists():
-        table = read_comparison(run)
+        table = _read_comparison(run)
         table = table if against is None else with_baseline(table, against)
         return list(tables_of(table, all_users=all_users))
     _refuse_baseline(run, against)
     return [render_run(read_metrics(run), all_users=all_users), render_curve(list(read_events(run)))]
+
+
+def _read_comparison(folder: Path) -> ComparisonTable:
+    """Return the table of a comparison.
+
+    Raises:
+        RunError: The folder has the table of a reproduced publication, or an unreadable one.
+    """
+    from comingle.reports.comparisons import read_comparison
+
+    table = read_comparison(folder)
+    if "methods" not in table:
+        raise RunError(
+            f"{folder}: has a table of `comingle reproduce`, not of `comingle compare`; print it, or write it as "
+            f"LaTeX, with {_reproduce_command(folder, table)}"
+        )
+    return table
+
+
+def _reproduce_command(folder: Path, table: Mapping[str, Any]) -> str:
+    """Return the command that prints a reproduced table again, as text for a message.
+
+    Args:
+        folder: The table's folder.
+        table: Content of its ``table.json``.
+    """
+    if "counted" in table:  # costs, which are counted and not run; they have no LaTeX table
+        return f"its `comingle reproduce` command again, or read {folder / 'table.md'}"
+    command = (
+        f"comingle reproduce {table.get('name', 'NAME')} --scale {table.get('scale', 'SCALE')} --out {folder.parent}"
+    )
+    stored = "--measured FILE" if "measured" in table else "--resume"
+    return f"`{command} {stored} [--latex FILE]` and the same --methods, --columns and --seeds"
 
 
 def _refuse_baseline(run: Path, against: str | None) -> None:
@@ -206,30 +240,32 @@ def _write_records(run: Path, csv: Path | None, parquet: Path | None) -> None:
 
 
 def _write_latex(run: Path, path: Path, against: str | None, *, all_users: bool) -> None:
-    """Write the table of a run or of a comparison as LaTeX, with a table of verdicts if ``against`` is given.
+    """Write the table of a run or of a comparison as LaTeX, with a table of the verdicts if there are any.
 
     Args:
         run: Folder of the run or of the comparison.
         path: The file to write.
         against: Value of ``--against``: methods of the comparison, separated by commas. The best of them is the
-            baseline that the verdicts compare the others with. None for no verdicts.
+            baseline that the verdicts compare the others with. None for the baseline with which the comparison was
+            written.
         all_users: Whether to list all users.
 
     Raises:
         RecipeError: ``against`` is given for a single run, or there are no verdicts.
     """
-    from comingle.reports.comparisons import compare_metrics, read_comparison, with_baseline
+    from comingle.reports.comparisons import compare_metrics, with_baseline
     from comingle.reports.tables import latex
     from comingle.utils.records import read_metrics, write_text
 
     if (run / "table.json").exists():
-        table = read_comparison(run)
+        table = _read_comparison(run)
         table = table if against is None else with_baseline(table, against)
     else:
         _refuse_baseline(run, against)
         metrics = read_metrics(run)
         table = compare_metrics([(metrics["method"], metrics)])
-    write_text(path, latex(table, all_users=all_users, verdicts=against is not None))
+    name = run.resolve().name
+    write_text(path, latex(table, name=name, all_users=all_users, require_verdicts=against is not None))
     console.print(f"{path}  {len(table['methods'])} rows", highlight=False)
 
 

@@ -191,10 +191,18 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             raise RunError(f"{path}: no such run folder")
         inside = [path] if (path / "events.jsonl").is_file() else _runs_of_comparison(path)
         if not inside:
-            raise RunError(f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders")
+            raise RunError(_no_runs_message(path))
         for folder in inside:
             by_path.setdefault(folder.resolve(), folder)
     return list(by_path.values())
+
+
+def _no_runs_message(path: Path) -> str:
+    """Return the message about a folder without runs, which names the runs that lie in ``runs`` beside it, if any."""
+    runs = path / "runs" if (path / "runs").is_dir() else path.parent / "runs"
+    message = f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders"
+    names = sorted(file.parent.name for file in runs.glob("*/events.jsonl"))
+    return f"{message}; give folders of {runs}: {brief_list(names, ' and ')}" if names else message
 
 
 def _runs_of_comparison(path: Path) -> list[Path]:

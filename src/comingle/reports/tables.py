@@ -18,7 +18,14 @@ from rich import table as rich_table
 from rich.text import Text
 
 from comingle.reports import comparisons
-from comingle.reports.comparisons import CellSpread, ComparisonTable, MethodRow, compare_runs, read_baseline_comparison
+from comingle.reports.comparisons import (
+    BaselineComparison,
+    CellSpread,
+    ComparisonTable,
+    MethodRow,
+    compare_runs,
+    read_baseline_comparison,
+)
 from comingle.reports.formatting import (
     FEW,
     MOST_ROWS,
@@ -722,7 +729,6 @@ _LATEX_CHARACTERS = {
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     "`": r"\textasciigrave{}",
-    "'": r"\textquotesingle{}",
     "[": "{[}",  # at the start of a row LaTeX reads it as an option of the previous row's \\
     "*": "{*}",
     "†": r"\textdagger{}",
@@ -732,33 +738,53 @@ _LATEX_CHARACTERS = {
     "·": r"\textperiodcentered{}",
 }
 _LATEX_SPECIAL = re.compile("|".join(map(re.escape, _LATEX_CHARACTERS)))
-_HYPHENS = re.compile("-(?=-)")
-"""Hyphens before another hyphen, which LaTeX would join to a dash."""
+_LIGATURES = re.compile(r"([-'])(?=\1)")
+"""Hyphens and apostrophes before another one, which LaTeX would join to a dash or a quotation mark."""
+_MINUS = re.compile(r"(?<![\w.])-(\d+(?:\.\d+)?)")
+"""Negative numbers, which have a minus sign in mathematics and a hyphen in text."""
 
 
 def escape_latex(text: object) -> str:
-    """Return a text that LaTeX typesets as it is, on one line; hyphens in a row are kept apart, not joined to a dash.
+    """Return a text that LaTeX typesets as it is, on one line; hyphens or apostrophes in a row are kept apart.
 
     >>> escape_latex("50% of a_b")
     '50\\\\% of a\\\\_b'
     """
-    return _HYPHENS.sub("-{}", _LATEX_SPECIAL.sub(lambda match: _LATEX_CHARACTERS[match[0]], printable(text)))
+    return _LIGATURES.sub(r"\1{}", _LATEX_SPECIAL.sub(lambda match: _LATEX_CHARACTERS[match[0]], printable(text)))
 
 
-def latex(table: ComparisonTable, *, all_users: bool = False, verdicts: bool = False) -> str:
+def latex_number(text: str) -> str:
+    """Return a cell with numbers for LaTeX, with minus signs in place of hyphens.
+
+    >>> latex_number("-0.8%")
+    '$-0.8$\\\\%'
+    """
+    return _MINUS.sub(r"$-\1$", escape_latex(text))
+
+
+def latex_label(name: str, suffix: str = "") -> str:
+    """Return the label of a LaTeX table, ``tab:NAME`` or ``tab:NAME-SUFFIX``, without characters special to LaTeX."""
+    return "tab:" + re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(filter(None, [name, suffix]))).strip("-")
+
+
+def latex(
+    table: ComparisonTable, *, name: str = "comparison", all_users: bool = False, require_verdicts: bool = False
+) -> str:
     """Return a comparison as a ``table`` environment for the package booktabs.
 
     A row is a method; a column is a user, a mean over users or a cost. With several seeds costs are a tabular of their
     own below. Cells are means over seeds, with the standard deviation for methods with several seeds. The best mean of
-    a column is bold, and so are means that are printed with the same digits. With one method nothing is bold.
+    a column is bold, and so are means that are printed with the same digits. With one method nothing is bold. The
+    verdicts against the baseline, if the comparison has them, are a table of their own.
 
     Args:
         table: The table of :func:`comingle.reports.comparisons.compare_metrics`.
+        name: Name of the comparison, for ``\\label{tab:NAME}``.
         all_users: If users have no columns, add a table with a row for each user, whose best mean is bold.
-        verdicts: Add a table of the verdicts against the baseline.
+        require_verdicts: Raise an error if there are no verdicts.
 
     Raises:
-        RecipeError: The table has no verdicts, as it has one method or one seed.
+        RecipeError: The table has to have verdicts but has none, as it has one method or one seed.
     """
     rows, measure = table["methods"], measure_of(table["methods"][0])
     methods = [escape_latex(row["method"]) for row in rows]
@@ -772,39 +798,45 @@ def latex(table: ComparisonTable, *, all_users: bool = False, verdicts: bool = F
     else:
         columns_of_tabulars = [[method_column, *scores, *costs]]
     tabulars = [
-        _tabular([name for name, _ in columns], zip(*(cells for _, cells in columns), strict=True))
+        tabular([name for name, _ in columns], zip(*(cells for _, cells in columns), strict=True))
         for columns in columns_of_tabulars
     ]
     best = "; best in bold" if len(rows) > 1 else ""
     title = title_of(table, spread="mean ± std")
-    environments = [_table_environment(f"{title}{best}", tabulars, note_of(table))]
+    environments = [table_environment(f"{title}{best}", tabulars, note_of(table), label=latex_label(name))]
     users = rows[0]["users"]
     if all_users and not users_with_column(users):
         rows_of_users = [
-            [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
+            [escape_latex(user), *_latex_cells([row["users"][user] for row in rows], seeds, measure)] for user in users
         ]
-        tabular = _tabular(["user", *methods], rows_of_users)
-        environments.append(_table_environment(f"every user: {title}{best}", [tabular], ""))
-    if verdicts:
-        environments.append(_latex_verdicts(table))
+        of_users = tabular(["user", *methods], rows_of_users)
+        label = latex_label(name, "users")
+        environments.append(table_environment(f"every user: {title}{best}", [of_users], "", label=label))
+    if comparison := read_baseline_comparison(table):
+        environments.append(latex_verdicts(comparison, latex_label(name, "verdicts")))
+    elif require_verdicts:
+        seeds_text = ", ".join(map(str, sorted({seed for row in rows for seed in row["seeds"]})))
+        raise RecipeError(
+            f"--against: got {len(rows)} methods with seeds {seeds_text}, which have no verdicts; allowed: 2 methods "
+            "or more with 2 seeds or more"
+        )
     return "% needs \\usepackage{booktabs}\n" + "\n".join(environments)
 
 
-def _latex_verdicts(table: ComparisonTable) -> str:
-    """Return the verdicts of a comparison as a LaTeX ``table`` environment.
+def latex_verdicts(comparison: BaselineComparison, label: str, *, prefix: str = "") -> str:
+    """Return verdicts as a LaTeX ``table`` environment.
 
-    Raises:
-        RecipeError: There are none.
+    Args:
+        comparison: The comparison with a baseline.
+        label: Label of the table, as of :func:`latex_label`.
+        prefix: Beginning of the caption, before a colon; empty for none.
     """
-    if (comparison := read_baseline_comparison(table)) is None:
-        seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
-        got = f"{len(table['methods'])} methods with seeds {', '.join(map(str, seeds))}"
-        raise RecipeError(
-            f"--against: got {got}, which have no verdicts; allowed: 2 methods or more with 2 seeds or more"
-        )
     head, rows = comparisons.rows_of(comparison)
-    body = _tabular([escape_latex(name) for name in head], [[escape_latex(cell) for cell in row] for row in rows])
-    return _table_environment(comparisons.heading(comparison), [body], " ".join(comparisons.notes(comparison)))
+    cells = [[escape_latex(method), *map(latex_number, numbers)] for method, *numbers in rows]
+    body = tabular([escape_latex(name) for name in head], cells)
+    note = " ".join(comparisons.notes(comparison))
+    caption = ": ".join(filter(None, [prefix, comparisons.heading(comparison)]))
+    return table_environment(caption, [body], note, label=label)
 
 
 def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:
@@ -821,24 +853,26 @@ def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: st
     for value, count in zip(values, seeds, strict=True):
         text = number(value["mean"], measure)
         std = value["std"] if count > 1 else None
-        cell = escape_latex(text if std is None else f"{text} ± {number(std, measure)}")
+        cell = latex_number(text if std is None else f"{text} ± {number(std, measure)}")
         cells.append(rf"\textbf{{{cell}}}" if text == best else cell)
     return cells
 
 
-def _table_environment(caption: str, tabulars: Sequence[str], note: str) -> str:
+def table_environment(caption: str, tabulars: Sequence[str], note: str, *, label: str) -> str:
     """Return a LaTeX ``table`` environment.
 
     Args:
         caption: The caption, as plain text.
         tabulars: LaTeX tabulars, which are placed below each other.
         note: A note below them, as plain text; empty for none.
+        label: The label, as of :func:`latex_label`.
     """
     lines = [
         r"\begin{table}",
         r"  \centering",
         r"  \small",
         rf"  \caption{{{escape_latex(caption[0].upper() + caption[1:])}}}",
+        rf"  \label{{{label}}}",
         "\n  \\par\\medskip\n".join(tabulars),
         *([rf"  \par\smallskip\footnotesize {escape_latex(note)}"] if note else []),
         r"\end{table}",
@@ -846,7 +880,7 @@ def _table_environment(caption: str, tabulars: Sequence[str], note: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tabular(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def tabular(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a LaTeX ``tabular`` with a left-aligned first column; cells are LaTeX already."""
     lines = [
         rf"  \begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",

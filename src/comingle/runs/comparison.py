@@ -114,7 +114,7 @@ class Comparison:
 
         Args:
             all_users: Whether to add a table with a row for each user, if there are too many for a column each.
-            against: Method, or several separated by commas, to add a table of verdicts against; None adds none.
+            against: Baseline of the verdicts, a method or several separated by commas; None for the comparison's.
             everybody: Deprecated; use ``all_users``.
 
         Raises:
@@ -127,7 +127,8 @@ class Comparison:
         if not self.metrics:
             raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
         table = self._table() if against is None else with_baseline(self._table(), against)
-        return latex(table, all_users=all_users, verdicts=against is not None)
+        name = "comparison" if self.folder is None else self.folder.name
+        return latex(table, name=name, all_users=all_users, require_verdicts=against is not None)
 
 
 def _summary_line(mean: Mapping[str, object]) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Quiet, Resume, Sets, console, out_option, parse_sets, status
+from comingle.cli.options import Force, Quiet, Resume, Sets, console, out_option, parse_path, parse_sets, status
 from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.files import check_target
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -86,8 +87,8 @@ def print_table(table: PaperTable) -> None:
             console.print(part)
 
 
-def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, baseline: str | None) -> None:
-    """Print and write a table of archived runs; this needs neither the data nor a run.
+def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, baseline: str | None) -> PaperTable:
+    """Print, write and return a table of archived runs; this needs neither the data nor a run.
 
     Args:
         path: The archive.
@@ -107,6 +108,7 @@ def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, 
     write_tables(folder, table)
     print_table(table)
     console.print(words(f"{folder}/  table.md · table.json", "dim"))
+    return table
 
 
 def check_measured(
@@ -213,11 +215,19 @@ def reproduce(
         int | None, typer.Option("--check", min=1, metavar="N", help="Repeat N of FILE's runs here, and compare.")
     ] = None,
     add: Annotated[bool, typer.Option("--add", help="Add finished runs in --out to FILE; start none.")] = False,
+    latex: Annotated[
+        Path | None,
+        typer.Option(
+            "--latex", metavar="<path>", parser=parse_path, help="Also write the table to a LaTeX file (booktabs)."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; start none.")] = False,
 ) -> None:
     """Reproduce a published table or figure, and compare the numbers and their order with the paper's."""
     if name is None:
         return _list_experiments()
+    if latex is not None:
+        check_target(latex, force=True, option="--latex")
     from comingle_papers.reproduce.plan import RunSelection, plan
 
     selection = RunSelection(
@@ -240,7 +250,7 @@ def reproduce(
         if add:
             return add_measured(measured, name, selection, folder, quiet=quiet)
         measured = find_archive(measured)
-        show_measured(measured, name, selection, folder, baseline=against)
+        _write_latex(latex, show_measured(measured, name, selection, folder, baseline=against))
         if check is not None:
             check_measured(measured, name, selection, folder, check, jobs, force=force, quiet=quiet)
         return None
@@ -248,8 +258,22 @@ def reproduce(
     if dry_run:
         return _print_plan(planned)
     if planned.experiment.kind == "cost":
+        if latex is not None:
+            raise RecipeError(f"--latex {latex}: got {name}, a table of costs; allowed: tables of results")
         return _count_costs(planned, folder, force=force or resume)
-    return _run_plan(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
+    table = _run_plan(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
+    return _write_latex(latex, table)
+
+
+def _write_latex(path: Path | None, table: PaperTable) -> None:
+    """Write a table to a LaTeX file, unless ``path`` is None."""
+    if path is None:
+        return
+    from comingle.utils.records import write_text
+    from comingle_papers.reproduce.tables import latex
+
+    write_text(path, latex(table))
+    console.print(f"{path}  {len(table['rows'])} rows", highlight=False)
 
 
 def _default_folder(name: str, scale: str) -> Path:
@@ -272,9 +296,12 @@ def _list_experiments() -> None:
 def _print_plan(planned: Plan) -> None:
     """Print the runs of a plan with their run names, then the columns and rows that are not run."""
     from comingle_papers.reproduce.runner import unique_cells
+    from comingle_papers.reproduce.tables import repeated_columns
 
     for cell in unique_cells(planned.cells):
         console.print(f"{cell.column}  {cell.row}  seed {cell.seed}  {cell.folder}", highlight=False)
+    for column, first in repeated_columns(planned).items():
+        console.print(f"repeats the runs of {first}: {column}", highlight=False)
     for column, why in planned.left_out.items():
         console.print(f"left out: {column} ({why})", highlight=False)
     for row in planned.missing:
@@ -283,8 +310,8 @@ def _print_plan(planned: Plan) -> None:
 
 def _run_plan(
     planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
-) -> None:
-    """Run a plan, write its table after every run, and print the table at the end.
+) -> PaperTable:
+    """Run a plan, write its table after every run, and print and return the table at the end.
 
     Args:
         planned: The plan.
@@ -324,6 +351,7 @@ def _run_plan(
     print_table(table)
     figures_note = " · figures as .png and .svg" if has_figure else ""
     console.print(words(f"{folder}/  table.md · table.json{figures_note}; the runs are in {out}/runs", "dim"))
+    return table
 
 
 def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
@@ -366,6 +394,11 @@ def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: P
     return [cell for cell in without_outcome if force or not is_measured(out / RUNS / cell.folder)]
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration as text: seconds below a minute, else minutes."""
+    return f"{max(1, round(seconds))} s" if seconds < 60 else f"{round(seconds / 60)} min"
+
+
 def _progress_line(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     """Return one line about a finished run: result, time, and time left.
 
@@ -386,6 +419,6 @@ def _progress_line(outcome: Outcome, done: int, total: int, left: float | None) 
         measure = measure_of(outcome.metrics)
         result = number(outcome.metrics[f"mean_test_{measure}"], measure)
     took = f"{outcome.seconds:.0f} s" if outcome.ran else "already done"
-    rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
+    rest = "" if left is None or done == total else f" · about {duration_text(left)} left"
     line = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
     return Text.assemble((f"{done}/{total}", "dim"), line)

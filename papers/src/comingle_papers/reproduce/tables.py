@@ -23,6 +23,14 @@ from comingle.reports.comparisons import (
     compare_with_baseline,
 )
 from comingle.reports.formatting import Table
+from comingle.reports.tables import (
+    escape_latex,
+    latex_label,
+    latex_number,
+    latex_verdicts,
+    table_environment,
+    tabular,
+)
 from comingle.utils.records import MEASURES, write_json, write_text
 from comingle.utils.terminal import words
 from comingle_papers.reproduce.plan import Plan
@@ -229,6 +237,8 @@ class PaperTable(_PaperTable, total=False):
     """A table of a paper beside ours, the content of ``table.json``."""
 
     measured: Sequence[str]
+    repeats: dict[str, str]
+    """Labels of columns by the label of a column that has the same runs."""
 
 
 def build_table(
@@ -278,7 +288,19 @@ def build_table(
         "diverged": list(diverged),
         "about": [note.text for note in experiment.notes if not _on_cells(note)],
         "notes": [note.text for note in experiment.notes if _on_cells(note)],
+        "repeats": {plan.label(column): plan.label(first) for column, first in repeated_columns(plan).items()},
     }
+
+
+def repeated_columns(plan: Plan) -> dict[str, str]:
+    """Return the columns that have exactly the runs of an earlier column, with that column."""
+    first: dict[frozenset[tuple[str, str]], str] = {}
+    repeated: dict[str, str] = {}
+    for column in plan.columns:
+        runs = frozenset((cell.row, cell.folder) for cell in plan.cells if cell.column == column)
+        if runs and first.setdefault(runs, column) != column:
+            repeated[column] = first[runs]
+    return repeated
 
 
 def baseline_row(plan: Plan, wanted: str | None) -> str:
@@ -361,7 +383,8 @@ def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
             for row in plan.rows
         },
         "order": asdict(order),
-        "sentence": sentence(label, order, plan.experiment.reference) if paper else "",
+        # Numbers of scale smoke mean nothing, and neither does their order.
+        "sentence": sentence(label, order, plan.experiment.reference) if paper and plan.scale != "smoke" else "",
     }
 
 
@@ -425,6 +448,23 @@ def markdown(table: PaperTable) -> str:
     return "\n".join(lines) + "\n"
 
 
+def latex(table: PaperTable) -> str:
+    """Return a table as LaTeX ``table`` environments: ours beside the paper's, and the verdicts of each column."""
+    head, rows = _text_grid(table)
+    body = tabular(
+        [escape_latex(name) for name in head],
+        [[escape_latex(row), *map(latex_number, cells)] for row, *cells in rows],
+    )
+    label = latex_label(table["name"])
+    caption = " ".join([f"{table['title']}.", *_subtitle_lines(table)])
+    environments = [table_environment(caption, [body], " ".join(remarks(table)), label=label)]
+    for column in table["columns"]:
+        if record := column.get("against"):
+            of_column = latex_label(table["name"], column["name"])
+            environments.append(latex_verdicts(BaselineComparison.read(record), of_column, prefix=column["label"]))
+    return "% needs \\usepackage{booktabs}\n" + "\n".join(environments)
+
+
 def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
     """Return label and comparison with the baseline of each column that has such a comparison."""
     records = ((column["label"], column.get("against")) for column in table["columns"])
@@ -455,6 +495,7 @@ def remarks(table: PaperTable) -> list[str]:
     lines += [f"{text}." for text in table["about"]]  # notes on the whole table
     if table["missing"]:
         lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
+    lines += [f"{label} repeats the runs of {first}." for label, first in table.get("repeats", {}).items()]
     lines += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
     lines += [f"Diverged: {run}" for run in table["diverged"]]
     lines += table.get("measured", ())  # sentences on the archive that the runs are from, if they are
