@@ -410,6 +410,42 @@ def test_another_federation_is_refused_with_both_values(
     assert not list(tmp_path.rglob("*"))
 
 
+def test_another_base_is_named_on_both_sides_but_the_own_one_to_the_user_only(case: Case, tmp_path: Path) -> None:
+    lines: list[str] = []
+    node = Client(tmp_path / "ann", case.own, say=lines.append)
+    public = case.tasks[0].arguments["public"]
+    told = refusal(node, changed(case.tasks[0], base="0" * 64))
+    assert told.startswith("base: ")
+    assert "0" * 8 in told
+    assert "0" * 9 not in told
+    assert public["base"][:8] in told
+    assert repr(public["recipe"]["base"]) in told
+    assert lines[-1].startswith(told)
+    assert "this client's base is" in lines[-1].removeprefix(told)
+
+
+@pytest.mark.parametrize(
+    ("tells", "seen", "unseen"),
+    [
+        (None, "tells: scores", "mean weights"),
+        ("all", "mean weights", "no losses"),
+        ("losses", "training losses", "test scores"),
+        ("nothing", "tells: nothing", "training losses"),
+    ],
+)
+def test_who_joins_is_shown_which_numbers_the_server_sees(
+    case: Case, tmp_path: Path, tells: str | None, seen: str, unseen: str
+) -> None:
+    lines: list[str] = []
+    node = Client(tmp_path / "ann", case.own.model_copy(update={"tells": tells}), say=lines.append)
+    assert not answer_of(node, case.tasks[0]).refused
+    (line,) = (line for line in lines if "(tells: " in line)
+    assert line.startswith("user 'ann': ")
+    assert seen in line
+    assert unseen not in line
+    assert "--tells" in line
+
+
 @pytest.mark.parametrize("about", [{}, {"public": None}, {"public": []}, {"public": "x"}])
 def test_a_join_that_says_nothing_is_refused(case: Case, tmp_path: Path, about: dict[str, Any]) -> None:
     assert "the federation" in refusal(Client(tmp_path, case.own), replace(case.tasks[0], arguments=about))

@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from comingle.federation.flower.client import CallQueue, participate
+from comingle.federation.flower.client import CallQueue, FleetClient, Handle, participate
+from comingle.federation.flower.client_app import User
+from comingle.federation.flower.fleet_client import Server
 from comingle.utils.errors import MessageError
 
 
@@ -29,6 +31,20 @@ def test_calls_of_other_threads_are_made_in_this_one() -> None:
         assert where.result(5) == threading.get_ident()
         with pytest.raises(MessageError, match="no"):
             refused.result(5)
+
+
+def test_the_first_request_of_a_server_is_shown_before_anything_is_loaded(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def load() -> Handle:
+        assert "127.0.0.1:9" in lines[-1]
+        return lambda request: request
+
+    client = FleetClient(
+        User(name="ann", state=tmp_path), Server(address="127.0.0.1:9"), load, CallQueue(), lines.append
+    )
+    assert [client._answer(request) for request in (b"1", b"2")] == [b"1", b"2"]
+    assert len(lines) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

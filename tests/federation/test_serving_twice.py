@@ -74,11 +74,25 @@ def test_several_users_have_files_of_their_own(tmp_path: Path, monkeypatch: pyte
     assert load_participants((), ["ann", "bob"], {}) == found
 
 
+def test_what_is_told_is_set_before_the_first_contact_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (participant,) = load_participants((), ["ann"], {"data": "text.txt", "server": "127.0.0.1:9", "tells": "losses"})
+    assert participant.own.tells == "losses"
+    save_participant(tmp_path / "ann" / "participant.yaml", participant)
+    assert [load_participants((), ["ann"], {"tells": new})[0].tells for new in (None, "nothing")] == [
+        "losses",
+        "nothing",
+    ]
+
+
 @pytest.mark.parametrize(
     ("files", "names", "options", "place"),
     [
         (0, (), {}, "client: no user"),
-        (0, ("ann",), {}, "user 'ann': no data"),
+        (0, ("ann",), {}, "user 'ann': no data: .*ann/participant.yaml"),
+        (0, ("ann",), {"data": "text.txt", "tells": "much"}, "user 'ann': tells: .*much"),
         (0, ("ann", "bob"), {"data": "text.txt"}, "client: got --data for 2 users"),
         (2, (), {"state": "here"}, "client: got --state for 2 users"),
         (2, ("ann", "bob"), {}, "client: got 2 files and 2 names"),

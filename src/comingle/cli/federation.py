@@ -139,6 +139,15 @@ def client(
     key: Annotated[
         Path | None, typer.Option("--key", metavar="FILE", help="Authenticate with this user's key.")
     ] = None,
+    tells: Annotated[
+        str | None,
+        typer.Option(
+            "--tells",
+            metavar="LEVEL",
+            help="Report only these numbers to the server: all, scores, losses or nothing "
+            "(default: scores; with privacy: nothing).",
+        ),
+    ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Wait for the next federation when one has ended.")] = False,
     supernode: Annotated[
         bool, typer.Option("--supernode", help="Run Flower's SuperNode, with a process for each message.")
@@ -155,10 +164,14 @@ def client(
         "data": _make_absolute(data),
         "base": _make_absolute(base),
         "server": server,
+        "tells": tells,
         **{name: str(path.absolute()) for name, path in paths.items() if path},
     }
     from comingle.federation.client_command import take_part
-    from comingle.federation.participant import load_participants
+    from comingle.federation.participant import TELLS, load_participants
+
+    if tells is not None and tells not in TELLS:
+        raise RecipeError(f"--tells: got {tells!r}; allowed: {', '.join(TELLS)}")
 
     participants = load_participants(files or (), names or (), options)
     take_part(participants, say=line_printer(quiet=quiet), stays=stay, supernode=supernode)

@@ -45,7 +45,7 @@ from comingle.federation.messages import (
     check_verdict,
     unpack_task,
 )
-from comingle.federation.participant import SCORES, Own
+from comingle.federation.participant import SCORES, TELLS, Own, Tells
 from comingle.federation.public import (
     ENDED,
     Public,
@@ -200,7 +200,7 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     method = check_and_set_up(recipe, keeps_memory=False)  # the device has other work between rounds
     date_in_prompts = str(public.settings.get(DATE, ""))  # that of the run's start; "" if no template writes a date
     read = prepare(recipe, given=Given(date=date_in_prompts, bases=bases), method=method)  # this user's data and base
-    _check_base(public, read)
+    _check_base(own, public, read)
     # The run has all users, as methods and privacy depend on who they are; only this user's data is on this machine.
     run_data = remote_data(public, recipe, read.base)
     number = public.users.index(own.name)  # the user's index among all users
@@ -363,24 +363,32 @@ def _check_expected(own: Own, public: Public) -> None:
             raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {actual[what]}")
 
 
-def _check_base(public: Public, read: RunData) -> None:
+def _shorten(digest: str) -> str:
+    """Return the first 8 digits of each part of a digest; parts are separated by colons."""
+    return ":".join(part[:8] for part in digest.split(":")) or "none"
+
+
+def _check_base(own: Own, public: Public, read: RunData) -> None:
     """Check that this client's base model and tokenizer have the same digests as the server's.
 
     A tokenizer's digest may end with that of its chat template. Either side may leave out this part, as older versions
     do; then only the tokens are compared.
 
     Raises:
-        MessageError: A digest differs.
+        MessageError: A digest differs. A note, which is for the user only, names the client's base.
     """
     for what, own_digest in digests_of(read.base).items():  # "base" and "tokenizer"
         servers_digest = getattr(public, what)
         are_equal = own_digest == servers_digest
         equals_without_template = own_digest == tokens_of(servers_digest) or tokens_of(own_digest) == servers_digest
         if not (are_equal or equals_without_template):
-            raise MessageError(
-                f"{what}: the server has {servers_digest or 'none'}, this client {own_digest or 'none'}; "
-                "use the same base (--base)"
+            error = MessageError(
+                f"{what}: the server has {_shorten(servers_digest)} of base {public.recipe.get('base', '')!r}, this "
+                f"client {_shorten(own_digest)}; use the same base (--base)"
             )
+            if read.base is not None:
+                error.add_note(f"this client's base is {str(own.base or read.base.name)!r}")
+            raise error
 
 
 def _check_settings(own: Own, public: Public, read: RunData) -> None:
@@ -457,9 +465,10 @@ class Client:
             with convert_disk_errors(self.folder):
                 answer = self._join(task) if task.todo == ("join",) else self._carry_out(task, data)
         except ComingleError as error:
-            self.say(str(error))
+            line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # Notes are not sent to the server.
+            self.say(line)
             if task.todo == ("join",) and not isinstance(error, RunError):  # Continue after a full disk.
-                self.refuse(str(error))
+                self.refuse(line)
             answer = _refusal(task, error)
         except Exception as error:  # A bug, perhaps triggered by a hostile server, must not end the client.
             logger.exception("task %d of run %s", task.serial, task.run)
@@ -501,6 +510,7 @@ class Client:
         check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
         self.say(upload_notice(store))
+        self.say(report_notice(store, self.own))
         reported: dict[str, Any] = {
             "unit": store.clients.batch_source.unit,
             "steps": store.clients.steps.local_steps,
@@ -757,6 +767,44 @@ def upload_notice(store: ClientStore) -> str:
     how = "" if clients.plan.sums is None else ", masked,"
     size = f"{upload_bytes:,} bytes"
     return f"user {name!r}: {shared_roles} ({size}) leave this machine{how} each round you take part in{stays}"
+
+
+_REPORTED: dict[Tells, tuple[str, ...]] = {
+    "losses": ("training losses",),
+    "scores": ("test scores", "amounts of data", "durations"),
+    "all": ("mean weights of experts or components",),
+}
+"""Numbers that each value of ``tells`` adds to those of the values above it."""
+
+
+def report_notice(store: ClientStore, own: Own) -> str:
+    """Return one line for the user: which numbers leave this machine beside the tensors, and how to change that.
+
+    Numbers that leave whatever the user's setting ``tells`` says are listed too: the local steps of a round, the
+    validation loss if the recipe selects the best round, and amounts of data if they weight the aggregate.
+
+    Args:
+        store: The user's part of the run.
+        own: The user's settings.
+    """
+    plan, tells = store.clients.plan, store.tells(own)
+    levels = list(_REPORTED)
+    allowed = [] if tells == "nothing" else levels[: levels.index(tells) + 1]
+    numbers = [number for level in allowed for number in _REPORTED[level]]
+    if plan.privacy is not None and "training losses" in numbers:
+        numbers.remove("training losses")  # never reported with privacy
+    always = ["the number of local steps"]
+    if store.clients.state.best:
+        always.append("validation losses")
+    if store.public_counts:
+        always.append("the number of examples")
+    if plan.training.weighting != "uniform" and plan.privacy is None and "amounts of data" not in numbers:
+        always.append("the amount of training data")
+    reported = [f"{', '.join(numbers)} (tells: {tells})"] if numbers else []
+    listed = " and ".join([*reported, ", ".join(always)])
+    change = f"change this with --tells {'|'.join(TELLS)}"
+    none = "" if numbers else f"; no losses or scores (tells: {tells})"
+    return f"user {own.name!r}: the server also sees {listed}{none}; {change}"
 
 
 def _describe_answer(store: ClientStore, task: Task, answer: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -21,6 +21,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 Tells = Literal["all", "scores", "losses", "nothing"]
 """How much a client reports; each value includes the following ones."""
+
+TELLS: tuple[Tells, ...] = get_args(Tells)
+"""All values of ``tells``, from the most to the least reported."""
 
 SCORES: frozenset[Tells] = frozenset({"all", "scores"})
 """Values with which a client reports test scores and amounts of data."""
@@ -231,5 +234,8 @@ def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
     content: dict[str, Any] = {"name": name, "state": str(file.parent.absolute())}
     content |= {key: value for key, value in options.items() if value is not None}
     if "data" not in content:
-        raise RecipeError(f"user {name!r}: no data; give --data PATH, or a client's file")
-    return Participant(**content)
+        raise RecipeError(
+            f"user {name!r}: no data: there is no {file}, the file with settings that the first start saves; give "
+            "--data PATH, or such a file: comingle client FILE"
+        )
+    return parse_section(Participant, content, f"user {name!r}")

@@ -76,7 +76,7 @@ class FleetClient:
         """
         self.refusal = ""
         """Why this client cannot take part, as the server or the connection says; empty while it can."""
-        self._say, self._load = say, load
+        self._say, self._load, self._address = say, load, server.address
         self._handle: Handle | None = None  # the function that answers requests, once it is loaded
         folder = user.state / FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,6 +100,7 @@ class FleetClient:
         The first one loads torch and the code that answers. If this fails, the client cannot take part.
         """
         if self._handle is None:
+            self._say(f"connected to {self._address}; loading the base model and the data")
             try:
                 self._handle = self._load()
             except ComingleError as error:
