@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ def test_cost_refuses_what_a_run_refuses_in_the_same_words(comingle: Any, recipe
     assert (run.code, cost.code) == (2, 2)
     assert "2 of 4 users have too few conversations: 'cem' (no conversations in test), 'dan'" in run.err
     assert cost.err == run.err.splitlines(keepends=True)[-1]
+
+
+def test_how_long_the_context_must_be_is_named_where_nothing_is_left(comingle: Any, recipe_file: Path) -> None:
+    found = {verb: comingle(verb, recipe_file) for verb in ("run", "data")}
+    assert [one.code for one in found.values()] == [2, 2]
+    (longest,) = {tokens for one in found.values() for tokens in re.findall(r"longest has (\d+) tokens", one.err)}
+    for one in found.values():
+        (user,) = re.findall(r"'dan' \(.*?\)|user 'dan': .*", one.err)
+        assert "6 left out" in user
+        assert f"training.context to at least {longest}" in user
+    assert "'cem'" not in found["data"].err.splitlines()[-1]
+    context = ["--set", f"training.context={longest}"]
+    assert comingle("data", recipe_file, *context).code == 0
+    shorter = comingle("data", recipe_file, "--set", f"training.context={int(longest) - 1}")
+    assert shorter.code == 2 or "left out" in shorter.err
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SETTINGS = {
     "no key": ("=3", "--set '=3': give KEY=VALUE"),
     "a value that is not YAML": ("base=[", r"--set 'base=\[': not YAML: while parsing a flow node"),
     "zero users": ("data.users={}", r"--set: data: no users; .*`users: {alice: path/to/text}`"),
-    "a missing file": ("data.users.ann=texts/anne.txt", "texts/anne.txt: no such file or folder"),
+    "a missing file": ("data.users.ann=texts/anne.txt", "data.users.ann: .*texts/anne.txt: no such file or folder"),
     "an unknown demo user": ("data.users.ann=demo:libary", "no demo user 'libary'; allowed: library, reference, "),
     "too little text": (
         "data.max_train_tokens=16",

@@ -14,8 +14,10 @@ import datasets
 import pytest
 
 import comingle
+from comingle.config import parse_recipe
 from comingle.data import sources
-from comingle.data.sources import read_dataset, read_documents
+from comingle.data.sources import check_sources, read_dataset, read_documents
+from comingle.runs.session import prepare
 from comingle.utils.errors import DataError
 
 ROWS = [
@@ -453,3 +455,26 @@ def test_rows_that_name_their_split_say_which_keys_read_it(kind: str, tmp_path: 
         assert "data.split.train_name, valid_name and test_name" in message
         assert ("set data.dataset.split" in message) == (column is None)
         assert ("values of column 'part'" in message) == (column is not None)
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ({"kind": "text", "users": {"ada": "texts/no.txt"}}, "data.users.ada: texts/no.txt"),
+        ({"kind": "conversations", "users": {"ada": "chats/no.jsonl"}}, "data.users.ada: chats/no.jsonl"),
+        ({"kind": "samples", "users": {"ada": {"train": "no.npz", "test": "no.npz"}}}, "data.users.ada.train: no.npz"),
+    ],
+)
+def test_a_missing_file_is_named_with_its_user_before_the_base_is_loaded(data: dict[str, Any], place: str) -> None:
+    recipe = parse_recipe(
+        {"base": "net:mlp" if data["kind"] == "samples" else "no/base", "method": "fedavg", "data": data}
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(place)}: "):
+        prepare(recipe)
+
+
+def test_names_on_the_hub_and_of_demo_users_are_no_missing_files() -> None:
+    users = {"ada": "demo:library", "ben": "hub:someone/chats", "cem": "https://example.com/texts.txt"}
+    check_sources(parse_recipe({"base": "no/base", "method": "fedavg", "data": {"users": users}}).data)
+    chats = {"kind": "conversations", "users": {"ada": "someone/chats"}}
+    check_sources(parse_recipe({"base": "no/base", "method": "fedavg", "data": chats}).data)

@@ -317,7 +317,7 @@ def one_image(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "user 'ada': {folder}/ada: no such file"),
+        (lambda folder: None, "data.users.ada: {folder}/ada: no such file"),
         (empty, "{folder}/ada: no subfolders"),
         (without_images, "{folder}/ada: no images .*cat; .*[.]bmp"),
         (damaged, "{folder}/ada/cat/0.png: .*image: "),

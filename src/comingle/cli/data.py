@@ -24,6 +24,7 @@ def data(
     """
     read = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps
+    from comingle.data.conversations.encoding import UserAnswers, check_nonempty
     from comingle.runs.session import prepare
 
     try:
@@ -36,6 +37,8 @@ def data(
     for part in preview(read, run_data, all_users=all_users):
         console.print(part, highlight=False)
     warn_overlaps(run_data)
+    if run_data.users.sizes is None and issubclass(run_data.kind.user, UserAnswers):
+        check_nonempty(run_data.users)
 
 
 def methods(

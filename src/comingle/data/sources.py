@@ -6,13 +6,23 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from comingle.data.files import check_regular, has_rows, is_saved, read_text_file, read_text_folder, warn_longer
+from comingle.config.settings import PATHS, DataSection, OwnUsersSection
+from comingle.data.files import (
+    check_regular,
+    has_rows,
+    is_saved,
+    looks_like_path,
+    read_text_file,
+    read_text_folder,
+    warn_longer,
+)
 from comingle.data.row_files import BadRows
 from comingle.data.streaming import ListedRows, Rows
 from comingle.data.tables import choose_users, iterate_texts, read_tables
@@ -65,6 +75,32 @@ def read_documents(
     if not documents:
         raise NoTextError(f"{path}: no text; at least one document is needed")
     return documents
+
+
+def check_sources(data: DataSection) -> None:
+    """Check that the files and folders that a recipe names for its users exist, before anything is loaded.
+
+    Names of demo users and of data sets on the hub are not checked. A source of conversations may be a bare name on the
+    hub, so one that does not exist is refused only if it looks like a path.
+
+    Args:
+        data: The recipe's section ``data``.
+
+    Raises:
+        DataError: A file or folder does not exist; names the key in the recipe.
+    """
+    if not isinstance(data, OwnUsersSection) or data.kind not in ("text", "conversations", "samples"):
+        return
+    for name, files in (data.users or {}).items():
+        for key in PATHS:
+            source = getattr(files, key)
+            if source is None or is_named(source) or "://" in source:
+                continue
+            may_be_on_hub = data.kind == "conversations" and (not looks_like_path(source) or set(source) & set("*?["))
+            path = expand_home(source)
+            if not os.path.exists(path) and not may_be_on_hub:
+                where = f"data.users.{name}" + ("" if key == "path" else f".{key}")
+                raise DataError(f"{where}: {path}: no such file or folder")
 
 
 def read_dataset(source: str | Path | Sequence[str | Path], **options: Any) -> Groups:

@@ -17,6 +17,7 @@ from comingle.config.files import changed_settings
 from comingle.config.settings import AUTO, MEMORY
 from comingle.data.populations import digest_names
 from comingle.data.samples.samples import SPLITS
+from comingle.data.sources import check_sources
 from comingle.methods import make, own_errors
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of, with_date
@@ -173,6 +174,8 @@ def prepare(
     if validates is None:
         validates = method.client.needs_validation
     given.check(recipe)
+    if given.users is None:
+        check_sources(recipe.data)
     kind = kind_of(recipe)
 
     def load_run_base() -> Base:

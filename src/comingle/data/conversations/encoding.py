@@ -107,6 +107,8 @@ class UserAnswers:
         valid: Conversations to validate on; may be empty.
         test: Conversations to test on.
         cluster: True cluster of the user, if the recipe names it.
+        left_out: Number of conversations that were left out, as they are longer than ``training.context``.
+        longest: Number of tokens of the longest of those; 0 if there is none.
     """
 
     name: str
@@ -114,6 +116,8 @@ class UserAnswers:
     valid: Answers
     test: Answers
     cluster: int | None = None
+    left_out: int = 0
+    longest: int = 0
 
     def split(self, split: Split) -> Answers:
         """Return the conversations of a split."""
@@ -266,13 +270,15 @@ class Encoder:
     def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad: BadRows):
         self.data, self.context, self.template, self.bad = data, context, template, bad
         self.counts, self.ends = Counter[str](), self.template.ends()
+        self.longest = 0  # tokens of the longest conversation so far, before it is cut
 
     def encode(self, user: UserConversations) -> UserAnswers:
         """Encode a user's conversations as windows of tokens, and cut them to the context.
 
         Conversations that the chat template rejects become bad rows.
         """
-        encoded_by_split = {split: self._encode_split(user.name, getattr(user, split)) for split in SPLITS}
+        too_long: list[int] = []  # lengths of the conversations that are left out
+        encoded_by_split = {split: self._encode_split(user.name, getattr(user, split), too_long) for split in SPLITS}
         encoded = [conversation for of_split in encoded_by_split.values() for conversation in of_split]
         # Generated responses are at most as long as the longest response of any split.
         limit = max((conversation.longest for conversation in encoded), default=1)
@@ -286,15 +292,27 @@ class Encoder:
             )
             for split, of_split in encoded_by_split.items()
         )
-        return UserAnswers(name=user.name, train=train, valid=valid, test=test)
+        left_out = {"left_out": len(too_long), "longest": max(too_long, default=0)}
+        return UserAnswers(name=user.name, train=train, valid=valid, test=test, **left_out)
 
-    def _encode_split(self, name: str, conversations: Sequence[PlacedConversation]) -> list[Encoded]:
-        """Return the conversations of a split of the user ``name`` as tokens, without those that do not fit."""
+    def _encode_split(
+        self, name: str, conversations: Sequence[PlacedConversation], too_long: list[int]
+    ) -> list[Encoded]:
+        """Return the conversations of a split as tokens, without those that do not fit.
+
+        Args:
+            name: Name of the user, for messages.
+            conversations: The conversations.
+            too_long: Lengths of conversations that are left out; extended.
+        """
         fitting: list[Encoded] = []
         for placed in conversations:
             for encoded in self._encode_turns(name, placed):
                 cut = _cut_to_context(encoded, self.context, self.data.too_long == "cut", self.counts)
-                if cut is not None:
+                self.longest = max(self.longest, len(encoded))
+                if cut is None:
+                    too_long.append(len(encoded))
+                else:
                     fitting.append(cut)
         return fitting
 
@@ -331,7 +349,9 @@ class Encoder:
         """Numbers of conversations that were too long, as a line; empty if there are none."""
         cut, out = self.counts["cut"], self.counts["left out"]
         longer = f"{cut + out} of {self.counts['all']} conversations are longer than {self.context} tokens"
-        return f"{longer} (training.context): {cut} cut at whole turns, {out} left out" if cut + out else ""
+        advice = f"the longest has {self.longest} tokens; set training.context to at least {self.longest} to keep all"
+        counts = f"{cut} cut at whole turns, {out} left out"
+        return f"{longer} (training.context): {counts}; {advice}" if cut + out else ""
 
     @property
     def notes(self) -> list[str]:
@@ -383,7 +403,33 @@ def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str,
     """
     used_splits = ("train", "valid", "test") if needs_validation else ("train", "test")
     empty_splits = {user.name: [split for split in used_splits if not len(getattr(user, split))] for user in users}
-    return {name: f"no conversations in {' and '.join(splits)}" for name, splits in empty_splits.items() if splits}
+    left_out = {user.name: _left_out_phrase(user) for user in users}
+    return {
+        name: f"no conversations in {' and '.join(splits)}{left_out[name]}"
+        for name, splits in empty_splits.items()
+        if splits
+    }
+
+
+def _left_out_phrase(user: object) -> str:
+    """Return how many conversations were left out as too long, as the end of a phrase; empty if none or unknown."""
+    if not isinstance(user, UserAnswers) or not user.left_out:
+        return ""
+    return (
+        f", {user.left_out} left out as too long: the longest has {user.longest} tokens; set training.context to at "
+        f"least {user.longest}"
+    )
+
+
+def check_nonempty(users: Sequence[UserAnswers]) -> None:
+    """Check that every user has a conversation in at least one split; one error lists all users that have none.
+
+    Raises:
+        DataError: Users have no conversations, such as when all are longer than the context.
+    """
+    empty = [user for user in users if not any(len(user.split(split)) for split in SPLITS)]
+    if small := find_shortages(empty, needs_validation=True):
+        raise too_few_error(list_shortages(small), len(small), len(users))
 
 
 def check_shortages(users: Sequence[object], *, needs_validation: bool) -> None:
