@@ -64,6 +64,17 @@ def test_three_seeds_by_default_and_a_verdict_for_each_method(comingle: Any, sho
     assert table(tmp_path / "out") == found  # showing writes nothing
 
 
+def test_changed_settings_and_untrained_routers_are_in_the_table(comingle: Any, short: Path, tmp_path: Path) -> None:
+    options = ("--methods", "local-moe-tr,fedprox", "--seeds", "0", "--out", tmp_path / "out")
+    answer = comingle("compare", short, *options, "--set", "method.proximal=0.5")
+    assert answer.code == 0
+    moe, fedprox = table(tmp_path / "out")["methods"]
+    assert (moe.get("untrained"), moe.get("method_settings")) == (["router"], None)
+    assert (fedprox.get("untrained"), fedprox.get("method_settings")) == (None, {"proximal": 0.5})
+    assert "fedprox proximal=0.5" in " ".join(answer.out.split())
+    assert "local-moe-tr ‡" in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_another_baseline_is_asked_for(comingle: Any, short: Path, tmp_path: Path) -> None:
     options = ("--methods", "pretrained,fedavg", "--seeds", "0,1", "--out", tmp_path / "out")
     assert comingle("compare", short, *options).code == 0

@@ -25,7 +25,7 @@ from comingle.reports.canvas import (
     styles,
     svg,
 )
-from comingle.reports.figures import extremes
+from comingle.reports.figures import DEVIATION, INTERVALS, extremes
 from comingle.reports.page import Text, TokenView, tokens_figure, visible
 from comingle.reports.runs import read_entries
 
@@ -88,15 +88,15 @@ def test_bands_and_whiskers_are_explained_where_there_are_any(write_run: Any) ->
             ]
         )
 
-    for number, word in ((1, ""), (2, "one standard deviation over seeds")):
+    for number, word, of_users in ((1, "", ""), (2, DEVIATION, INTERVALS)):
         local, fedavg = runs(number)
-        for figure, kind in (
-            (figures.curves_figure([local, fedavg]), "bands: "),
-            (figures.bytes_figure([local, fedavg]), "whiskers: "),
-            (figures.users_figure([local, fedavg], local), "whiskers: "),
+        for figure, kind, explained in (
+            (figures.curves_figure([local, fedavg]), "bands: ", word),
+            (figures.bytes_figure([local, fedavg]), "whiskers: ", word),
+            (figures.users_figure([local, fedavg], local), "whiskers: ", of_users),
         ):
             assert figure is not None
-            assert figure.get_supxlabel() == (kind + word if word else "")
+            assert figure.get_supxlabel() == (kind + explained if explained else "")
 
 
 def population(write_run: Any, *methods: str) -> Any:
@@ -287,7 +287,11 @@ def test_loss_bars_are_multiples_on_a_logarithmic_axis(write_run: Any) -> None:
     assert [end for end, _ in ends] == pytest.approx([1e-4, 4.0])
     assert [hatched for _, hatched in ends] == [False, False]  # two seeds that differ so much tell neither
     ((low, _), (high, _)) = axis.collections[0].get_segments()[0]
-    assert (low, high) == pytest.approx((1e-4 / 10**2**0.5, 1e-4 * 10**2**0.5))
+    # Student's t with one degree of freedom, 12.7062; the mean of log10 is -4 with a standard error of 1.
+    assert (low, high) == pytest.approx((10**-16.7062, 10**8.7062), rel=1e-3)
+    # The axis ends one range of the bars, -4 to log10 of 4, beyond them.
+    width = 4 + 0.60206
+    assert axis.get_xlim() == pytest.approx((10 ** (-4 - 1.05 * width), 10 ** (0.60206 + 1.05 * width)), rel=1e-3)
     assert axis.get_xlabel() == "test loss as a multiple of that of local (left: better, right: worse)"
 
 

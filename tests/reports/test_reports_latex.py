@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from comingle.reports.comparisons import compare_metrics, read_baseline_comparison, rows_of, with_baseline
-from comingle.reports.tables import escape_latex, latex
+from comingle.reports.tables import escape_latex, latex, markdown, note_of
 from comingle.runs.comparison import Comparison
 from comingle.utils.errors import RecipeError, RunError
 
 HOSTILE = r"[b]*_o&b% $1 #2 {x} \input{/etc/passwd} ~^ <a|b> `c' ?` -- \\ {"
 NAMED = {
     "textbackslash": "\\", "textasciitilde": "~", "textasciicircum": "^", "textless": "<", "textgreater": ">",
-    "textbar": "|", "textasciigrave": "`", "textdagger": "†", "textendash": "–",
+    "textbar": "|", "textasciigrave": "`", "textdagger": "†", "textdaggerdbl": "‡", "textendash": "–",
     "textperiodcentered": "·",
 }  # fmt: skip
 
@@ -157,6 +157,21 @@ def test_budgets_that_differ_are_noted(tmp_path: Path) -> None:
     source = latex(of(*runs))
     assert r"99,999 \textdagger{}" in source
     assert r"\footnotesize \textdagger{} trains over 10\% more" in source
+    compile_latex(source, tmp_path)
+
+
+def test_settings_and_untrained_routers_are_noted(tmp_path: Path) -> None:
+    runs = [metrics(name, 0, {"ann": 5.0}) for name in ("local", "comigs", "ifca:models=3")]
+    runs[1] |= {"untrained": ["router"], "method_settings": {"router_every": 40}}
+    runs[2] |= {"method_settings": {"models": 3, "weight": 0.5}}
+    table = of(*runs)
+    source = latex(table)
+    assert r"comigs \textdaggerdbl{} &" in source
+    assert source.count(r"\textdaggerdbl{}") == 2
+    note = note_of(table)
+    assert "comigs router_every=40, ifca:models=3 weight=0.5" in note
+    assert note.count("‡ router") == 1
+    assert "| comigs ‡ |" in markdown(table)
     compile_latex(source, tmp_path)
 
 

@@ -105,8 +105,8 @@ def test_nothing_is_loaded_and_nobody_can_put_a_tag_into_the_page(page: str) -> 
 
 def test_who_gained_and_who_was_harmed_is_named(page: str) -> None:
     text = re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", page))
-    assert "comigs ann (-25.0%) none &lt;/script&gt;" in text
-    assert "(+12.5%)" in text
+    assert "comigs ann -25.0% (-25.00 to -25.00) none &lt;/script&gt;" in text
+    assert " +12.5% (" in text
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from comingle.reports.comparisons import folder_name
 from comingle.reports.page import notices
 from comingle.reports.runs import find_runs, read_entries, read_run
 from comingle.utils.errors import RunError
@@ -69,6 +70,27 @@ def test_entries_of_one_method_are_told_apart_by_what_differs(write_run: Any) ->
     paths.append(write_run("l", "local", CURVE))
     labels = [entry.label for entry in read_entries(paths)]
     assert labels == ["comigs (specialists 1)", "comigs (specialists 1,3)", "local"]
+
+
+def test_variants_have_the_names_of_their_comparison(write_run: Any) -> None:
+    names = ["fedprox", "fedprox:proximal=0.1", "local"]
+    settings = [{}, {"proximal": 0.1}, {}]
+    paths = [
+        write_run(
+            f"compare/{folder_name(name)}-seed{seed}",
+            name.partition(":")[0],
+            CURVE,
+            seed=seed,
+            recipe={"method": {"name": name.partition(":")[0], "settings": of_method}},
+        )
+        for name, of_method in zip(names, settings, strict=True)
+        for seed in (0, 1)
+    ]
+    folder = paths[0].parent
+    without_table = [entry.label for entry in read_entries(paths)]
+    assert without_table == ["fedprox (proximal default)", "fedprox (proximal 0.1)", "local"]
+    (folder / "table.json").write_text(json.dumps({"methods": [{"method": name} for name in names]}))
+    assert [entry.label for entry in read_entries([folder])] == names
 
 
 def test_runs_of_other_users_are_refused(write_run: Any) -> None:

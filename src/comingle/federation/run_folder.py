@@ -36,6 +36,7 @@ from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import keep_key
 from comingle.training.rounds import Evaluations, outcome_warnings, run_rounds
+from comingle.training.settings import untrained_entry
 from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
@@ -311,6 +312,7 @@ def _final_metrics(session: ServerSession, metrics: dict[str, Any], evaluations:
     """
     metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
     metrics |= outcome_warnings(session.context.method, evaluations, metrics)
+    metrics |= untrained_entry(session.context.plan, session.local_steps)
     if without_metrics := [name for name in session.public.users if name not in metrics["users"]]:
         metrics["untold"] = without_metrics
     return metrics

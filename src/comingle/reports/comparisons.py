@@ -573,6 +573,10 @@ class MethodRow(_MethodRow, total=False):
     sample: Mapping[str, Any]
     privacy: Mapping[str, Any]
     warnings: list[str]
+    method_settings: Mapping[str, Any]
+    """Settings of the method that differ from its defaults."""
+    untrained: list[str]
+    """Roles that no phase of a run has reached."""
 
 
 class _ComparisonTable(TypedDict):
@@ -718,6 +722,7 @@ def _method_row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
         **({"sample": runs[0]["sample"]} if len(runs) == 1 and "sample" in runs[0] else {}),
         **({"privacy": _most_revealing(runs)} if any(run.get("privacy") for run in runs) else {}),
         **({"warnings": warned} if (warned := _warnings(runs)) else {}),
+        **{key: runs[0][key] for key in ("method_settings", "untrained") if key in runs[0]},
     }
     return cast(MethodRow, row)  # names of two keys depend on measure and unit
 

@@ -54,6 +54,7 @@ from comingle.reports.runs import (
 from comingle.utils.records import MEASURES, read_events
 
 DEVIATION = "one standard deviation over seeds"
+INTERVALS = "95% confidence intervals of the mean change over seeds; long ones are cut at the edge"
 """Meaning of all bands and whiskers."""
 
 MAX_PANELS = 24
@@ -240,7 +241,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
     by_label = _styles_by_label(entries)
     shown = extremes(entries, max_users_with_bars(rows), baseline)
     measure = baseline.first.measure
-    has_deviations = any(gain.change.std for _, gains in rows for gain in gains if gain.user in shown)
+    has_intervals = any(gain.interval for _, gains in rows for gain in gains if gain.user in shown)
     return Panels(
         paint=[partial(_paint_users, rows=rows, shown=shown, by_label=by_label, measure=measure)],
         columns=1,
@@ -248,7 +249,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
         sheet=_gain_sheet(rows, baseline),
         keys=[(Patch(color=by_label[entry.label].colour.light), entry.label) for entry, _ in rows],
         below=change_label(measure, baseline.label, short=width < 6),
-        note=f"whiskers: {DEVIATION}" if has_deviations else "",
+        note=f"whiskers: {INTERVALS}" if has_intervals else "",
     )
 
 
@@ -299,6 +300,9 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
     axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
     if measure == "loss":
         axis.set_xscale("log")
+    if any(gain.interval for _, gains in rows for gain in gains):
+        _limit_axis(axis, [gain for _, gains in rows for gain in gains if gain.user in shown], measure)
+    if measure == "loss":
         _format_factors(axis.xaxis, *axis.get_xlim())
     axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])
     axis.set_ylim(len(shown) - 0.4, -0.6)  # the first user is at the top
@@ -308,7 +312,7 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
 def _paint_bars(
     axis: Axes, users: Sequence[str], by_user: dict[str, Gain], style: Style, offset: float, height: float
 ) -> None:
-    """Paint one entry's bars, with deviations over seeds.
+    """Paint one entry's bars, with 95% confidence intervals as whiskers.
 
     Bars of harmed users are hatched, which is visible without colour. Bars of level results are pale.
 
@@ -322,7 +326,7 @@ def _paint_bars(
     """
     places = [i + offset for i, user in enumerate(users) if user in by_user]
     gains = [by_user[user] for user in users if user in by_user]
-    ends = [_to_axis(gain, gain.change.mean) for gain in gains]  # of the bars, in the unit of the axis
+    ends = [_to_axis(gain.measure, gain.change.mean) for gain in gains]  # of the bars, in the unit of the axis
     for place, end, gain in zip(places, ends, gains, strict=True):
         start = _no_change(gain.measure)
         (bar,) = axis.barh(
@@ -331,10 +335,11 @@ def _paint_bars(
         is_level = gain.verdict == "level"
         bar.set_alpha(LEVEL_OPACITY if is_level else 1.0)
         bar.set_hatch("////" if not is_level and is_worse(gain.change.mean, gain.measure) else "")
-    if any(gain.change.std for gain in gains):
-        # On the axis of factors the two sides of a deviation have different lengths.
-        lows = [_to_axis(gain, gain.change.mean - (gain.change.std or 0.0)) for gain in gains]
-        highs = [_to_axis(gain, gain.change.mean + (gain.change.std or 0.0)) for gain in gains]
+    if any(gain.interval for gain in gains):
+        intervals = [gain.interval or (gain.change.mean, gain.change.mean) for gain in gains]
+        # On the axis of factors the two sides of an interval have different lengths.
+        lows = [_to_axis(gain.measure, low) for gain, (low, _) in zip(gains, intervals, strict=True)]
+        highs = [_to_axis(gain.measure, high) for gain, (_, high) in zip(gains, intervals, strict=True)]
         below = [abs(end - low) for end, low in zip(ends, lows, strict=True)]
         above = [abs(end - high) for end, high in zip(ends, highs, strict=True)]
         axis.errorbar(ends, places, xerr=[below, above], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
@@ -345,9 +350,27 @@ def _no_change(measure: str) -> float:
     return 1.0 if measure == "loss" else 0.0
 
 
-def _to_axis(gain: Gain, change: float) -> float:
-    """Return a change of a gain's measure in the unit of the axis: a factor for losses, else unchanged."""
-    return 10**change if gain.measure == "loss" else change
+def _to_axis(measure: str, change: float) -> float:
+    """Return a change of a measure in the unit of the axis: a finite factor for losses, else unchanged."""
+    return 10 ** max(-300.0, min(change, 300.0)) if measure == "loss" else change
+
+
+def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
+    """Set limits that show all bars, and whiskers as far as the bars' range on each side.
+
+    With two seeds an interval may be many times as long as the bars.
+
+    Args:
+        axis: The axes.
+        gains: Gains that have bars.
+        measure: Name of the measure of the results.
+    """
+    means = [0.0, *(gain.change.mean for gain in gains)]
+    ends = [end for gain in gains for end in gain.interval or ()]
+    low, high = min(means), max(means)
+    width = (high - low) or max((abs(end) for end in ends), default=1.0) or 1.0
+    left, right = max(min([low, *ends]), low - width), min(max([high, *ends]), high + width)
+    axis.set_xlim(_to_axis(measure, left - width / 20), _to_axis(measure, right + width / 20))
 
 
 def _format_factors(axis: Axis, low: float, high: float) -> None:
@@ -420,7 +443,9 @@ def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], m
         baseline: Label of the baseline.
     """
     for entry, gains_of_entry in rows:
-        changes = np.sort([_to_axis(gain, gain.change.mean) for gain in gains_of_entry])  # in the unit of the axis
+        changes = np.sort(
+            [_to_axis(gain.measure, gain.change.mean) for gain in gains_of_entry]
+        )  # in the unit of the axis
         style = by_label[entry.label]
         axis.ecdf(changes, color=style.colour.light, linestyle=style.line)
     axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
@@ -446,7 +471,7 @@ def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], styl
     first = baseline.first
     with_data = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
     amounts = [first.amounts[gain.user] for gain in with_data]
-    changes = [_to_axis(gain, gain.change.mean) for gain in with_data]
+    changes = [_to_axis(gain.measure, gain.change.mean) for gain in with_data]
     axis.plot(
         amounts, changes, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light
     )

@@ -286,8 +286,8 @@ def _affects_test_data(key: str) -> bool:
 def notices(entries: Sequence[Entry]) -> list[str]:
     """Return sentences on what limits a comparison of these entries.
 
-    These are reasons not to compare them (:func:`comparability_warnings`), runs that have not finished, and runs that
-    evaluated only a sample of the users.
+    These are reasons not to compare them (:func:`comparability_warnings`), runs that have not finished, runs that
+    evaluated only a sample of the users, and routers that were never trained.
     """
     lines = comparability_warnings(entries)
     for entry in entries:
@@ -298,6 +298,8 @@ def notices(entries: Sequence[Entry]) -> list[str]:
                 lines.append(f"{name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
             elif sample := describe_sample(run.metrics):
                 lines.append(f"{name}: {sample}.")
+        if (metrics := entry.first.metrics) and (roles := metrics.get("untrained")):
+            lines.append(f"{entry.label}: {' and '.join(roles)} never trained, since the run has too few local steps.")
     return lines
 
 
@@ -727,7 +729,7 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
     for entry, gains_of_entry in pairs:
         cells = []
         for verdict in columns:
-            names = [f"{gain.user} ({gain.text})" for gain in gains_of_entry if gain.verdict == verdict]
+            names = [gain.named_text for gain in gains_of_entry if gain.verdict == verdict]
             cells.append((_CLASSES.get(verdict, ""), _names_markup(names, last=verdict in bad_verdicts)))
         rows.append({"label": entry.label, "cells": cells})
     label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"

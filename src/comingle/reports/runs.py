@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import statistics
@@ -23,7 +24,7 @@ from comingle.reports.comparisons import (
     interval,
     require_same_users,
 )
-from comingle.reports.formatting import change, change_text, is_worse, negligible_change
+from comingle.reports.formatting import change, change_text, interval_text, is_worse, negligible_change
 from comingle.utils.errors import RunError
 from comingle.utils.records import MEASURES, geometric_mean, measure_of, read_events, read_metrics
 
@@ -211,14 +212,18 @@ def _runs_of_comparison(path: Path) -> list[Path]:
     Without a readable table, and for methods that it lacks, the order is alphabetical.
     """
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
-    try:
-        table = yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))
-        methods = [row["method"] for row in table["methods"]]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        return folders
-    rank = {folder_name(method): number for number, method in enumerate(methods)}
+    rank = {folder_name(method): number for number, method in enumerate(_methods_of_comparison(path))}
     # Run folders are named METHOD-seedN.
     return sorted(folders, key=lambda folder: rank.get(folder.name.rpartition("-seed")[0], len(rank)))
+
+
+def _methods_of_comparison(path: Path) -> list[str]:
+    """Return the methods in the ``table.json`` of a folder; empty without a readable table."""
+    try:
+        table = json.loads((path / "table.json").read_text(encoding="utf-8"))
+        return [str(row["method"]) for row in table["methods"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -331,10 +336,14 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a label for each run: its method's name, or ``METHOD (KEY VALUE, ...)`` if several runs have the method.
+    """Return a label for each run: its name in a comparison or its method's name, if these names are unique.
 
-    The keys are those in which runs of the method differ.
+    Otherwise the label of each of several runs of a method is ``METHOD (KEY VALUE, ...)``, with the keys in which these
+    runs differ.
     """
+    labels = [_label_in_comparison(run) for run in runs]
+    if len(set(labels)) == len(labels):
+        return labels
     labels = []
     for run in runs:
         same_method = [other for other in runs if other.method == run.method]
@@ -351,6 +360,14 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     return labels
 
 
+def _label_in_comparison(run: RunRecord) -> str:
+    """Return the name of a run's method in the comparison that has the run, as ``NAME:KEY=VALUE``, else its name."""
+    names = _methods_of_comparison(run.folder.parent)
+    in_folder = run.folder.name.rpartition("-seed")[0]
+    named = [name for name in names if folder_name(name) == in_folder and name.partition(":")[0] == run.method]
+    return named[0] if named else run.method
+
+
 def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
     """Return the settings that may distinguish a run from others, by dotted recipe key, for its label.
 
@@ -359,9 +376,10 @@ def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
         full_privacy: Whether to keep all settings of privacy. Otherwise only the mechanism is kept: against a run
             without privacy, every setting of privacy differs, which would make the label long.
     """
+    settings = {key: value for key, value in run.key if value != {}}  # an empty section is the same as none
     if full_privacy:
-        return dict(run.key)
-    others = {key: value for key, value in run.key if not key.startswith("privacy")}
+        return settings
+    others = {key: value for key, value in settings.items() if not key.startswith("privacy")}
     return others | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
 
 
@@ -446,6 +464,13 @@ class Gain:
     def text(self) -> str:
         """The change as text."""
         return change_text(self.change.mean, self.measure)
+
+    @property
+    def named_text(self) -> str:
+        """User, change and interval as text: "ann -9.7% (-12.0 to -7.4)", or "ann (-9.7%)" without an interval."""
+        if self.interval is None:
+            return f"{self.user} ({self.text})"
+        return f"{self.user} {self.text} ({interval_text(self.interval, self.measure)})"
 
 
 def verdicts(measure: str) -> tuple[str, ...]:

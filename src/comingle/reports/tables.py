@@ -597,9 +597,14 @@ def _text_cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
         return mean if deviation is None or not has_deviations else f"{mean} ({number(deviation, measure)})"
 
     scores = [(name, [cell(value) for value in values]) for name, values in score_columns(table)]
-    columns = [("method", [row["method"] for row in table["methods"]]), *scores, *cost_columns(table)]
+    columns = [("method", _marked_methods(table)), *scores, *cost_columns(table)]
     rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
     return [name for name, _ in columns], rows
+
+
+def _marked_methods(table: ComparisonTable) -> list[str]:
+    """Return the name of each method, with a double dagger if a role, such as its router, was never trained."""
+    return [row["method"] + (" ‡" if row.get("untrained") else "") for row in table["methods"]]
 
 
 _SPREAD_SHARES = {"best": 0.0, "median": 0.5, "worst": 1.0}
@@ -612,7 +617,10 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
 
 
 def note_of(table: ComparisonTable) -> str:
-    """Return notes on samples, missing seeds, budgets, privacy and warnings in one line; empty without any."""
+    """Return the notes below a comparison in one line; empty without any.
+
+    They are on samples, missing seeds, settings, budgets, roles that were never trained, privacy and warnings.
+    """
     rows = table["methods"]
     seeds = sorted({seed for row in rows for seed in row["seeds"]})
     fewer_seeds = [row for row in rows if len(row["seeds"]) < len(seeds)]
@@ -620,8 +628,32 @@ def note_of(table: ComparisonTable) -> str:
     budget = budget_note([row["trainable_parameters"] for row in rows])
     privacy_notes = [f"{row['method']}: privacy {describe_privacy(row['privacy'])}" for row in rows if "privacy" in row]
     warnings = [f"{row['method']}, {warning}" for row in rows for warning in row.get("warnings", ())]
-    notes = [_sample_note(rows), *seed_notes, budget, *_early_ends(rows), *privacy_notes, *warnings]
+    marks = [_settings_note(rows), budget, _untrained_note(rows)]
+    notes = [_sample_note(rows), *seed_notes, *marks, *_early_ends(rows), *privacy_notes, *warnings]
     return "; ".join(filter(None, notes))
+
+
+def _settings_note(rows: Sequence[MethodRow]) -> str:
+    """Return a note on settings that differ from the defaults, without those in a method's label; empty without any."""
+    texts = []
+    for row in rows:
+        settings = [f"{key}={value}" for key, value in row.get("method_settings", {}).items()]
+        in_label = row["method"].split(":")[1:]
+        keys_in_label = {setting.partition("=")[0] for setting in in_label}
+        if others := [setting for setting in settings if setting.partition("=")[0] not in keys_in_label]:
+            texts.append(f"{row['method']} {', '.join(others)}")
+    return f"settings that differ from the defaults: {', '.join(texts)}" if texts else ""
+
+
+def _untrained_note(rows: Sequence[MethodRow]) -> str:
+    """Return the note on methods with roles that no phase has reached; empty without any."""
+    roles = sorted({role for row in rows for role in row.get("untrained", ())})
+    if not roles:
+        return ""
+    return (
+        f"‡ {' and '.join(roles)} never trained, since rounds x local_steps is less than the interval of its phase "
+        "(method.router_every)"
+    )
 
 
 def _early_ends(rows: Sequence[MethodRow]) -> Iterator[str]:
@@ -732,6 +764,7 @@ _LATEX_CHARACTERS = {
     "[": "{[}",  # at the start of a row LaTeX reads it as an option of the previous row's \\
     "*": "{*}",
     "†": r"\textdagger{}",
+    "‡": r"\textdaggerdbl{}",
     "–": r"\textendash{}",
     "±": r"$\pm$",
     "×": r"$\times$",
@@ -787,7 +820,7 @@ def latex(
         RecipeError: The table has to have verdicts but has none, as it has one method or one seed.
     """
     rows, measure = table["methods"], measure_of(table["methods"][0])
-    methods = [escape_latex(row["method"]) for row in rows]
+    methods = [escape_latex(method) for method in _marked_methods(table)]
     seeds = [len(row["seeds"]) for row in rows]
     scores = [(escape_latex(name), _latex_cells(values, seeds, measure)) for name, values in score_columns(table)]
     costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]

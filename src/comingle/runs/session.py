@@ -18,7 +18,7 @@ from comingle.config.settings import AUTO, MEMORY
 from comingle.data.populations import digest_names
 from comingle.data.samples.samples import SPLITS
 from comingle.data.sources import check_sources
-from comingle.methods import make, own_errors
+from comingle.methods import make, own_errors, settings_of
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import keep_buffers, torch_defaults
@@ -51,6 +51,7 @@ from comingle.training.events import (
 from comingle.training.kinds.base import DataRequest, RunData, check_recipe, kind_of
 from comingle.training.plan import make_plan
 from comingle.training.rounds import Checkpoint, Evaluations, outcome_warnings, run_rounds
+from comingle.training.settings import untrained_entry
 from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
@@ -402,6 +403,17 @@ def _recorded_seconds(folder: Path, rounds: int) -> JsonObject:
     return {"wall_seconds": recorded["wall_seconds"]} if recorded.get("rounds") == rounds else {}
 
 
+def _settings_entry(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Return the settings of the method that differ from its defaults, to merge into a run's metrics.
+
+    Returns:
+        ``{"method_settings": {...}}``, or an empty dict.
+    """
+    defaults = settings_of(recipe.method.name) if recipe.method.settings else {}
+    changed = {key: value for key, value in recipe.method.settings.items() if value != defaults.get(key)}
+    return {"method_settings": changed} if changed else {}
+
+
 def execute(
     federation: InProcess,
     recipe: Recipe,
@@ -476,6 +488,7 @@ def execute(
         # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
+        metrics |= untrained_entry(clients.plan, clients.steps.local_steps) | _settings_entry(recipe)
         if folder is not None and resume and rounds_done == metrics["rounds"]:  # resumed, but already finished
             metrics |= _recorded_seconds(folder, rounds_done)
         observe(end_event(metrics))

@@ -23,7 +23,7 @@ from comingle.config.settings import (
     TrainingSection,
 )
 from comingle.data.populations import draw_users
-from comingle.methods.base import ROUTERS, Method
+from comingle.methods.base import ROUTERS, Method, Phase
 from comingle.privacy.accounting import Work, sample_size
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import Layout
@@ -197,7 +197,36 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
 
 
 def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
-    """Warn, once per process, of each phase that no user reaches in the whole run.
+    """Warn, once per process, of each phase that no user reaches in the whole run (:func:`untrained_phases`).
+
+    Args:
+        plan: Plan of the run.
+        local_steps: Largest number of local steps of a user in one round.
+    """
+    for phase in untrained_phases(plan, local_steps):
+        _warn_once(plan.method.name, _names_of(phase), phase.every, plan.training.rounds, local_steps)
+
+
+def untrained_entry(plan: RunPlan, local_steps: int) -> dict[str, list[str]]:
+    """Return the roles that no phase of the run reaches, to merge into its metrics.
+
+    Args:
+        plan: Plan of the run.
+        local_steps: Largest number of local steps of a user in one round.
+
+    Returns:
+        ``{"untrained": [...]}``, or an empty dict.
+    """
+    roles = [_names_of(phase) for phase in untrained_phases(plan, local_steps)] if plan.method.trains else []
+    return {"untrained": roles} if roles else {}
+
+
+def _names_of(phase: Phase) -> str:
+    return ", ".join(sorted(phase.roles))
+
+
+def untrained_phases(plan: RunPlan, local_steps: int) -> list[Phase]:
+    """Return the phases that no user reaches in the whole run.
 
     A phase may take only every n-th local step of a user, counted over all rounds.
 
@@ -208,11 +237,12 @@ def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
     rounds, placement = plan.training.rounds, plan.method.placement
     specialists = placement.specialists if isinstance(placement.specialists, tuple) else (placement.specialists,)
     has_no_router = placement.routed and placement.generalists + max(specialists) < 2  # one expert needs none
-    for phase in plan.method.client.phases:
-        if has_no_router and phase.roles <= ROUTERS:
-            continue
-        if phase.every > rounds * local_steps > 0:  # nothing to warn of in a run without local steps
-            _warn_once(plan.method.name, ", ".join(sorted(phase.roles)), phase.every, rounds, local_steps)
+    return [
+        phase
+        for phase in plan.method.client.phases
+        if not (has_no_router and phase.roles <= ROUTERS)
+        and phase.every > rounds * local_steps > 0  # nothing to report of a run without local steps
+    ]
 
 
 @cache
