@@ -19,12 +19,12 @@ from PIL import Image
 
 import comingle
 from comingle.config import Recipe, load_recipe
-from comingle.data.samples.images import ImageFormat, read_folder
-from comingle.models.nets import NETS
+from comingle.data.samples.images import BrokenImagesError, ImageFormat, read_folder
+from comingle.models.nets import NETS, make_net
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.training.kinds.samples import PersonalNet
-from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
+from comingle.utils.errors import ComingleError, DataError, PluginError, RecipeError, RunError
 
 
 def paint(path: Path, value: int, size: tuple[int, int] = (6, 6)) -> None:
@@ -74,7 +74,22 @@ def test_classes_are_those_of_all_users_together_and_said(tmp_path: Path, caplog
         red, green, blue = (round(float(v) * 255) for v in image[:, 0, 0])
         assert red // 100 == int(target) - 1  # as it was painted
         assert (green, blue) == (red // 2, 255 - red)
-    assert re.search("3 classes .*: cat, dog, owl; 2 of 2 users .*'ada' .*owl", caplog.text)
+    lacking, single = (record.getMessage() for record in caplog.records)
+    assert re.search(
+        r"2 of 2 users .*3 classes .*\(cat, dog, owl\).*'ada' lacks owl.*data\.classes: \[cat, dog, owl\]", lacking
+    )
+    assert re.search(r"cat \('ada'\), owl \('bob'\)", single)
+
+
+def test_classes_that_differ_only_in_case_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for user, classes in (("ada", ("cat", "dog")), ("bob", ("Cat", "dog"))):
+        write_images(tmp_path / user, classes)
+    users = {"ada": "ada", "bob": "bob"}
+    assert prepare(load_recipe(recipe_in(tmp_path, users))).common.labels == ("Cat", "cat", "dog")
+    assert "Cat and cat" in caplog.text
+    caplog.clear()
+    prepare(load_recipe(recipe_in(tmp_path, users, classes=["cat", "Cat", "dog"])))
+    assert len(caplog.records) == 1  # the recipe has fixed the names; users lack some
 
 
 def test_a_folder_may_have_splits_of_its_own(tmp_path: Path) -> None:
@@ -320,7 +335,7 @@ def one_image(folder: Path) -> None:
         (lambda folder: None, "data.users.ada: {folder}/ada: no such file"),
         (empty, "{folder}/ada: no subfolders"),
         (without_images, "{folder}/ada: no images .*cat; .*[.]bmp"),
-        (damaged, "{folder}/ada/cat/0.png: .*image: "),
+        (damaged, "{folder}/ada/cat/0.png: .*image "),
         (a_text_file, "user 'ada': {folder}/ada: got .*''; allowed: an .npz file"),
         (one_image, "user 'ada': 1 sample.*data.split.test"),
     ],
@@ -459,6 +474,9 @@ def test_data_and_cost_are_told_before_training(tmp_path: Path, comingle: Callab
     two_users(tmp_path)
     shown = comingle("data", tmp_path / "own.yaml").out
     assert "net:cnn: samples of 3 x 6 x 6, classes cat, dog, owl" in " ".join(shown.split())
+    table = [line.split() for line in shown.splitlines()]
+    assert ["user", "train", "valid", "test", "cat", "dog", "owl"] in table
+    assert ["ada", "16", "2", "2", "10", "10", "0"] in table
     cost = json.loads(comingle("cost", tmp_path / "own.yaml", "--method", "fedavg,floral,fedmerge", "--json").out)
     assert [one["method"] for one in cost["methods"]] == ["fedavg", "floral", "fedmerge"]
     assert cost["unit"] == "sample"
@@ -514,6 +532,98 @@ def test_a_registered_net_trains_on_files(tmp_path: Path) -> None:
     NETS.register("of-the-test", lambda shape, outputs: torch.nn.Linear(shape[0], outputs))
     recipe = {"data": {"kind": "samples", "users": {"ada": str(tmp_path / "ada.npz")}}, "training": {"rounds": 1}}
     assert comingle.run(recipe, base="net:of-the-test", method="local").users == ["ada"]
+
+
+def test_all_broken_images_of_all_users_are_named(tmp_path: Path) -> None:
+    for user, count in (("ada", 2), ("bob", 5)):
+        write_images(tmp_path / user)
+        for i in range(count):
+            path = tmp_path / user / "dog" / f"{i}.png"
+            path.write_bytes(path.read_bytes()[:20])
+    recipe = load_recipe(recipe_in(tmp_path, {"ada": str(tmp_path / "ada"), "bob": str(tmp_path / "bob")}))
+    with pytest.raises(BrokenImagesError, match=f"^{tmp_path / 'ada' / 'dog' / '0.png'}: ") as error:
+        prepare(recipe)
+    assert [path.parts[-3:] for path in error.value.files] == [
+        *(("ada", "dog", f"{i}.png") for i in range(2)),
+        *(("bob", "dog", f"{i}.png") for i in range(5)),
+    ]
+    named = re.findall(r"[^ ,]*\.png", str(error.value))
+    assert named == [str(path) for path in error.value.files[:5]]
+    assert "7" in str(error.value)
+    assert "2 more" in str(error.value)
+
+
+def trained_on_images(folder: Path) -> comingle.Run:
+    for i in range(10):
+        paint(folder / "ada" / "cat" / f"{i}.png", 90 + i, (5, 9))
+        paint(folder / "ada" / "dog" / f"{i}.png", 10 + i, (5, 9))
+    recipe = recipe_in(folder, {"ada": str(folder / "ada")}, image_size=[6, 7], grayscale=True)
+    return comingle.run(recipe, out=folder / "run", training={"rounds": 1})
+
+
+def test_a_net_predicts_for_tensors_and_images_as_in_training(tmp_path: Path) -> None:
+    trained = trained_on_images(tmp_path)
+    for run in (trained, comingle.load(tmp_path / "run")):
+        assert run.classes == ["cat", "dog"]
+        ada = run.user("ada")
+        paths = sorted((tmp_path / "ada" / "dog").iterdir())
+        pixels = read_folder(tmp_path / "ada", ImageFormat(size=(6, 7), grey=True), "ada").pixels[10:, :, :, 0]
+        wanted = ada.model(pixels.unsqueeze(1) / 255)
+        for inputs in (pixels.unsqueeze(1) / 255, pixels.unsqueeze(1), pixels, paths, [str(path) for path in paths]):
+            torch.testing.assert_close(ada.predict(inputs), wanted)
+        torch.testing.assert_close(ada.predict(paths[0]), wanted[:1])
+
+
+def test_inputs_of_another_shape_or_type_are_refused(tmp_path: Path) -> None:
+    ada = trained_on_images(tmp_path).user("ada")
+    (tmp_path / "broken.png").write_bytes(b"PNG")
+    for inputs, got in (
+        (torch.rand(1, 6, 7), "(1, 6, 7)"),
+        (torch.rand(2, 3, 6, 7), "(2, 3, 6, 7)"),
+        (torch.rand(2, 1, 8, 8), "(2, 1, 8, 8)"),
+        (torch.zeros(2, 1, 6, 7, dtype=torch.int64), "int64"),
+        (torch.tensor(1.0), "number"),
+        ([], "list"),
+        ([1.0], "float"),
+        (np.zeros((2, 1, 6, 7)), "ndarray"),
+        (tmp_path / "broken.png", "broken.png"),
+        ("no.png", "no.png"),
+    ):
+        with pytest.raises(DataError) as error:
+            ada.predict(inputs)
+        assert got in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match=r"list of str.*\(batch, 4\)"):
+        PersonalNet(name="ada", model=torch.nn.Linear(4, 2), input_shape=(4,)).predict(["a.png"])
+
+
+class FixedNet(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+
+INSTANCE = FixedNet()
+
+
+def from_shape_alone(shape: Any) -> torch.nn.Module:
+    return FixedNet()
+
+
+@pytest.mark.parametrize("build", [lambda: torch.nn.Linear(4, 3), FixedNet, INSTANCE, from_shape_alone])
+def test_a_registered_net_takes_no_arguments_or_two(build: Any) -> None:
+    with NETS.temporarily_registered("fixed-of-the-test", build):
+        if build is not INSTANCE and build is not from_shape_alone:
+            assert make_net("fixed-of-the-test", (4,), 3)(torch.zeros(2, 4)).shape == (2, 3)
+        else:
+            with pytest.raises(PluginError, match=r"^net 'fixed-of-the-test': "):
+                make_net("fixed-of-the-test", (4,), 3)
+
+
+def test_a_net_that_does_not_exist_is_refused_before_users_are_read(tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_in(tmp_path, {"ada": "missing"})).with_changes({"base": "net:cn"})
+    with pytest.raises(RecipeError, match=r"^base: .*'cn'") as error:
+        prepare(recipe)
+    assert "FUNCTION" not in str(error.value)
 
 
 @pytest.mark.parametrize("given", ["base", "loss"])

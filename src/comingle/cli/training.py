@@ -492,7 +492,7 @@ def _conversation_counts(user: UserAnswers) -> list[int]:
 
 
 def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of each user's number of samples in each split and true cluster.
+    """Return a table of each user's number of samples in each split and of each class, and true cluster.
 
     Its title has the net, the shape of a sample, and the names of the classes if the data has names.
     """
@@ -501,25 +501,40 @@ def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list
     title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
     if population.labels:
         title += f", classes {list_names(population.labels)}"
-    return [_count_table(title, run_data, all_users)]
+    return [_count_table(title, run_data, all_users, classes=population.labels)]
 
 
-def _count_table(title: str, run_data: RunData, all_users: bool) -> Table:
-    """Return a table of the users' clusters and numbers of samples in each split.
+_MAX_CLASS_COLUMNS = 12
+"""Largest number of classes with a column each."""
+
+
+def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Sequence[str] = ()) -> Table:
+    """Return a table of the users' clusters, if they are known, and numbers of samples in each split and of each class.
 
     Args:
         title: Title of the table.
         run_data: The data.
         all_users: List all users; otherwise many users are summarised (:func:`choose_rows`), without clusters.
+        classes: Names of the classes, for a column each with the samples of all splits; without columns if there are
+            many.
     """
-    table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
-    for split in SPLITS:
-        table.add_column(split, justify="right")
+    classes = classes if len(classes) <= _MAX_CLASS_COLUMNS else ()
     clusters = {user.name: getattr(user, "cluster", None) for user in run_data.users}
-    counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in run_data.users}
+    has_clusters = any(cluster is not None for cluster in clusters.values())
+    table = Table("user", *(["cluster"] if has_clusters else []), title=words(title), title_justify="left", box=None)
+    for name in (*SPLITS, *classes):
+        table.add_column(words(name), justify="right")
+
+    def counts_of(user: Any) -> list[int]:
+        splits = [getattr(user, split) for split in SPLITS]
+        of_class = [sum(int((split.targets == number).sum()) for split in splits) for number in range(len(classes))]
+        return [*map(len, splits), *of_class]
+
+    counts = {user.name: counts_of(user) for user in run_data.users}
     for name, cells in choose_rows(counts, by=0, all_users=all_users):
         cluster = clusters.get(name)
-        table.add_row(words(name), "-" if cluster is None else str(cluster), *cells)
+        cluster_cells = ["-" if cluster is None else str(cluster)] if has_clusters else []
+        table.add_row(words(name), *cluster_cells, *cells)
     return table
 
 

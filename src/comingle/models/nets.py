@@ -6,8 +6,10 @@ Each works under ``torch.func.functional_call`` with ``vmap`` over stacked param
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +20,8 @@ from comingle.utils.seeds import derive
 
 Shape = Sequence[int]
 """Shape of a sample, without the batch."""
-Build = Callable[[Shape, int], nn.Module]
-"""Function that returns a net for a shape of samples and a number of outputs."""
+Build = Callable[..., nn.Module]
+"""Function that returns a net, without arguments or for a shape of samples and a number of outputs."""
 
 MAX_HIDDEN = 512
 """Largest number of hidden units of :func:`_mlp`."""
@@ -38,16 +40,29 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
         RecipeError: The net is unknown, or does not support the shape.
         PluginError: A plug-in's builder is unusable.
     """
-    if name not in NETS:
-        raise RecipeError(
-            f"base: no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}. If it is your own, give the file "
-            "that registers it as --plugin FILE, or in Python base=FUNCTION"
-        )
+    require_net(name)
     if seed is None:
         return _build_net(name, input_shape, outputs)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("net", name, seed))
         return _build_net(name, input_shape, outputs)
+
+
+def require_net(name: str, *, in_python: str = "call NETS.register") -> None:
+    """Check that a net is known.
+
+    Args:
+        name: Name of the net.
+        in_python: How a program gives its own net, for the error.
+
+    Raises:
+        RecipeError: It is unknown.
+    """
+    if name not in NETS:
+        raise RecipeError(
+            f"base: no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}. If it is your own, give the file "
+            f"that registers it as --plugin FILE, or in Python {in_python}"
+        )
 
 
 def _build_net(name: str, input_shape: Shape, outputs: int) -> nn.Module:
@@ -62,12 +77,41 @@ def _build_net(name: str, input_shape: Shape, outputs: int) -> nn.Module:
         PluginError: The builder is not a function, or returns something else than a module.
     """
     build = NETS[name]
-    if not callable(build):
+    if not callable(build) or isinstance(build, nn.Module):
         raise PluginError(f"net {name!r}: got {type(build).__name__}; allowed: a function that returns an nn.Module")
-    net = build(input_shape, outputs)
+    try:
+        arguments = builder_arguments(build, input_shape, outputs)
+    except TypeError as error:
+        raise PluginError(f"net {name!r}: {error}") from error
+    net = build(*arguments)
     if not isinstance(net, nn.Module):
         raise PluginError(f"net {name!r}: its function returned {type(net).__name__}; allowed: an nn.Module")
     return net
+
+
+def builder_arguments(build: Callable[..., object], input_shape: Shape, outputs: int) -> tuple[Any, ...]:
+    """Return the arguments for a function that makes a net: none if that is possible, else shape and outputs.
+
+    Args:
+        build: The function, or a class of modules.
+        input_shape: Shape of a sample.
+        outputs: Number of outputs.
+
+    Raises:
+        TypeError: The function takes other arguments.
+    """
+    shape_and_outputs = (tuple(input_shape), outputs)
+    try:
+        signature = inspect.signature(build)
+    except ValueError:  # a built-in without a signature
+        return shape_and_outputs
+    for arguments in ((), shape_and_outputs):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return arguments
+    raise TypeError(f"its function takes {signature}; allowed: no arguments, or (input_shape, outputs)")
 
 
 def _linear(input_shape: Shape, outputs: int) -> nn.Module:
@@ -121,4 +165,4 @@ def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Sh
 _BUILT_IN: Mapping[str, Build] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
 
 NETS: Registry[Build] = Registry("comingle.nets", _BUILT_IN)
-"""Builders of nets by name, plug-ins included; each takes an input shape and a number of outputs."""
+"""Builders of nets by name, plug-ins included; each takes nothing, or an input shape and a number of outputs."""

@@ -108,6 +108,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
     given = replace(given, date=str(inputs.settings.get(DATE, "")))
     kind = kind_of(recipe)
     given.check_base(recipe)
+    given.check_net(recipe, in_python="call NETS.register, or comingle.load(FOLDER, base=FUNCTION)")
     base = given.load_base(recipe) if kind.needs_base else None
 
     @cache

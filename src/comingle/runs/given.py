@@ -18,8 +18,9 @@ from comingle.methods.base import Method
 from comingle.models.base import Base, with_date
 from comingle.models.generation import check_context_length
 from comingle.models.loading import GIVEN, given_base, load_base
+from comingle.models.nets import require_net
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.training.kinds.base import kind_of, kind_of_users
+from comingle.training.kinds.base import NETS, kind_of, kind_of_users
 from comingle.utils.errors import BaseModelError, DataError, RecipeError
 
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]
@@ -66,6 +67,7 @@ class Given:
         if recipe.data.given and self.users is None:  # the recipe marks its users as passed by a program
             raise DataError(USERS_MISSING)
         self.check_base(recipe)
+        self.check_net(recipe, in_python="call NETS.register" + (", or pass base=FUNCTION" if self.users else ""))
         for name, function in {"base": self.net, "loss": self.loss}.items():
             if function is not None and self.users is None:
                 # A recipe can name a registered net, but not a loss.
@@ -92,6 +94,20 @@ class Given:
             raise BaseModelError(
                 f"base: got a language model for {recipe.data.label}; allowed: a function that returns an nn.Module"
             )
+
+    def check_net(self, recipe: Recipe, *, in_python: str) -> None:
+        """Check that a net that the recipe names is known, unless a program passes a function.
+
+        Args:
+            recipe: The recipe.
+            in_python: How a program gives its own net, for the error.
+
+        Raises:
+            RecipeError: There is no net of this name.
+        """
+        is_named = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
+        if is_named and self.net is None and not kind_of(recipe).needs_base:
+            require_net(recipe.base.removeprefix(NETS), in_python=in_python)
 
     def load_base(self, recipe: Recipe) -> Base:
         """Return the passed base, or else the recipe's, on the device and with the dtype of its runtime.

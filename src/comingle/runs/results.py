@@ -78,6 +78,11 @@ class Run:
         """Names of the users."""
         return list(self.federation.clients.users.names)
 
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes in the order of the net's outputs; empty if the classes have no names."""
+        return list(self.settings.get("labels", ()))
+
     @torch_defaults()
     def user(self, name: str) -> Personal:
         """Return the personal model of a user: a language model that generates text, or a net that predicts.
@@ -93,7 +98,8 @@ class Run:
         # Methods that fine-tune at the end do it for this user only, while its tensors are copied.
         with finetuned(clients, members=[trainer]):
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
-        personal = kind_of(self.recipe).personal(name, model, tensors, trainer)
+        kind = kind_of(self.recipe)
+        personal = kind.with_inputs(kind.personal(name, model, tensors, trainer), self.recipe, self.settings)
         return replace(personal, about=self._model_info(name)) if isinstance(personal, PersonalModel) else personal
 
     def _model_info(self, name: str) -> ModelInfo:

@@ -65,6 +65,28 @@ class Images:
     unread: Counter[str] = field(default_factory=Counter)
 
 
+MAX_LISTED = 5
+"""Largest number of broken files in a message."""
+
+
+class BrokenImagesError(DataError):
+    """Image files that are truncated or damaged.
+
+    Args:
+        files: The files, at least one.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        first, *others = map(str, self.files)
+        message = f"{first}: not a readable image (truncated or damaged); replace or remove it"
+        if others:
+            listed = ", ".join(others[: MAX_LISTED - 1])
+            more = f" and {len(others) - MAX_LISTED + 1} more" if len(others) >= MAX_LISTED else ""
+            message += f". {len(self.files)} such files; the others: {listed}{more}"
+        super().__init__(message)
+
+
 # -------------------------------------------------------------------- folders
 
 
@@ -166,7 +188,7 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
     unread = Counter(path.suffix.lower() or path.name for path in [*outside_classes, *other_files])
     labels = tuple(path.relative_to(folder).parts[0] for path in images)
     names = tuple(path.name for path in classes)
-    return Images(pixels=_read_images(images, image_format), labels=labels, classes=names, unread=unread)
+    return Images(pixels=read_images(images, image_format), labels=labels, classes=names, unread=unread)
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
@@ -206,7 +228,7 @@ def _listed(names: Sequence[str]) -> str:
 # -------------------------------------------------------------------- images
 
 
-def _read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor, "n h w c"]:
+def read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tensor, "n h w c"]:
     """Read images of equal size into one tensor.
 
     Args:
@@ -214,18 +236,29 @@ def _read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tens
         image_format: Size and colours to convert to.
 
     Raises:
-        DataError: An image cannot be read, or has another size than the first.
+        BrokenImagesError: Images are truncated or damaged; the error has all of them.
+        DataError: An image cannot be read for another reason, or has another size than the first.
     """
-    first = _read_image(files[0], image_format)
-    pixels = torch.empty(len(files), *first.shape, dtype=torch.uint8)
+    first, pixels = np.empty(0), torch.empty(0)
+    broken: list[Path] = []
     for number, path in enumerate(files):
-        image = _read_image(path, image_format)
+        try:
+            image = _read_image(path, image_format)
+        except BrokenImagesError as error:
+            broken += error.files
+            continue
+        if broken:
+            continue
+        if not number:
+            first, pixels = image, torch.empty(len(files), *image.shape, dtype=torch.uint8)
         if image.shape != first.shape:
             sizes = [f"{array.shape[1]} x {array.shape[0]}" for array in (image, first)]
             raise DataError(
                 f"{path}: got an image of {sizes[0]}, but {files[0]} has {sizes[1]}; set data.image_size to scale all"
             )
         pixels[number] = torch.from_numpy(image)
+    if broken:
+        raise BrokenImagesError(broken)
     return pixels
 
 
@@ -233,7 +266,8 @@ def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
     """Return an image as bytes of shape ``(h, w, 1)`` or ``(h, w, 3)``, rotated as its EXIF data says.
 
     Raises:
-        DataError: The file is not a readable image, or the package pillow is missing.
+        BrokenImagesError: The file is truncated, damaged or no image.
+        DataError: The file cannot be opened, is too large, or the package pillow is missing.
     """
     try:
         from PIL import Image, ImageOps
@@ -251,8 +285,12 @@ def _read_image(path: Path, image_format: ImageFormat) -> np.ndarray:
             pixels = np.array(upright)
     except DataError:
         raise
+    except (MemoryError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: cannot be read as an image: {describe_cause(error)}") from error
     except Exception as error:  # Pillow's readers raise unrelated exceptions
-        raise DataError(f"{path}: not a readable image: {describe_cause(error)}") from error
+        if isinstance(error, OSError) and error.errno is not None:  # such as a missing permission
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise BrokenImagesError([path]) from error
     return pixels[:, :, None] if image_format.grey else pixels
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -18,6 +18,7 @@ from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples import samples
 from comingle.data.samples.images import (
     SUFFIXES,
+    BrokenImagesError,
     ImageFormat,
     Images,
     class_folders,
@@ -269,9 +270,11 @@ def read_source(
         remarks: Collects notes for the log.
 
     Raises:
+        BrokenImagesError: Images are truncated or damaged; the error has those of all splits.
         DataError: A source is missing or unreadable.
     """
     where, key = f"user {user!r}", f"data.users.{user}"
+    broken: list[Path] = []
     parts: dict[str, Samples | Images] = {}
     if source.path is not None:
         path = expand_home(source.path)
@@ -286,9 +289,15 @@ def read_source(
         if _is_npz_file(path, where):
             parts[split] = read_npz(path, where)["train"]  # the key of a file without splits
         else:
-            images = read_folder(path, image_format, key if len(splits) == 1 else f"{key}.{split}")
+            try:
+                images = read_folder(path, image_format, key if len(splits) == 1 else f"{key}.{split}")
+            except BrokenImagesError as error:
+                broken += error.files
+                continue
             remarks.add_unread(user, images.unread)
             parts[split] = images
+    if broken:
+        raise BrokenImagesError(broken)
     return parts
 
 
@@ -341,8 +350,8 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
 
 def collect_classes(
     classes_of_users: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]
-) -> tuple[tuple[str, ...], str]:
-    """Return the classes of all users, and a note on users that lack some.
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return the classes of all users, and notes on users that lack some and on names that may be misspelt.
 
     The classes are those in ``named``, or else all that occur, sorted; none if no user has any. Each user's classes are
     kept as a bit mask with one bit per class, since there may be many users.
@@ -352,7 +361,7 @@ def collect_classes(
         named: Classes in the recipe; empty if it names none.
 
     Returns:
-        The classes; and the note, which is empty if no user lacks a class.
+        The classes, and the notes.
 
     Raises:
         DataError: A user has a class that is not in ``named``.
@@ -365,15 +374,48 @@ def collect_classes(
         # A class that was not seen before gets the next bit.
         masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(labels))
     if not any(masks.values()):
-        return (), ""
+        return (), []
     classes = named or tuple(sorted(bits))
     all_bits = sum(bits.values())
-    lacking = [name for name, mask in masks.items() if mask != all_bits]
-    if not lacking:
-        return classes, ""
-    missing = list_names(label for label in classes if not masks[lacking[0]] & bits[label])
-    some = f"{len(lacking)} of {len(masks)} users lack some, for example {lacking[0]!r} lacks {missing}"
-    return classes, f"{len(classes)} classes over all users: {list_names(classes)}; {some}"
+    notes = [] if named else _spelling_notes(classes, bits, masks)
+    if lacking := [name for name, mask in masks.items() if mask != all_bits]:
+        missing = list_names(label for label in classes if not masks[lacking[0]] & bits[label])
+        fix = "" if named else f"; to allow no others, set data.classes: [{list_names(classes)}]"
+        notes.insert(
+            0,
+            f"training goes on, and all users' models have an output for every class: {len(lacking)} of {len(masks)} "
+            f"users lack some of the {len(classes)} classes over all users ({list_names(classes)}), for example "
+            f"{lacking[0]!r} lacks {missing}{fix}",
+        )
+    return classes, notes
+
+
+def _spelling_notes(classes: Sequence[str], bits: Mapping[str, int], masks: Mapping[str, int]) -> list[str]:
+    """Return notes on classes whose names differ only in case, and on classes of a single user.
+
+    Args:
+        classes: Names of the classes.
+        bits: Bit of each class.
+        masks: Classes of each user, as a sum of bits.
+    """
+    notes, by_folded = [], dict[str, list[str]]()
+    for label in classes:
+        by_folded.setdefault(label.casefold(), []).append(label)
+    if alike := [" and ".join(labels) for labels in by_folded.values() if len(labels) > 1]:
+        notes.append(f"classes differ only in case: {list_names(alike)}; rename the folders if they mean the same")
+    once = twice = 0
+    for mask in masks.values():
+        once, twice = once | mask, twice | (once & mask)
+    if len(masks) > 1 and (single := [label for label in classes if not twice & bits[label]]):
+        owners = {label: next(name for name, mask in masks.items() if mask & bits[label]) for label in single[:_LISTED]}
+        listed = ", ".join(f"{label} ({owner!r})" for label, owner in owners.items())
+        more = f" and {len(single) - _LISTED} more" if len(single) > _LISTED else ""
+        notes.append(f"classes of one user only: {listed}{more}; rename the folders if they are misspelt")
+    return notes
+
+
+_LISTED = 10
+"""Largest number of classes of a single user in a note."""
 
 
 def number_classes(
@@ -410,7 +452,12 @@ def _as_samples(item: Samples | Images, labels: Sequence[str]) -> Samples:
         return item
     class_numbers = {label: number for number, label in enumerate(labels)}
     targets = torch.from_numpy(np.array([class_numbers[label] for label in item.labels], dtype=np.int64))
-    return Samples(inputs=item.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)
+    return Samples(inputs=pixels_as_inputs(item.pixels), targets=targets)
+
+
+def pixels_as_inputs(pixels: UInt8[Tensor, "n h w c"]) -> Float[Tensor, "n c h w"]:
+    """Return images as inputs of a net, in [0, 1]."""
+    return pixels.permute(0, 3, 1, 2).contiguous().float() / 255
 
 
 class SamplesReader(StreamingReader[UserSamples, UserSamples]):
@@ -440,7 +487,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         self.given, self.net = given, net
         self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
         self._split_options = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
-        self.labels, self._classes_note, self._remarks = tuple[str, ...](), "", Remarks()
+        self.labels, self._classes_notes, self._remarks = tuple[str, ...](), list[str](), Remarks()
         self._first_user: UserSamples | None = None
         self._first_user_as_read: UserSamples | None = None
         """First user, before whole targets become real numbers."""
@@ -463,11 +510,20 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             return
         users, image_format = self.section.users or {}, image_format_of(self.section)
         classes_of_users = ((name, _classes_in(name, source)) for name, source in users.items())
-        self.labels, self._classes_note = collect_classes(classes_of_users, self.section.labels)
+        self.labels, self._classes_notes = collect_classes(classes_of_users, self.section.labels)
+        broken: list[Path] = []
         for name, source in users.items():
-            unnumbered = read_source(name, source, image_format, self._remarks)
+            try:
+                unnumbered = read_source(name, source, image_format, self._remarks)
+            except BrokenImagesError as error:  # read the other users too, to name all broken files at once
+                broken += error.files
+                continue
+            if broken:
+                continue
             numbered = number_classes(self.section, name, unnumbered, self.labels)
             yield split_samples(name, numbered, **self._split_options)
+        if broken:
+            raise BrokenImagesError(broken)
 
     def encode(self, read: UserSamples) -> UserSamples:
         """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
@@ -554,7 +610,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         num_named_classes = max(len(self.labels), self.section.outputs or 0)
         num_classes = num_named_classes or max(1, self._num_classes)
         outputs = num_classes if is_classification else train.targets.shape[-1]
-        lines = [*self._remarks.lines, *([self._classes_note] if self._classes_note else [])]
+        lines = [*self._remarks.lines, *self._classes_notes]
         if is_classification and self._targets_are_whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:

@@ -286,17 +286,7 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
             inputs and targets differ.
     """
     x, y = _as_cpu_tensor(inputs, f"{where}: inputs"), _as_cpu_tensor(targets, f"{where}: targets")
-    if not x.dim():
-        raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
-    if not x.is_floating_point() and x.dim() in (3, 4):
-        if x.dtype not in _WHITE:
-            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
-            raise DataError(
-                f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
-                "numbers"
-            )
-        x = as_images(x)
-    x = x if x.is_floating_point() else x.float()
+    x = as_inputs(x, where)
     if len(x) != (len(y) if y.dim() else 0):
         raise DataError(
             f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
@@ -309,7 +299,31 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
         y = y.long()
     else:
         raise DataError(f"{where}: targets have shape {tuple(y.shape)}; allowed: a class number or a vector per input")
-    return Samples(inputs=x if x.dim() > 1 else x.unsqueeze(1), targets=y)
+    return Samples(inputs=x, targets=y)
+
+
+def as_inputs(x: Tensor, where: str) -> Tensor:
+    """Return real numbers with at least two axes; scale images as :func:`as_samples` does.
+
+    Args:
+        x: Inputs; the first axis counts samples.
+        where: Place for error messages.
+
+    Raises:
+        DataError: It is a single number, or integers of unknown range.
+    """
+    if not x.dim():
+        raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
+    if not x.is_floating_point() and x.dim() in (3, 4):
+        if x.dtype not in _WHITE:
+            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+            raise DataError(
+                f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
+                "numbers"
+            )
+        x = as_images(x)
+    x = x if x.is_floating_point() else x.float()
+    return x if x.dim() > 1 else x.unsqueeze(1)
 
 
 _WHITE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}

@@ -269,6 +269,16 @@ class Kind(ABC):
             row: Row of the user in the federation.
         """
 
+    def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
+        """Return the model of a user with what it needs to read inputs.
+
+        Args:
+            personal: The model.
+            recipe: Recipe of the run.
+            settings: Settings of the kind that the run folder stores.
+        """
+        return personal
+
     def settings(self, run_data: RunData) -> JsonObject:
         """Return what a run folder stores besides names and digests, so that the run opens without its data."""
         return {}

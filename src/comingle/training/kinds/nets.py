@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from comingle.methods.base import Method, Phase, Stream
 from comingle.models.floral.wrapper import adaptor_size, floral
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
 from comingle.models.model import call_with
-from comingle.models.nets import make_net
+from comingle.models.nets import builder_arguments, make_net
 from comingle.models.scoring import PAD, Gates, Loss, SampleScore
 from comingle.models.stacked import StackedModel, gated_pair, stack
 from comingle.training.batch_sources import AnySplit, AnyUser, PassBatchSource, Predict
@@ -276,23 +275,19 @@ def _make_own_net(make: MakeNet, name: str, shape: Sequence[int], outputs: int) 
         outputs: Number of outputs.
 
     Raises:
-        RecipeError: It is a net instead of a function, or returns no net.
+        RecipeError: It is a net instead of a function, takes other arguments, or returns no net.
     """
     if isinstance(make, nn.Module):
         kind = type(make).__name__
         raise RecipeError(f"net: got an instance of {kind}; pass a function that makes one: lambda: {kind}(...)")
-    net = make() if _is_callable_without_arguments(make) else make(tuple(shape), outputs)
+    try:
+        arguments = builder_arguments(make, shape, outputs)
+    except TypeError as error:
+        raise RecipeError(f"net {name!r}: {error}") from error
+    net = make(*arguments)
     if not isinstance(net, nn.Module):
         raise RecipeError(f"net {name!r}: its function returned {type(net).__name__}; allowed: an nn.Module")
     return net
-
-
-def _is_callable_without_arguments(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    return True
 
 
 def check_net(net: nn.Module, name: str, population: Population) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,8 +15,23 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.data.populations import as_users
-from comingle.data.samples.reading import ALLOWED_SAMPLES, Population, SamplesReader, is_user_samples
-from comingle.data.samples.samples import SampleBank, Samples, UserSamples, pool_samples, read_samples
+from comingle.data.samples.images import ImageFormat, read_images
+from comingle.data.samples.reading import (
+    ALLOWED_SAMPLES,
+    Population,
+    SamplesReader,
+    image_format_of,
+    is_user_samples,
+    pixels_as_inputs,
+)
+from comingle.data.samples.samples import (
+    SampleBank,
+    Samples,
+    UserSamples,
+    as_inputs,
+    pool_samples,
+    read_samples,
+)
 from comingle.data.samples.scoring import score_samples
 from comingle.data.samples.section import SamplesSection
 from comingle.methods.base import Method
@@ -31,6 +49,7 @@ from comingle.training.kinds.base import DataRequest, Kind, RunData
 from comingle.training.kinds.nets import build_nets, check_on_nets, net_model
 from comingle.training.settings import RunPlan
 from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.records import expand_home
 from comingle.utils.trees import CLIENT_ROUTER, Tree
 
 SCORED_AT_ONCE = 512
@@ -47,6 +66,10 @@ class PersonalNet(Personal):
     model: nn.Module
     loss: Loss = MSE
     """Loss that :meth:`evaluate` computes."""
+    input_shape: tuple[int, ...] | None = None
+    """Shape of one input in training; None if it is unknown."""
+    image_format: ImageFormat | None = None
+    """Size and colours of images in training; None if the run did not read image files."""
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
@@ -54,13 +77,44 @@ class PersonalNet(Personal):
 
     @torch_defaults()
     @torch.no_grad()
-    def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
-        """Return the outputs for inputs of any floating dtype on any device.
+    def predict(self, inputs: Any) -> Float[Tensor, "batch outputs"]:
+        """Return the outputs for a batch of inputs.
+
+        Args:
+            inputs: A tensor ``(batch, ...)`` on any device, of real numbers as in training, or of ``uint8``,
+                ``uint16`` or ``bool``, which are scaled as in training. For a run on folders of images also the path
+                of an image or a list of paths, which are read as in training.
 
         Returns:
             Outputs in the dtype and on the device of the net.
+
+        Raises:
+            DataError: Inputs have another type or shape than in training, or an image cannot be read.
         """
-        return self.model(inputs.to(next(self.model.parameters())))
+        return self.model(self._as_batch(inputs).to(next(self.model.parameters())))
+
+    def _as_batch(self, inputs: Any) -> Float[Tensor, "batch ..."]:
+        """Return the argument of :meth:`predict` as a batch of real numbers in the shape of training."""
+        where, shape = f"user {self.name!r}", self.input_shape
+        batch_shape = "(batch, ...)" if shape is None else f"(batch, {', '.join(map(str, shape))})"
+        allowed = f"a tensor of shape {batch_shape}"
+        if self.image_format is not None:
+            allowed += ", or paths of images"
+        if isinstance(inputs, Tensor):
+            got, batch = f"a tensor of shape {tuple(inputs.shape)}", as_inputs(inputs, where)
+        elif self.image_format is not None and (paths := _as_paths(inputs)):
+            batch = pixels_as_inputs(read_images(paths, self.image_format))
+            got = f"images of shape {tuple(batch.shape[1:])}"
+        else:
+            kind = type(inputs).__name__
+            if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+                kind = f"{kind} of {type(inputs[0]).__name__}" if inputs else f"an empty {kind}"
+            raise DataError(f"{where}: inputs: got {kind}; allowed: {allowed}")
+        if shape is not None and tuple(batch.shape[1:]) != shape:
+            is_single = isinstance(inputs, Tensor) and tuple(inputs.shape) == shape
+            one = "; for a single input, pass inputs.unsqueeze(0)" if is_single else ""
+            raise DataError(f"{where}: inputs: got {got}; allowed: {allowed}{one}")
+        return batch
 
     @torch_defaults()
     def evaluate(self, samples: Any) -> SampleScore:
@@ -96,6 +150,15 @@ class PersonalNet(Personal):
             return outputs.unsqueeze(0)
 
         return score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)[0]
+
+
+def _as_paths(inputs: object) -> list[Path]:
+    """Return a path or a sequence of paths as a list; empty for anything else."""
+    if isinstance(inputs, str | PathLike):
+        return [expand_home(os.fspath(inputs))]
+    if isinstance(inputs, Sequence) and all(isinstance(path, str | PathLike) for path in inputs):
+        return [expand_home(os.fspath(path)) for path in inputs]
+    return []
 
 
 class MixtureOfModels(nn.Module):
@@ -183,6 +246,16 @@ class NetKind(Kind):
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
         """Return the net of one user, which predicts."""
         return personal_net(name, cast(StackedModel, model), tensors)
+
+    def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
+        """Return the net of a user with the shape of its inputs and, for image files, how they are read."""
+        data, shape = recipe.data, settings.get("input_shape")
+        has_images = isinstance(data, SamplesSection) and bool(settings.get("labels"))
+        return replace(
+            cast(PersonalNet, personal),
+            input_shape=None if shape is None else tuple(shape),
+            image_format=image_format_of(data) if has_images else None,
+        )
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
         """Refuse a number of users without their data: costs depend on the users' samples.
