@@ -18,7 +18,7 @@ from comingle.methods import make
 from comingle.privacy.mechanisms import Central, Local
 from comingle.reports.comparisons import compare_runs
 from comingle.reports.tables import markdown, render_run
-from comingle.training.rounds import Evaluations, outcome_warnings
+from comingle.training.rounds import Evaluations, _warn_of_mixtures, outcome_warnings
 from comingle.utils.records import read_metrics
 
 
@@ -128,6 +128,27 @@ def test_mixtures_that_stay_uniform_say_so() -> None:
     assert re.search(r"^mixtures .*\b2 components .*0\.5\b", warning)
     assert "warnings" not in run(**floral, **fast).metrics
     assert "warnings" not in run(**{**floral, "method": {"name": "local-adaptor"}}).metrics
+
+
+@pytest.mark.parametrize(
+    ("mixtures", "said"),
+    [
+        ([[0.3, 0.2, 0.25, 0.25]] * 2, "uniform"),
+        ([[0.25] * 4, [0.5, 0.5, 0.0, 0.0]], None),
+        ([[0.55, 0.45]], "uniform"),
+        ([[0.65, 0.35], [0.35, 0.65]], None),
+        ([[0.01, 0.97, 0.02], [0.0, 1.0, 0.0]], "number 1,"),
+        ([[0.01, 0.99], [0.99, 0.01]], None),
+        ([[1.0, 0.0]], None),
+        ([[1.0], [1.0]], None),
+    ],
+)
+def test_mixtures_of_one_kind_are_said(mixtures: list[list[float]], said: str | None) -> None:
+    learned = {str(number): weights for number, weights in enumerate(mixtures)}
+    events: list[Any] = [{"event": "evaluation", "round": done, "mixtures": learned} for done in (1, 2)]
+    found = list(_warn_of_mixtures(make("floral"), Evaluations(events)))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
 
 
 def test_measures_that_rise_are_read_the_right_way_round() -> None:

@@ -93,8 +93,13 @@ def test_a_number_is_kept_to(federate: Any) -> None:
     assert passes(federate("fedavg", changes=LONG | {"evaluation.every": 4}))[0] == [0, 4, 8, 12]
 
 
-def test_more_than_a_tenth_is_said_once_with_what_to_set(federate: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_than_a_tenth_is_said_once_with_what_to_set(
+    federate: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluation._warn_once.cache_clear()
+    passes(federate("local", changes=LONG))
+    assert not caplog.messages  # evaluations of milliseconds
+    monkeypatch.setattr(evaluation, "LEAST_WARNED_SECONDS", 0.0)
     with caplog.at_level(logging.WARNING, logger="comingle"):
         for method in ("local", "fedavg"):
             was, trained, scored = passes(federate(method, changes=LONG))
@@ -125,9 +130,10 @@ CHAT = [{"prompt": "One?", "response": f"Two {n}."} for n in range(30)]
     ],
 )
 def test_advice_names_no_key_that_other_kinds_of_data_refuse(
-    caplog: pytest.LogCaptureFixture, sets: Any, options: Mapping[str, Any]
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sets: Any, options: Mapping[str, Any]
 ) -> None:
     evaluation._warn_once.cache_clear()
+    monkeypatch.setattr(evaluation, "LEAST_WARNED_SECONDS", 0.0)
     recipe = {**options["recipe"], "training": {"rounds": 1, "batch_size": 2}}
     with caplog.at_level(logging.WARNING, logger="comingle"):
         comingle.run(recipe, base=options["base"], users={"ada": sets, "ben": sets}, method="fedavg")

@@ -35,7 +35,7 @@ from comingle.cost.timing import (
 from comingle.methods import make
 from comingle.runs.distributed import cores
 from comingle.training.backends.launched import MEETING
-from comingle.training.evaluation import period
+from comingle.training.evaluation import period, warn_of_share
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import test_limit_of
 from comingle.training.settings import RunPlan
@@ -419,7 +419,9 @@ def _evaluation_period(
         participation=participants / users,
         test_limit=test_limit_of(recipe),
     )
-    return period(plan, [measured_users, trained, scored * evaluated_users // measured_users], users)
+    amounts = [measured_users, trained, scored * evaluated_users // measured_users]
+    warn_of_share(plan, amounts, users, seconds=measurement.parts.evaluation * evaluated_users)
+    return period(plan, amounts, users)
 
 
 def _num_participants(participation: Participation, recipe_users: int, users: int) -> int:

@@ -31,7 +31,7 @@ from comingle.training.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.training.evaluation import end_event, period, start_event
+from comingle.training.evaluation import end_event, period, start_event, warn_of_share
 from comingle.training.events import EventLog, Observer
 from comingle.training.kinds.base import kind_of
 from comingle.training.plan import keep_key
@@ -377,7 +377,9 @@ def _resolve_eval_interval(session: ServerSession) -> None:
         # An evaluation scores all users, or as many as `evaluation.users`, not only those that report.
         num_evaluated = min(plan.evaluation.users or num_users, num_users)
         scored_in_evaluation = scored_amount * num_evaluated // num_reporting
-        _evaluate_every(session, period(plan, [num_reporting, trained_amount, scored_in_evaluation], num_users))
+        amounts = [num_reporting, trained_amount, scored_in_evaluation]
+        warn_of_share(plan, amounts, num_users)  # how long clients evaluate is unknown here
+        _evaluate_every(session, period(plan, amounts, num_users))
 
 
 def _evaluate_every(session: ServerSession, rounds: int) -> None:

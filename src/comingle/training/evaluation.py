@@ -60,17 +60,40 @@ def amounts_of(clients: Clients) -> list[int]:
 def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
     """Return the number of rounds between evaluations: 5, or more so that they take at most 10% of training time.
 
-    Logs a warning if even the evaluations that every run has, such as that after the last round, exceed this share.
-
     Args:
         plan: Plan of the run.
         amounts: Number of trainers that represent all users, tokens or samples that they train on per round, and tokens
             or samples that one evaluation scores, as :func:`amounts_of` returns them.
         users: Number of all users.
     """
+    return _plan_evaluations(plan, amounts, users)[0]
+
+
+LEAST_WARNED_SECONDS = 10.0
+"""Evaluations that together take less time give no warning."""
+
+
+def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds: float = math.inf) -> None:
+    """Log a warning if even the evaluations that every run has, such as that after the last round, exceed the share.
+
+    Args:
+        plan: Plan of the run.
+        amounts: As in :func:`period`.
+        users: Number of all users.
+        seconds: Time of one evaluation; infinite if it is unknown.
+    """
+    _, count, affordable = _plan_evaluations(plan, amounts, users)
+    if count > affordable and seconds * count >= LEAST_WARNED_SECONDS:
+        less = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
+        first = " or set evaluation.first: false" if plan.evaluation.first else ""
+        _warn_once(float(100 * count * EVALUATION_SHARE / affordable), less + first)
+
+
+def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tuple[int, int, Fraction]:
+    """Return the interval between evaluations, their number, and the number that keeps to the share."""
     trainers, trained, scored = amounts
     if not trained or not scored:  # no data here to estimate times from: the shortest interval, 5 rounds
-        return SHORTEST
+        return SHORTEST, 0, Fraction(0)
     rounds, participation = plan.training.rounds, plan.participation
     if isinstance(participation, float | int):
         mean_participants = sample_size(participation, users)
@@ -81,11 +104,7 @@ def period(plan: RunPlan, amounts: Sequence[int], users: int) -> int:
     affordable = EVALUATION_SHARE * TRAIN_COST * train_amount / scored  # number of evaluations within the share
     others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
     every = max(SHORTEST, math.ceil(rounds / max(1, math.floor(affordable) - others)))
-    if (count := others + math.ceil(rounds / every)) > affordable:
-        less = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
-        first = " or set evaluation.first: false" if plan.evaluation.first else ""
-        _warn_once(float(100 * count * EVALUATION_SHARE / affordable), less + first)
-    return every
+    return every, others + math.ceil(rounds / every), affordable
 
 
 @cache

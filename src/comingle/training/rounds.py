@@ -29,8 +29,11 @@ from comingle.utils.records import MEASURES, number
 logger = logging.getLogger("comingle")
 
 
-_UNIFORM = 0.02
-"""Largest relative distance of mixture weights from 1/C at which a mixture counts as uniform."""
+_UNIFORM = 0.98
+"""Mean entropy of mixtures, relative to ln C, from which they count as uniform; weights 0.58, 0.42 for C = 2."""
+
+_ALL_WEIGHT = 0.95
+"""Weight of one component from which a user counts as using it alone."""
 
 
 class Evaluations:
@@ -51,7 +54,7 @@ class Evaluations:
 def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapping) -> dict[str, list[str]]:
     """Return warnings about the outcome of a finished run, to merge into its metrics.
 
-    Warns if test results got worse, or if learned mixtures stayed uniform.
+    Warns if test results got worse, or if learned mixtures stayed uniform or are all of the same single component.
 
     Args:
         method: Method of the run.
@@ -61,7 +64,7 @@ def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapp
     Returns:
         ``{"warnings": [...]}``, or an empty dict.
     """
-    found = [*_warn_if_worse(evaluations.first, metrics), *_warn_if_uniform(method, evaluations)]
+    found = [*_warn_if_worse(evaluations.first, metrics), *_warn_of_mixtures(method, evaluations)]
     return {"warnings": found} if found else {}
 
 
@@ -120,8 +123,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _warn_if_uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
-    """Return a warning if the method learns mixture weights and they are still uniform at the end; otherwise nothing.
+def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]:
+    """Return a warning if all learned mixtures are uniform at the end, or all have the same component; else nothing.
 
     Args:
         method: Method of the run.
@@ -132,15 +135,31 @@ def _warn_if_uniform(method: Method, evaluations: Evaluations) -> Sequence[str]:
     mixtures = (evaluations.last or {}).get("mixtures", {})
     if not is_learned or not mixtures or evaluations.last is evaluations.first:  # only one: no training between
         return ()
-    if any(abs(weight * len(weights) - 1) > _UNIFORM for weights in mixtures.values() for weight in weights):
-        return ()
     num_components = len(next(iter(mixtures.values())))
+    if num_components < _TWO:
+        return ()
+    chosen = {
+        next((number for number, weight in enumerate(weights) if weight >= _ALL_WEIGHT), None)
+        for weights in mixtures.values()
+    }
+    if len(mixtures) >= _TWO and len(chosen) == 1 and None not in chosen:
+        return (
+            f"every user gives all its weight to the same of {num_components} components, number {chosen.pop()}, so "
+            "the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the users "
+            "are alike, use fedavg",
+        )
+    entropies = [-sum(w * math.log(w) for w in weights if w > 0) for weights in mixtures.values()]
+    if sum(entropies) / len(entropies) < _UNIFORM * math.log(num_components):
+        return ()
     return (
-        f"mixtures have stayed uniform: every user weights each of the {num_components} components by about "
-        f"{1 / num_components:.3g}, as at the start, so no user has a mixture of its own. A higher "
+        f"mixtures have stayed uniform: users weight each of the {num_components} components by about "
+        f"{1 / num_components:.3g}, nearly as at the start, so no user has a mixture of its own. A higher "
         "training.router.learning_rate or more rounds may help",
     )
 
+
+_TWO = 2
+"""Smallest number of components, and of users, that can differ."""
 
 Checkpoint = Callable[[int, Clock], None]
 """Saves the state after a number of rounds."""

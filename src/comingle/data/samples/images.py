@@ -239,7 +239,8 @@ def read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tenso
         BrokenImagesError: Images are truncated or damaged; the error has all of them.
         DataError: An image cannot be read for another reason, or has another size than the first.
     """
-    first, pixels = np.empty(0), torch.empty(0)
+    first: np.ndarray | None = None
+    pixels = torch.empty(0, dtype=torch.uint8)
     broken: list[Path] = []
     for number, path in enumerate(files):
         try:
@@ -249,7 +250,7 @@ def read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tenso
             continue
         if broken:
             continue
-        if not number:
+        if first is None:
             first, pixels = image, torch.empty(len(files), *image.shape, dtype=torch.uint8)
         if image.shape != first.shape:
             sizes = [f"{array.shape[1]} x {array.shape[0]}" for array in (image, first)]

@@ -243,6 +243,7 @@ class Sharded(InProcess):
         def resolve() -> int:
             """Return the interval from the sums of the amounts over processes; runs in the first process."""
             amounts = [sum(amount_by_rank) for amount_by_rank in zip(*amounts_by_rank, strict=True)]
+            self._amounts = amounts
             return period(clients.plan, amounts, len(clients.population_names))
 
         return self.ranks.share(resolve)

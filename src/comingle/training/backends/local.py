@@ -6,6 +6,7 @@ The messages of a cohort stay stacked. Their sizes are counted as if each were s
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +52,7 @@ from comingle.training.evaluation import (
     period,
     sample_entry,
     users_report,
+    warn_of_share,
 )
 from comingle.training.events import Event, JsonMapping, JsonObject, Observer
 from comingle.training.plan import keep_key, key_of, set_key, terms_of
@@ -111,6 +113,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
     observe: Observer = lambda event: None
     leads: bool = field(default=True, init=False)
     _upload_of_round: Upload | None = None
+    _amounts: Sequence[int] | None = None
+    """Amounts of data from which the evaluation interval was computed, until the first evaluation has been timed."""
 
     def merge_users(self, work: Callable[[], JsonMapping]) -> JsonObject:
         """Return the mapping that ``work`` returns; with several processes, merge their mappings in the first one."""
@@ -133,7 +137,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def _resolve_eval_interval(self) -> int:
         """Return the number of rounds between evaluations that keeps their share of the run's time small."""
-        return period(self.clients.plan, amounts_of(self.clients), len(self.clients.population_names))
+        self._amounts = amounts_of(self.clients)
+        return period(self.clients.plan, self._amounts, len(self.clients.population_names))
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round; None ends the run because the privacy budget is spent."""
@@ -217,7 +222,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self._make_final_models()
         if not silent:
             self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})  # for progress bars
+        started = time.perf_counter()
         scores, valid_losses = self._score(done)
+        if self._amounts is not None:
+            seconds = time.perf_counter() - started
+            warn_of_share(clients.plan, self._amounts, len(clients.population_names), seconds=seconds)
+            self._amounts = None
         mean_loss: JsonObject = {}
         if clients.state.best:  # evaluation.select: best
             mean_loss = {"mean_valid_loss": self.report_losses(done, valid_losses)}

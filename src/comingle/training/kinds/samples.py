@@ -250,11 +250,10 @@ class NetKind(Kind):
     def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
         """Return the net of a user with the shape of its inputs and, for image files, how they are read."""
         data, shape = recipe.data, settings.get("input_shape")
-        has_images = isinstance(data, SamplesSection) and bool(settings.get("labels"))
         return replace(
             cast(PersonalNet, personal),
             input_shape=None if shape is None else tuple(shape),
-            image_format=image_format_of(data) if has_images else None,
+            image_format=image_format_of(data) if settings.get("labels") and isinstance(data, SamplesSection) else None,
         )
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
