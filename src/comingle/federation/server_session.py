@@ -143,11 +143,13 @@ class ServerSession:
         """Send all clients the public part of the federation; wait until all of them, or enough, have joined.
 
         ``network.join_timeout`` counts from the last client that connected or joined. The server waits longer for
-        connected clients that are still loading. It waits for a client that refuses only while too few have joined.
+        connected clients that are still loading. A client that has refused to join may try again, for which the server
+        waits as long as fewer than ``network.min_participants`` have joined.
 
         Raises:
             RunError: Too few clients have joined.
         """
+        # A task queue begins by having clients join; without tasks it does nothing else.
         TaskQueue(self, self.public.users, self.network.join_timeout).run()
         if (count := len(self.joined)) < self.network.min_participants:
             joined = f"{count} of {len(self.public.users)} users have joined"

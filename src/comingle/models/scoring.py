@@ -44,9 +44,10 @@ def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch cont
 def prompt_ends(windows: Int[Tensor, "*batch window"]) -> Int64[Tensor, "*batch"]:
     """Return the position of the prompt's end in each window: the input from which the first target is predicted.
 
-    Tokens of a prompt are inputs but no targets, and negative (:func:`hide`). Plain text has no prompt: its first
-    position already has a target, or the second one after a begin-of-text token, which is not negative. In place of the
-    prompt's end return the last position with a target then: the state that has read the whole window.
+    Tokens of a prompt are inputs but no targets, and negative (:func:`hide`).
+
+    Plain text has no prompt: its first target is at position 0, or at 1 after a begin-of-text token, which is not
+    negative. For plain text the last position with a target is returned: its state has read the whole window.
     """
     has_target = (windows[..., 1:] >= 0).long()  # of each input position
     positions = torch.arange(has_target.shape[-1], device=windows.device)

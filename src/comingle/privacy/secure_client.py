@@ -168,7 +168,9 @@ def sealed_message(name: str, round_number: int, sealed: Mapping[str, bytes]) ->
 
 
 def survivors_message(name: str, round_number: int, survivors: Sequence[str]) -> Download:
-    """Return the server's message to a user with the names of the users in the sum, which it needs to unmask it.
+    """Return the server's message to a user with the names of the users whose masked uploads are in the sum.
+
+    With these names the user knows which secrets to reveal, so that the server can remove the masks from the sum.
 
     Args:
         name: The receiving user.

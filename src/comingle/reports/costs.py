@@ -387,9 +387,9 @@ def _store_lines(plan: PlanRecord) -> Iterator[str]:
 def _paper_tables(plan: PlanRecord) -> Iterator[Table | str]:
     """Yield a table that compares costs with Table 3 of the CoMiGS paper, and lines that say why they differ.
 
-    A row is a column of Table 3, for example the upload of a round: what CoMiGS-1G1S costs more than FedAvg. Its cells
-    are the paper's figure, the paper's way of counting applied to this base ("theirs"; empty if the paper does not
-    count it), and the difference that comingle counts ("true"), both also as fractions.
+    Each row is one column of Table 3, for example the upload of a round, and shows how much more CoMiGS-1G1S costs than
+    FedAvg: the paper's figure, the paper's way of counting applied to this base ("theirs"; empty if the paper does not
+    count it), and the difference that comingle counts ("true"). The last two are also given as fractions.
     """
     columns = plan["comigs_1g1s_minus_fedavg"]
     table = _captioned_table(

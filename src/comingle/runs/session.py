@@ -353,18 +353,18 @@ def run_in(
         force: Whether to replace what is in the folder.
         method: The method of the recipe; None: it is made now.
         observers: Makes observers of the run's events from its clients; called in the process that leads.
-        building: Makes the federation from recipe, data and method. If several processes share a run, each has a
-            shard of the federation, and the one that leads observes and writes.
-        entering: Opens the folder: called with a stack of contexts and the context that opens the folder, which it
-            enters on the stack. If several processes share a run, only the one that writes the folder does so, while
-            the others wait.
+        building: Function that makes the federation from recipe, data and method. If several processes share a run,
+            each has a shard of the federation, and the one that leads observes and writes.
+        entering: Function that opens the folder. It is called as ``entering(stack, context)`` and enters the context on
+            the stack. If several processes share a run, only the one that writes enters it, and the others wait until
+            the folder is open.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
     method = make(recipe.method.name, **recipe.method.settings) if method is None else method
     with ExitStack() as contexts:
-        contexts.enter_context(own_errors(method))
+        contexts.enter_context(own_errors(method))  # names the file of a plug-in in errors that its code raises
         federation = building(recipe, run_data, method=method)
         run_observers = observers(federation.clients) if federation.leads else ()
         settings = run_data.kind.settings(run_data)

@@ -278,16 +278,17 @@ class EnsembleRows(Rows):
     """Rows of ensembles: each has the adapters of all of its user's models, and their weights."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        """Make the network mix the predictions of all models of a row's user.
+        """Make the network mix the predictions of all models in the ensemble of a row's user.
 
         Args:
-            models: Model by user; all have the same network.
+            models: Personal model by user, each an ensemble; all have the same network.
             max_rows: Largest number of rows of a batch.
         """
         super().__init__(models, max_rows)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
         self.numbers = {name: personal.row for name, personal in models.items()}  # index of each user in the run
-        # Mixture weights and powers of the probabilities, of the rows that were bound last; none are bound yet.
+        # For the rows that were bound last: weights of the mixture, and exponents of the probabilities before they are
+        # mixed. No rows are bound yet.
         self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)
 

@@ -175,11 +175,15 @@ def freeze_columns(
     Weight decay and running statistics would change them even with zero gradients.
 
     Args:
-        newcomer: Columns of a user who joins a finished federation: what the federation has trained is frozen in its
-            first copy during the first rounds. None for users of a federation.
-        cohort: The cohort.
-        trainers: Number of trainers; rows below it are first copies.
-        other_roles: Columns that are frozen in all rows: other roles in the tensors that are trained; None for none.
+        newcomer: Columns of a user who joins a finished federation. Those that the federation has trained are frozen
+            during the first ``newcomer.rounds`` rounds, in the first copy of the user's parameters (some methods keep
+            further copies, which stay local). None for users of a federation.
+        cohort: The cohort. ``cohort.rows`` are the numbers of its rows in the state of all users, ``cohort.part.rows``
+            their values.
+        trainers: Number of users that train. A row's number is ``copy * trainers + user``, so that numbers below it are
+            first copies.
+        other_roles: Columns to freeze in all rows, because they belong to roles that this step does not train but lie
+            in the same tensors as those that it trains, such as generalists beside specialists. None for none.
 
     Yields:
         True on frozen entries; None if nothing is frozen.

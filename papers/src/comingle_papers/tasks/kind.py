@@ -187,8 +187,8 @@ def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: fl
     """Keep a fraction of the train samples, hold out validation samples, and check the users.
 
     Args:
-        task: The task, whose users have train and test samples. In a task with a partition (FedMerge's), users were
-            dealt their fraction only; it has some of each label, so labels are checked too.
+        task: The task, whose users have train and test samples. In a task with a partition (FedMerge's) each user was
+            dealt its fraction only, so that nothing is removed here, and must have train samples of each of its labels.
         setting: The task's defaults.
         fraction: Share of their train samples that users keep.
         valid: Share of the kept train samples that become validation samples.

@@ -77,7 +77,7 @@ A killed client stays active on the server for 2 heartbeat intervals, which bloc
 _NOT_AUTHENTICATED, _KEY_IN_USE, _RUN_HAS_ENDED = (401,), (412,), (403, 404)
 """HTTP statuses: client not authenticated; node cannot be activated (key in use); run of the message has ended."""
 
-_NOT_RETRIED = (*_NOT_AUTHENTICATED, *_KEY_IN_USE, *_RUN_HAS_ENDED)
+_NOT_RETRIED_BY_CALL = (*_NOT_AUTHENTICATED, *_KEY_IN_USE, *_RUN_HAS_ENDED)
 """Statuses that are not retried. Others come from a gateway, a server that is starting, or a corrupted request."""
 
 _POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_FRACTION = 0.2, 5.0, 0.03
@@ -165,12 +165,12 @@ class FleetConnection:
                 status = error.response.status_code
                 if status in _NOT_AUTHENTICATED and (why := self._why_not_authenticated(error)):
                     raise RunError(f"{self._server.address}: {why}") from None
-                # If the response to an activation is lost, the node may be active and block this client itself. So the
-                # time counts from the last loss.
+                # If the response to an activation is lost, the node may be active and block this client itself. So
+                # `_call` sets `_reachable_since` anew at each lost response, and the time counts from the last one.
                 is_in_use = time.monotonic() > self._reachable_since + _KEY_IN_USE_SECONDS
                 if status in _KEY_IN_USE and is_in_use:
                     raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
-                if status not in _NOT_RETRIED:  # `_call` has retried it already
+                if status not in _NOT_RETRIED_BY_CALL:  # `_call` has retried other statuses, and given up
                     raise
             time.sleep(1.0)
         write_text(self._node_id_file, str(self.node_id))
@@ -321,7 +321,7 @@ class FleetConnection:
 
         Without a connection it retries without limit, and says so once. A response with an error status is retried up
         to 100 times, as it may come from a gateway, unless its status is one of the server's final refusals
-        (:data:`_NOT_RETRIED`).
+        (:data:`_NOT_RETRIED_BY_CALL`).
 
         Args:
             method: Name of the Fleet API's method.
@@ -340,7 +340,7 @@ class FleetConnection:
                 return getattr(self._http, method)(request)
             except httpx.HTTPStatusError as error:
                 num_rejections += 1
-                if error.response.status_code in _NOT_RETRIED or num_rejections >= _MAX_REJECTIONS:
+                if error.response.status_code in _NOT_RETRIED_BY_CALL or num_rejections >= _MAX_REJECTIONS:
                     raise
                 if once and error.response.status_code >= 500:  # A gateway may have passed the request on.
                     raise MissedMessageError from None

@@ -312,7 +312,14 @@ class SamplesKind(NetKind):
     def reopened(
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return the data of a run that is opened again, with its shapes and net.
+        """Return what the record of a run says about its data and net; the samples themselves are not read.
+
+        Args:
+            base: None; nets have no frozen base.
+            users: The run's users, without samples.
+            settings: What the run recorded: ``net``, ``loss``, ``classes``, ``labels``, ``input_shape``, and whether
+                targets are class numbers (``whole``).
+            net: The net, if a program made it.
 
         Raises:
             DataError: A program made the net and does not pass it again.
