@@ -784,6 +784,16 @@ def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
             assert metrics["untold"] == (["bob"] if ann == "all" else ["ann", "bob"])
 
 
+def test_who_never_joined_is_told_apart_from_who_reports_nothing(tmp_path: Path) -> None:
+    plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, "fedavg", users=3)), tmp_path / "run")
+    plan = replace(plan, network=NetworkSection(join_timeout=0.1))
+    bob = Client(nodes["bob"].folder, nodes["bob"].own.model_copy(update={"tells": "nothing"}))
+    metrics = run_federation(plan, Direct({"ann": nodes["ann"], "bob": bob}), tmp_path / "run" / "server")
+    assert list(metrics["users"]) == ["ann"]
+    assert metrics["untold"] == ["bob", "cem"]
+    assert metrics["absent"] == ["cem"]
+
+
 # -------------------------------------------------------------------- what users claim
 
 

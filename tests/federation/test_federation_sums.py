@@ -26,15 +26,18 @@ from tests.federation.tiny import (
 from tests.quick import quick
 
 from comingle.config import parse_recipe
+from comingle.federation.backend import warn_of_small_sums
 from comingle.federation.client import Client
 from comingle.federation.client_store import SECURE
 from comingle.federation.messages import Answer, Task, unpack_answer, unpack_task
 from comingle.federation.run_folder import run_federation
+from comingle.methods import make
 from comingle.privacy.secure_client import survivors_message
 from comingle.privacy.secure_sum import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.session import prepare, run_in
+from comingle.training.plan import make_plan
 from comingle.utils.records import read_events
 
 QUIET: dict[str, Any] = {"mechanism": "none", "secure_aggregation": {}}
@@ -58,6 +61,25 @@ def tensors(clients: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 STEPS = quick(("advertise", "share", "mask", "unmask"), "mask", "unmask")
+
+
+@pytest.mark.parametrize(
+    ("privacy", "min_participants", "warns"),
+    [
+        (QUIET, 1, True),
+        (QUIET, 3, False),
+        ({**QUIET, "secure_aggregation": {"threshold": 1.0}}, 1, False),
+        (NOISY, 1, False),
+        ({}, 1, False),
+    ],
+)
+def test_a_sum_of_two_warns_that_each_can_compute_the_others_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, privacy: dict[str, Any], min_participants: int, warns: bool
+) -> None:
+    read = parse_recipe(recipe(tmp_path, privacy=privacy) if privacy else tiny(tmp_path, "fedavg", users=3))
+    plan = make_plan(read, make("fedavg"), ["ann", "bob", "cem"])
+    warn_of_small_sums(plan, min_participants, 2)
+    assert ["privacy.secure_aggregation" in line for line in caplog.messages] == [True] * warns
 
 
 @pytest.mark.parametrize(

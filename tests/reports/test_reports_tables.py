@@ -162,6 +162,18 @@ def test_a_geometric_mean_is_not_ruled_by_one_user(tmp_path: Path) -> None:
     assert "1 500,005.00 3,162.28 10.00" in " ".join(printed(render_curve([event])).split())
 
 
+def test_a_federation_whose_users_report_nothing_is_one_sentence_and_names_who_took_no_part(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", scores={"ann": 10.0, "bob": 9.0})
+    reported = read_metrics(folder) | {"untold": ["cem", "dan"], "absent": ["dan"]}
+    for metrics in (reported, {**reported, "users": {}, "untold": ["ann", "bob", "cem", "dan"]}):
+        lines = [" ".join(line.split()) for line in printed(render_run(metrics)).splitlines()]
+        (private,) = (line for line in lines if line.startswith("not reported to the server: "))
+        assert private.endswith("cem")
+        assert [line for line in lines if line.startswith("did not take part: ")] == ["did not take part: dan"]
+        assert any("tells" in line for line in lines) == (not metrics["users"])
+        assert any(line.startswith("mean ") for line in lines) == bool(metrics["users"])
+
+
 def test_other_measures_have_one_mean(tmp_path: Path) -> None:
     folder = net_folder(tmp_path / "net", method="floral", accuracies=[0.5, 1.0])
     assert "geometric" not in json.dumps(compare_runs([folder])) + printed(render_run(read_metrics(folder)))

@@ -176,7 +176,10 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
         table = table if against is None else with_baseline(table, against)
         return list(tables_of(table, all_users=all_users))
     _refuse_baseline(run, against)
-    return [render_run(read_metrics(run), all_users=all_users), render_curve(list(read_events(run)))]
+    metrics = read_metrics(run)
+    nothing_reported = not metrics["users"] and "untold" in metrics  # a federation whose users keep their results
+    curves = [] if nothing_reported else [render_curve(list(read_events(run)))]
+    return [render_run(metrics, all_users=all_users), *curves]
 
 
 def _read_comparison(folder: Path) -> ComparisonTable:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from comingle.config.settings import LEAST
 from comingle.federation.messages import Answer, check_upload, validation_loss
 from comingle.federation.public import counts_samples
 from comingle.federation.server_session import ServerSession
@@ -453,6 +454,7 @@ class NetworkBackend(Backend[ClientReports]):
         self.session.observe, self.session.clock = observe, clock
         run_settings = self.session.context.plan
         warn_of_untrained(run_settings, self.session.local_steps)
+        warn_of_small_sums(run_settings, self.session.network.min_participants, self.rounds)
         return run_settings.updated("checkpoints", every=1), self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
@@ -638,6 +640,28 @@ class NetworkBackend(Backend[ClientReports]):
             measure=measure,
             unit=_most_common(units, "tokens"),
         )
+
+
+def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> None:
+    """Warn if a secure sum without noise may have two uploads: each of the two users can compute the other's.
+
+    Args:
+        plan: Plan of the run.
+        min_participants: The setting ``network.min_participants``, below which no sum is published.
+        rounds: Number of rounds.
+    """
+    sums = plan.sums
+    if sums is None or plan.privacy is None or plan.privacy.noisy or not rounds:
+        return
+    numbers = range(1, rounds + 1)
+    least = min(max(sums.least(number), min(min_participants, sums.expected(number))) for number in numbers)
+    if least == LEAST:
+        logger.warning(
+            "privacy.secure_aggregation: got sums of at least %d of %d users; each of two users in a sum can compute "
+            "the other's upload; with 3 users or more set network.min_participants to 3 and raise "
+            "privacy.secure_aggregation.threshold so that a sum needs 3, or add noise (mechanism: central)",
+            least, min(map(sums.expected, numbers)),
+        )  # fmt: skip
 
 
 def _require_answers(session: ServerSession, num_answers: int, num_participants: int, number: int) -> None:

@@ -78,6 +78,7 @@ from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
 from comingle.training.plan import keep_key, terms_of
+from comingle.training.settings import warn_of_untrained
 from comingle.utils.errors import (
     BaseModelError,
     ComingleError,
@@ -511,6 +512,7 @@ class Client:
         store = self._enter(task.run, public)
         self.say(upload_notice(store))
         self.say(report_notice(store, self.own))
+        warn_of_untrained(store.clients.plan, store.clients.steps.local_steps)
         reported: dict[str, Any] = {
             "unit": store.clients.batch_source.unit,
             "steps": store.clients.steps.local_steps,

@@ -41,7 +41,7 @@ from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import SPLITS, Inputs, UserInputs, recorded_date
-from comingle.utils.records import FEDERATION, PARTICIPANTS, read_evaluations, read_metrics, write_json
+from comingle.utils.records import FEDERATION, PARTICIPANTS, read_evaluations, read_events, read_metrics, write_json
 from comingle.utils.trees import Tree
 
 WRITE_SECONDS = 0.5
@@ -286,7 +286,8 @@ def _run_rounds(
         if not rounds_are_done:
             clock = session.clock
             reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
-            metrics = _final_metrics(session, backend.summarise(reported).as_dict(), evaluations)
+            log.to_disk()
+            metrics = _final_metrics(session, folder, backend.summarise(reported).as_dict(), evaluations)
             observe(end_event(metrics))
             log.to_disk()
             _write_identity(folder, run, public, ending=True)  # until the clients are notified
@@ -299,14 +300,18 @@ def _run_rounds(
     return metrics
 
 
-def _final_metrics(session: ServerSession, metrics: dict[str, Any], evaluations: Evaluations) -> dict[str, Any]:
+def _final_metrics(
+    session: ServerSession, folder: Path, metrics: dict[str, Any], evaluations: Evaluations
+) -> dict[str, Any]:
     """Complete the metrics of a finished run and return them.
 
     Added are the number of skipped rows, the privacy spent, warnings about the outcome, and under ``untold`` the users
-    without metrics, who keep theirs private or have not answered.
+    without metrics, who keep theirs private or have not answered. Those of them who never joined are also under
+    ``absent``.
 
     Args:
         session: The session.
+        folder: The run folder, with the events of all processes of the run.
         metrics: Metrics of the users and the run, which are changed.
         evaluations: First and last evaluation events of the run.
     """
@@ -315,6 +320,9 @@ def _final_metrics(session: ServerSession, metrics: dict[str, Any], evaluations:
     metrics |= untrained_entry(session.context.plan, session.local_steps)
     if without_metrics := [name for name in session.public.users if name not in metrics["users"]]:
         metrics["untold"] = without_metrics
+        took_part = {event["user"] for event in read_events(folder) if event["event"] == "joined"} | set(session.joined)
+        if absent := [name for name in without_metrics if name not in took_part]:
+            metrics["absent"] = absent
     return metrics
 
 

@@ -80,11 +80,18 @@ def seconds_text(value: float) -> str:
 def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     """Return the table of a finished run for the terminal: users, means over users, and circumstances as caption.
 
+    If no user has reported results, as in a federation with privacy, a sentence replaces rows and columns.
+
     Args:
         metrics: Content of the run's ``metrics.json``.
         all_users: Whether each user has a row; else, of many users, only the best and the worst.
     """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
+    if not metrics["users"] and metrics.get("untold"):
+        name, own = f"{metrics['method']}, seed {metrics['seed']}", "each user's own run folder has its scores"
+        table = Table("", box=None, show_header=False, caption=_run_caption(metrics, unit), caption_justify="left")
+        table.add_row(words(f"{name}: no user reports results to the server (`tells`); {own}"))
+        return table
     title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
     means = {"mean": metrics[f"mean_test_{measure}"], **_named_geometric_mean(metrics["users"], measure)}
@@ -99,8 +106,18 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
         _add_users(table, metrics, list(metrics["users"]))
     else:
         _add_summary(table, metrics, measure)
-    table.caption = caption = words(_run_circumstances(metrics, unit), "table.caption")
-    table.caption_justify = "left"
+    table.caption, table.caption_justify = _run_caption(metrics, unit), "left"
+    return table
+
+
+def _run_caption(metrics: Mapping[str, Any], unit: str) -> Text:
+    """Return the lines below the table of a run: circumstances, privacy, warnings, and users without results.
+
+    Args:
+        metrics: Content of the run's ``metrics.json``.
+        unit: Unit of its data.
+    """
+    caption = words(_run_circumstances(metrics, unit), "table.caption")
     if privacy := metrics.get("privacy"):
         caption.append(f"\nprivacy: {describe_privacy(privacy)}")
     for warning in metrics.get("warnings", ()):
@@ -109,14 +126,18 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
         caption.append(f"\n{sample}")
     if planned := metrics.get("planned_rounds"):
         caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
-    if private_users := metrics.get("untold"):  # in a federation users can keep their results private
+    absent = metrics.get("absent", [])  # users of a federation who never joined it
+    # In a federation users can keep their results private.
+    if private_users := [name for name in metrics.get("untold", ()) if name not in absent]:
         caption.append(f"\nnot reported to the server: results of {list_names(private_users)}")
+    if absent:
+        caption.append(f"\ndid not take part: {list_names(absent)}")
     selected_round = metrics.get("selected_round", metrics["rounds"])
     if selected_round != metrics["rounds"]:
         caption.append(
             f"\nmodels of round {selected_round} of {metrics['rounds']}, whose validation loss is the lowest"
         )
-    return table
+    return caption
 
 
 def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -> str:

@@ -248,10 +248,12 @@ def untrained_phases(plan: RunPlan, local_steps: int) -> list[Phase]:
 @cache
 def _warn_once(method: str, roles: str, every: int, rounds: int, local_steps: int) -> None:
     """Log a warning about roles that are never trained; once per process, even if several seeds are compared."""
+    steps = rounds * local_steps
     logger.warning(
-        "method %s: %s is never trained: got a phase after every %d local steps in a run of %d (%d rounds x %d); "
-        "allowed: at most %d; set method.router_every (Phase.every of an own method) to that or less, or train longer",
-        method, roles, every, rounds * local_steps, rounds, local_steps, rounds * local_steps,
+        "method %s: this run has %d local steps of a user (%d rounds x %d), but %s trains only after every %d local "
+        "steps, so it stays untrained; set method.router_every (Phase.every of an own method) to at most %d, or train "
+        "longer",
+        method, steps, rounds, local_steps, roles, every, steps,
     )  # fmt: skip
 
 
