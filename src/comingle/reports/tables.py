@@ -110,7 +110,7 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     return table
 
 
-def _run_caption(metrics: Mapping[str, Any], unit: str) -> Text:
+def _run_caption(metrics: dict[str, Any], unit: str) -> Text:
     """Return the lines below the table of a run: circumstances, privacy, warnings, and users without results.
 
     Args:

@@ -535,7 +535,8 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
 
 _OPEN_GGUF = f"""from llama_cpp import Llama
 
-model = Llama("{{folder}}/{GGUF_FILE}")"""
+model = Llama("{{folder}}/{GGUF_FILE}")
+# In a terminal: llama-cli -m "{{folder}}/{GGUF_FILE}" -p "Once upon a time" -n 40"""
 
 
 def _write_transformers(source: Source, draft: Path, number_format: str) -> _Written:
