@@ -633,3 +633,21 @@ def test_a_function_for_samples_out_of_files_is_refused(tmp_path: Path, given: s
     function: dict[str, Any] = {given: lambda *_: torch.nn.Linear(4, 3)}
     with pytest.raises(RecipeError, match=f"^{given}: got a function.*users="):
         comingle.run(recipe, method="fedavg", **function)
+
+
+def test_a_resumed_run_says_from_which_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(tmp_path / "ada")
+    recipe = recipe_in(tmp_path, {"ada": str(tmp_path / "ada")})
+
+    def interrupt(event: Any) -> None:
+        if event["event"] == "step" and event["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        comingle.run(recipe, out=tmp_path / "run", observers=[interrupt])
+    capsys.readouterr()
+    comingle.run(recipe, out=tmp_path / "run", resume=True, progress=True)
+    loaded, resumed, *rounds = capsys.readouterr().err.splitlines()
+    assert "net" in loaded
+    assert "round 1" in resumed
+    assert "round 2/2" in rounds[0]

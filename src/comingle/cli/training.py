@@ -31,7 +31,7 @@ from comingle.reports.formatting import Table
 from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import Given
-from comingle.runs.progress import LOADING, reporting
+from comingle.runs.progress import loading, reporting
 from comingle.runs.session import check_and_set_up, default_method_note, prepare, run_in, warn_unread
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
@@ -261,7 +261,7 @@ def train_here(
 
                 if note := default_method_note(recipe):
                     reporter.say(note)
-                with reporter.waiting(LOADING):
+                with reporter.waiting(loading(recipe)):
                     # A resumed run keeps the date of its start, which templates of conversations may contain.
                     given = Given(date=recorded_date(folder) if resume else "")
                     method = in_each_process(lambda: check_and_set_up(recipe))

@@ -19,7 +19,7 @@ from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
-from comingle.runs.progress import LOADING, reporting
+from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import (
     build,
@@ -227,7 +227,7 @@ def run(
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")
         if note := default_method_note(full_recipe):
             reporter.say(note)
-        with reporter.waiting(LOADING):
+        with reporter.waiting(loading(full_recipe)):
             if resume and folder is not None:  # chat templates may write the date, which must be that of the start
                 given = replace(given, date=recorded_date(folder))
             run_method = method_of(full_recipe, checked=run_data is not None)

@@ -21,7 +21,7 @@ from comingle.methods import make, settings_in_comparison, settings_of
 from comingle.reports.comparisons import folder_name, require_same_users
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import NOTHING, Given
-from comingle.runs.progress import LOADING, Reporter, reporting
+from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
 from comingle.training.client import Clients
@@ -306,7 +306,7 @@ def compare_runs(
         if run_data is None or seed != last_seed:
             is_first = run_data is None
             base = run_data.base if run_data else None
-            with reporter.waiting(LOADING):
+            with reporter.waiting(loading(recipe)):
                 run_data, last_seed = prepare(recipe, base=base, validates=validates, given=given), seed
             # Seeds may split the data so that other users have too little of it and are skipped.
             if len({s for _, s in recipes}) > 1 and getattr(recipe.data, "on_small_user", "") == "skip":

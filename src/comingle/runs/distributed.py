@@ -24,7 +24,7 @@ from comingle.privacy.accounting import Work
 from comingle.runs import api
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
-from comingle.runs.progress import LOADING, reporting
+from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import fitted, method_of, prepare, run_in, warn_unread
 from comingle.training.backends.distributed import Sharded
@@ -377,7 +377,7 @@ def run(
         full_recipe = ranks.each(partial(with_bos_of_run, folder, full_recipe, resume=resume))
         ranks.each(lambda: check_folder(folder, full_recipe, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
-            with reporter.waiting(LOADING):
+            with reporter.waiting(loading(full_recipe)):
                 # A chat template may write the date into prompts; a resumed run keeps that of its start.
                 given = replace(given, date=recorded_date(folder) if resume else "")
                 # A program that passes `run_data` has read it with `prepare`, which checks the recipe.

@@ -20,9 +20,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from comingle.config import Recipe
 from comingle.privacy.accounting import sample_size
 from comingle.training.client import Clients
 from comingle.training.events import Event, Observer
+from comingle.training.kinds.base import kind_of
 from comingle.training.settings import cohorts, participants
 from comingle.utils.records import describe_sample, measure_of, number
 from comingle.utils.terminal import errors, printable
@@ -36,6 +38,12 @@ FEW_ROUNDS = 100
 PAUSE_SECONDS = 5.0
 
 LOADING = "loading the base model and the users' data"
+_LOADING_NET = "loading the net and the users' data"
+
+
+def loading(recipe: Recipe) -> str:
+    """Return what is shown while the data of a recipe, and its base model or net, are loaded."""
+    return LOADING if kind_of(recipe).needs_base else _LOADING_NET
 
 
 @runtime_checkable
@@ -129,6 +137,7 @@ class RunProgress:
         self.round = 0
         self.done, self.started_at = 0, -1  # cohort steps; -1: none has been taken
         self.evaluating, self.result = False, ""
+        self.resumed_line = ""  # once the first step of a resumed run is known
         self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
@@ -151,6 +160,8 @@ class RunProgress:
         if self.started_at < 0:  # no event yet; a resumed run starts with round `self.round`, another with round 1
             self.started_at = self.done = self._steps_before(self.round - 1)
             self._began = time.perf_counter()
+            if self.round > 1:
+                self.resumed_line = f"{self.title} · resumed from the checkpoint of round {self.round - 1}"
         self.done += advance
 
     @property
@@ -246,6 +257,9 @@ class Bars:
             """Move the bar by an event."""
             started_at = run_progress.started_at
             run_progress(event)
+            if run_progress.resumed_line:
+                self.say(run_progress.resumed_line)
+                run_progress.resumed_line = ""
             if run_progress.started_at != started_at:  # the first step: a resumed run starts from there
                 self._progress.reset(task, completed=run_progress.started_at)
             if event["event"] != "step":
@@ -334,6 +348,9 @@ class Lines:
             """Print a line when a round ends, unless many short rounds would fill the log, and when the run ends."""
             nonlocal printed_result, is_first_round
             run_progress(event)
+            if run_progress.resumed_line:
+                self.say(run_progress.resumed_line)
+                run_progress.resumed_line = ""
             if event["event"] == "step":
                 # Called by the thread if no other line is printed for a while.
                 self._describe_operation = lambda: f"{run_progress.title} · {run_progress.place}{run_progress.left}"
