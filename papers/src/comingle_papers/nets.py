@@ -175,7 +175,7 @@ def mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
     The model that generates the task's targets normalises at the same place (appendix F.2); the paper's public code
     normalises after the activation.
     """
-    (inputs,) = require_shape(input_shape, "mlp-norm", 1)
+    (inputs,) = require_shape(input_shape, "mlp-norm", axes=1)
     hidden = 2 * inputs
     return nn.Sequential(nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 

@@ -421,7 +421,9 @@ def _find_file(name: str, path: Path) -> Path:
 def _read_hub_rows(
     name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the hub's rows of each language with the columns of local files, each with its place for error messages.
+    """Yield the hub's rows of each language in the format of local files, each after its place for error messages.
+
+    Local files also have the columns ``id`` and ``lang``, so these are added.
 
     Args:
         name: A key of :data:`QUESTIONS`.
@@ -437,7 +439,8 @@ def _read_hub_rows(
     for language in languages:
         address = f"{source}?config={setting.config.format(language)}&split=validation"
         try:
-            for number, values in enumerate(iterate_values(address, [[c] for c in columns], split="validation")):
+            groups = [[column] for column in columns]  # each column has one possible name
+            for number, values in enumerate(iterate_values(address, groups, split="validation")):
                 row = {"id": number, "lang": language, **dict(zip(columns, values, strict=True))}
                 yield f"row {number} in language {language!r}", row
         except DataError as error:
@@ -586,7 +589,7 @@ def _select_questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys
     """Return the questions of a language that have these ids, in the order of the ids.
 
     Args:
-        groups: Pairs of id and question by split; there is one split, "".
+        groups: Pairs of id and question by split. All are under the split "", since splits are drawn later.
         keys: The ids.
     """
     by_key = dict(groups[""])

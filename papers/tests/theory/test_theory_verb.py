@@ -20,7 +20,7 @@ from comingle.utils.errors import RecipeError
 from comingle_papers.cli.theory import number, render
 from comingle_papers.recipes import TheoryRecipe, load_theory_recipe, published_recipes
 from comingle_papers.theory.checks import FILES, LinearSettings, QuadraticSettings, check_all
-from comingle_papers.theory.claims import Claim, Curve, summarise, worst_step
+from comingle_papers.theory.claims import Claim, Curve, largest_step_ratio, summarise
 from comingle_papers.theory.clusters import ClusterSettings
 from comingle_papers.theory.quadratics import CoupledSettings
 
@@ -188,11 +188,11 @@ def test_a_bound_that_fails_is_counted_and_shown() -> None:
     assert [r.style for r in table.rows] == [None, "red", ""]
 
 
-def test_the_worst_step_leaves_rounding_out() -> None:
+def test_the_largest_step_ratio_leaves_rounding_out() -> None:
     import numpy as np
 
-    assert worst_step(np.array([1.0, 0.5, 0.4, 1e-12, 1e-12])) == pytest.approx(0.8)
-    assert worst_step(np.array([1.0, 0.1, 0.02, 0.02]), floor=0.05) == pytest.approx(0.2)
+    assert largest_step_ratio(np.array([1.0, 0.5, 0.4, 1e-12, 1e-12])) == pytest.approx(0.8)
+    assert largest_step_ratio(np.array([1.0, 0.1, 0.02, 0.02]), floor=0.05) == pytest.approx(0.2)
 
 
 def test_numbers_near_one_are_told_from_one() -> None:

@@ -223,7 +223,7 @@ def reproduce(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; start none.")] = False,
 ) -> None:
-    """Reproduce a published table or figure, and compare the numbers and their order with the paper's."""
+    """Reproduce a published table or figure, and compare the numbers and the order of methods with the paper's."""
     if name is None:
         return _list_experiments()
     if latex is not None:
@@ -260,6 +260,7 @@ def reproduce(
     if planned.experiment.kind == "cost":
         if latex is not None:
             raise RecipeError(f"--latex {latex}: got {name}, a table of costs; allowed: tables of results")
+        # There are no runs to resume: ``--resume`` replaces the table, as ``--force`` does.
         return _count_costs(planned, folder, force=force or resume)
     table = _run_plan(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
     return _write_latex(latex, table)

@@ -92,7 +92,7 @@ def render(rows: list[Row]) -> Table:
     """Return a table with a heading per scheme and, for each statement about it, measured value, bound and instances.
 
     Args:
-        rows: The statements over all instances, neighbours with the same scheme side by side.
+        rows: The statements over all instances, ordered so that rows of the same scheme follow each other.
     """
     from comingle.reports.formatting import Table
     from comingle.utils.terminal import words

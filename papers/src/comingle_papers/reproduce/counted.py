@@ -206,10 +206,11 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
 
 
 def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Mapping[tuple[str, str], Usage]) -> Figure:
-    """Draw test results against the numbers that a method stores or sends (its usage), with one line per method.
+    """Draw test results against a method's usage, with one line per method.
 
-    Panels are in a row for each kind of usage and in a column for each of the plan's columns. A mark's area grows with
-    the number of models or the size of the net.
+    The usage is how many numbers (entries of tensors) a method stores or sends, in multiples of the net's. Panels form
+    a row for each kind of usage and a column for each of the plan's columns. A mark's area grows with the number of
+    models or the size of the net.
 
     Args:
         plan: The figure's plan.
@@ -298,7 +299,7 @@ def _draw_line(axis: Axes, points: list[Point], style: Style) -> None:
 
     Args:
         axis: The panel.
-        points: The points of the line.
+        points: The points of the line: position on the x axis, spread of the test results over seeds, area of the mark.
         style: Colour, dashes and marker of the line.
     """
     from comingle.reports.canvas import PAPER

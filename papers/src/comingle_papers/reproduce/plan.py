@@ -79,7 +79,7 @@ def _evaluation_interval(recipe: Recipe) -> int:
 
 
 def _text_work(recipe: Recipe, method: Method) -> float:
-    """Estimate the work of a run on text, in tokens that are trained on; a token of an evaluation counts a third.
+    """Estimate the work of a run on text, in trained tokens; an evaluated token counts as a third of a trained one.
 
     Four users are assumed, as in CoMiGS, since the data is not read, and 50,000 test tokens of each if the recipe sets
     no limit.
@@ -89,18 +89,19 @@ def _text_work(recipe: Recipe, method: Method) -> float:
     test_tokens = sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users
     evaluation_work = test_tokens / 3  # without backward pass
     batch_tokens = training.batch_size * training.context * users
-    # A phase takes ``steps`` after every ``every``-th local step, in one of ``turns`` rounds.
+    # A phase takes ``steps`` after every ``every``-th local step, in one round of each group of ``turns`` rounds.
     steps_per_local_step = sum(phase.steps / phase.every / phase.turns for phase in method.client.phases)
     steps = training.rounds * training.local_steps * steps_per_local_step
-    evaluations = 1 + training.rounds // _evaluation_interval(recipe) * method.trains
+    evaluations_of_training = training.rounds // _evaluation_interval(recipe) if method.trains else 0
+    evaluations = 1 + evaluations_of_training  # 1: before training
     return steps * batch_tokens + evaluation_work * evaluations
 
 
 def _conversations_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on conversations, in tokens.
 
-    It is the number of passes over all data, of local epochs and of evaluations alike, times the data's tokens. All
-    conversations are assumed to fill the context and to be training data. If the recipe does not give their number,
+    It is the number of passes over all data times the data's tokens; a local epoch and an evaluation are one pass each.
+    All conversations are assumed to fill the context and to be training data. If the recipe does not give their number,
     four users (as in CoMiGS) and 1,000 conversations of each are assumed.
     """
     training, dataset = recipe.training, cast(ConversationsSection, recipe.data).dataset
@@ -116,8 +117,8 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on questions, in tokens, as if every question filled the context.
 
     Scoring a question takes about as long as training on it: it is read twice and answered token by token. So trained
-    and scored questions count alike: ``users * context * (trained + evaluations * scored)``. Without a number of test
-    questions all are for testing, which are assumed to be as many as for training.
+    and scored questions count alike: ``users * context * (trained + evaluations * scored)``. If neither the recipe nor
+    the paper gives the number of test questions, it is assumed to be the number of train questions.
     """
     section = cast(QuestionsDataSection, recipe.data).questions
     setting, training = QUESTIONS[section.name], recipe.training
@@ -126,6 +127,7 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
     test = section.test or setting.test or train
     rounds = training.rounds if method.trains else 0
     evaluates_start = rounds > 0 and recipe.evaluation.first
+    # At least one: a method that trains nothing is evaluated once.
     evaluations = max(1, ceil(rounds / _evaluation_interval(recipe)) + evaluates_start)
     trained, scored = rounds * training.local_epochs * train, evaluations * test
     return users * training.context * (trained + scored)
@@ -134,9 +136,9 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
 def _task_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on a net, in multiply-adds: forward and backward passes, optimiser steps, evaluations.
 
-    Forward and backward pass together cost three forward passes. The participants of a round are trained in one batch,
-    so the fixed cost of a step counts once. If a method mixes several models or adapters with a pass through each, the
-    work is multiplied by their number.
+    Forward and backward pass together cost three forward passes. A step has a cost per user and a fixed cost. The fixed
+    cost counts once for all participants of a round, since they are trained in one batch. If a method mixes several
+    models or adapters with a pass through each, the work is multiplied by their number.
     """
     task = cast(TaskDataSection, recipe.data).task
     training, (users, train, test) = recipe.training, count_samples(task)

@@ -66,7 +66,7 @@ class DataSet(Section):
         """Check that a data set is complete text, a task alone or questions alone, and that questions have a name.
 
         Raises:
-            ValueError: It is none of these, or a mixture.
+            ValueError: The data set is none of these kinds or a mixture of kinds, or its questions have no name.
         """
         text_values = [self.users, self.hub, self.local, self.tokens or self.chats]
         num_others = sum(value is not None for value in (self.task, self.questions))
@@ -236,7 +236,7 @@ class Experiment(Section):
         """Check that rows fit the kind of the table and its columns, and that notes refer to existing rows and columns.
 
         Raises:
-            ValueError: They do not.
+            ValueError: A row does not fit, or a note refers to an unknown row or column.
         """
         for name, row in self.rows.items():
             if (self.kind == "cost") != (row.count is not None):
@@ -462,7 +462,7 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
 
 
 def describe_lacking(data: DataSet, folder: Path) -> str:
-    """Return a message if the folder lacks a data set's images or questions, which the hub has; empty if it has them.
+    """Return a message if the folder lacks a data set's images or questions; empty if it has them, or the set is text.
 
     Args:
         data: The data set.
@@ -497,7 +497,7 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         demo: Whether users get the study's demo texts.
 
     Returns:
-        The section, and the users' names in the order of these lists; no names for tasks and questions.
+        The section, and the users' names in the order of the lists of token numbers; no names for tasks and questions.
     """
     if data.task is not None or data.questions is not None:
         path = _find_in_folder(data, folder) if data.images or data.questions else None

@@ -132,12 +132,12 @@ def digest_inputs(inputs: Inputs) -> dict[str, str]:
 
 
 def check_same_inputs(where: object, then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Check that a run read the same inputs as are here now, by the digests of :func:`digest_inputs`.
+    """Check that a run read the inputs that would be read now, by the digests of :func:`digest_inputs`.
 
     Args:
         where: The run, for error messages.
         then: Digests of the inputs that the run read, by what they digest, such as "the base".
-        now: Digests of the inputs that are here now.
+        now: Digests of the inputs on this machine, with the same keys.
 
     Raises:
         RunError: A digest differs, or is lacking on one side; the message names the first.
@@ -407,7 +407,7 @@ def _group_label(group: Sequence[Cell]) -> str:
 
 
 def _run_group(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """Run cells in a process of their own and yield their outcomes, as :func:`run_cells` does.
+    """Run cells with :func:`run_cells` and show their progress; the work of one process of :func:`run_parallel`.
 
     Args:
         cells: Cells of one column and seed.
@@ -475,9 +475,10 @@ def _uncached(plan: Plan) -> list[str]:
 
 
 def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
-    """Yield the data sets that a cell reads from the hub and the hub's cache lacks.
+    """Yield the names of data sets that a cell has to download from the hub, since they are not in the cache.
 
-    Images and questions without a ``path`` always count, because their cache is not looked up.
+    Images and questions without a ``path`` are always yielded, because their cache is not looked up: images by their
+    name, questions by the label of their data set.
 
     Args:
         plan: The plan of the cell.

@@ -351,7 +351,7 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
 def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
     """Return a column of ``table.json``: numbers and ranks of all rows, and how well their order fits the paper's.
 
-    Only rows that have both our number and the paper's have ranks, and only they are ordered.
+    Ranks and the comparison of orders are of rows that have both our number and the paper's.
 
     Args:
         plan: The table.
@@ -420,7 +420,12 @@ def _mean_and_deviation(values: Sequence[float]) -> Entry:
 
 
 def _cell_numbers(mean_and_deviation: Entry | None, rank: int | None) -> CellNumbers | None:
-    """Return a cell's numbers for ``table.json``; None without a mean. Rows that one side lacks have no rank."""
+    """Return our numbers or the paper's of a cell, for ``table.json``; None without a mean.
+
+    Args:
+        mean_and_deviation: Mean and standard deviation, which may be None; None if there is no number.
+        rank: Rank of the row; None if we or the paper have no number for it.
+    """
     if mean_and_deviation is None:
         return None
     mean, deviation = mean_and_deviation
@@ -492,13 +497,13 @@ def remarks(table: PaperTable) -> list[str]:
     lines = [column["sentence"] for column in table["columns"] if column["sentence"]]
     with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
     lines += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in with_fewer_seeds]
-    lines += [f"{text}." for text in table["about"]]  # notes on the whole table
+    lines += [f"{text}." for text in table["about"]]  # notes on the whole table, whereas "notes" are on cells
     if table["missing"]:
         lines.append(f"Missing, since the method is not implemented: {', '.join(table['missing'])}.")
     lines += [f"{label} repeats the runs of {first}." for label, first in table.get("repeats", {}).items()]
     lines += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
     lines += [f"Diverged: {run}" for run in table["diverged"]]
-    lines += table.get("measured", ())  # sentences on the archive that the runs are from, if they are
+    lines += table.get("measured", ())  # sentences on the archive; only in a table of archived runs
     used_notes = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
     return lines + [f"({_note_letter(i)}) {table['notes'][i]}." for i in sorted(used_notes)]
 

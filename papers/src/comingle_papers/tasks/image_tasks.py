@@ -317,13 +317,15 @@ def make_shifted(
     dealt: dict[str, list[Samples]] = {}
     for split, images in images_of_split.items():
         stream = generator("task", name, seed, split)
-        parts = _deal_evenly(images.labels, users, clusters if shift is None else None, stream)
+        # With a shift, clusters differ by it alone, so images of all labels are dealt to all users.
+        clusters_with_own_labels = clusters if shift is None else None
+        parts = _deal_evenly(images.labels, users, clusters_with_own_labels, stream)
         if split == "test":
             parts = [part[:test_samples] for part in parts]
         dealt[split] = [
             _shifted_samples(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)
         ]
-    return tuple(
+    return tuple(  # without validation samples, which are held out later
         UserSamples(name=f"user-{k}", train=train, valid=train.first(0), test=test, cluster=k % clusters)
         for k, (train, test) in enumerate(zip(dealt["train"], dealt["test"], strict=True))
     )

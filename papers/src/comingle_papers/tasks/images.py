@@ -109,6 +109,7 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
     others = users - clusters
     # Users that a cluster should have beyond its first, before these numbers are scaled to add up to ``others``.
     wanted_others = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
+    # ``or 1``: with one user per cluster nothing is left to distribute, and all wanted numbers may be 0.
     fractional_sizes = [others * wanted / (sum(wanted_others) or 1) for wanted in wanted_others]
     sizes = [int(size) for size in fractional_sizes]
     by_remainder = sorted(range(clusters), key=lambda c: sizes[c] - fractional_sizes[c])
@@ -193,7 +194,7 @@ def deal_images(
         sizes: The number of users of each group.
         labels: The label of each image.
         alpha: Concentration of the Dirichlet shares of each label; None deals evenly.
-        key: Key of the random stream.
+        key: Key of the random stream: the name of the task, also for error messages, and the seed.
         names: Names of the groups for error messages; empty if there is a single group.
 
     Raises:
@@ -309,7 +310,7 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
     with open_splits(source, decoded=True) as splits:
         for found_split, rows in splits:
             if found_split == split:
-                assert not isinstance(rows, Table)
+                assert not isinstance(rows, Table)  # tables are of undecoded sources only
                 chosen = _choose_columns(rows.column_names, columns, source)
                 for batch in iterate_batches(rows.select_columns(chosen), source):
                     yield from zip(*(batch[name] for name in chosen), strict=True)
@@ -527,12 +528,13 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
 def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     """Read all images of a data set in domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
 
-    The hub's images with sides longer than ``largest`` are resized to squares of that size (Lanczos); a file's are not.
+    Images of the hub with sides longer than ``largest`` are resized to squares of that size (Lanczos). Images in a
+    folder's file are not resized.
 
     Args:
         name: The data set.
         source: The folder, or the name on the hub.
-        largest: Longest side of an image in pixels.
+        largest: Longest side of an image of the hub, in pixels.
 
     Raises:
         DataError: As :func:`read_images`; or images have no domains.
@@ -651,7 +653,8 @@ def read_idx_pair(images: Path, labels: Path) -> Images:
 def read_npz(path: Path, *, split: str | None = None) -> Images:
     """Read an npz file: ``images`` and ``labels`` (or x and y, x_train and y_train ...), or concatenated JPEG bytes.
 
-    The latter are ``jpeg`` (bytes), ``offset`` (n + 1 positions) and ``label``. Channels may be the last axis.
+    A file of JPEG bytes has the arrays ``jpeg`` (bytes), ``offset`` (n + 1 positions) and ``label``. In other files
+    channels may be the last axis.
 
     Args:
         path: The file.

@@ -158,9 +158,9 @@ def make_task(
         "labels_per_cluster": labels_per_cluster,
         "fraction": fraction,
     }
-    if not setting.hub:
+    if not setting.hub:  # samples are generated, not read
         task = _make_synthetic_task(cast(Kind, name), path, **common)
-    elif setting.partition is None:
+    elif setting.partition is None:  # FLoRAL's tasks deal images out evenly; FedMerge's name a partition
         task = _make_shifted_task(name, path, shift=chosen_shift, **common)
     else:
         task = _make_skewed_task(name, path, **skew, **common)

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from comingle.utils.errors import RunError
 from comingle.utils.records import write_json, write_text
 from comingle_papers.theory import linear, quadratics
-from comingle_papers.theory.claims import VALUE_FLOOR, Claim, Curve, summarise, worst_step
+from comingle_papers.theory.claims import VALUE_FLOOR, Claim, Curve, largest_step_ratio, summarise
 from comingle_papers.theory.clusters import ClusterSettings, cluster_curves
 from comingle_papers.theory.linear import LOSSES
 from comingle_papers.theory.quadratics import P2, CoupledSettings, coupled_curves
@@ -156,10 +156,10 @@ def quadratic_curve(
     expert_distances = quadratics.energy_norms(thetas - experts, train.experts_block)
     router_distances = quadratics.energy_norms(phis - router, valid.router_block)
     rate = bounds.rate if bounds.rate < 1 else None  # Theorem F.1 requires a contraction
-    measured = worst_step(expert_distances)
+    measured = largest_step_ratio(expert_distances)
     claims = [
         Claim(statement=f"{F1}, experts", measured=measured, bound=rate),
-        Claim(statement=f"{F1}, router", measured=worst_step(router_distances), bound=rate),
+        Claim(statement=f"{F1}, router", measured=largest_step_ratio(router_distances), bound=rate),
     ]
     if bounds.same_function:
         spectral_norm = float(linalg.norm(quadratics.composition(valid, train), 2))
@@ -245,7 +245,7 @@ def linear_curve(
     lowest = linear.decoupled_objective(problem, solution)
     residuals = np.array(descent.values) - lowest
     eigenvalue = _smallest_eigenvalue(problem, descent.points)
-    measured = worst_step(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
+    measured = largest_step_ratio(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
     modulus = bounds.modulus if bounds.modulus > 0 else None  # else strong convexity is not proved
     uniform = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
     rates = {BLOCKS: bounds.block_rate, F2: bounds.theorem_rate, LOCAL: linear.local_rate(problem, solution)}

@@ -92,7 +92,7 @@ def summarise(curves: list[Curve]) -> list[Row]:
     return [_summarise_claims(scheme, statement, claims) for (scheme, statement), claims in groups.items()]
 
 
-def worst_step(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
+def largest_step_ratio(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
     """Return the largest ratio of successive residuals among steps that start above the rounding floor.
 
     Args:

@@ -114,7 +114,9 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
     squared bias plus variance.
 
     Args:
-        problem: Clients and their true routers.
+        problem: Clients and their true routers: ``amounts`` are the clients' shares p(k) of the data, ``joint`` is
+            p(k, c) and ``of_cluster`` p(k|c) for client k and cluster c. The first ``base`` entries of a model are the
+            base, the others the adaptor.
         guessed: Estimated routers, (clients, clusters).
         models: Model of each client and cluster.
     """
@@ -243,8 +245,8 @@ def estimate_weights(cluster: Cluster, start: Weights, step: int, shift: float, 
     """Return the estimated weights ``p_hat`` of the clients at the beginning of a round.
 
     They move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
-    ``(1 + t / s)^-decay`` times its first value. Theorem A.10 assumes ``(t + s)^-decay`` times the first value, which
-    at t = 0 and s > 1 holds for a mismatch of 0 only.
+    ``(1 + t / s)^-decay`` times its first value. Theorem A.10 assumes ``(t + s)^-decay`` times the first value. For
+    t = 0 this contradicts itself, as it says that the first value is ``s^-decay`` times itself.
 
     Args:
         cluster: The cluster with the true weights p.
@@ -402,8 +404,8 @@ def routed_descent_bound(
             + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
 
     It follows from Lemma A.4 where ``eta <= U / (8 L)`` with U from :func:`uniformity`, as ``|delta|_1^2 <= 4 <= 4
-    log(K C)`` for ``K C >= 3``. The lemma as printed has another condition, ``eta <= gamma / max(5/2, 16 G^2, 4 L)``,
-    while its own eq. 23 has ``5/2`` as a factor of the others.
+    log(K C)`` for ``K C >= 3``. The lemma as printed has another condition, ``eta <= gamma / max(5/2, 16 G^2, 4 L)``.
+    This does not fit eq. 23 of its proof, in which ``5/2`` is a factor before the maximum.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -603,8 +605,9 @@ class Recursion:
 def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
     """Draw random sequences to test Lemma A.8, for step sizes ``eta_t = 1 / (mu (t + s))``.
 
-    They obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. In the last step b takes all that is
-    available and leaves a = 0, so that both sides of the lemma's inequality are equal.
+    They obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. The lemma bounds the sum of all b_t
+    (:func:`sum_bound`). The last b_t is as large as a non-negative ``a_(t+1)`` allows, which makes the sum equal to its
+    bound.
 
     Args:
         rng: Source of the draws.
@@ -862,7 +865,7 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
 
     Local SGD of one client is gradient descent without noise. The loss of the average model, above the minimum, then
     falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` after T steps, with s = 4 kappa and D the distance of the start from the
-    minimum. The printed bounds fall faster, so that many steps show that they do not hold.
+    minimum. The printed bounds fall faster, so after enough steps the loss exceeds them: they do not hold.
 
     Args:
         scheme: Name of the scheme.
@@ -871,14 +874,24 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     hessian = np.diag([1.0, settings.condition])
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
-    rng, start = np.random.default_rng(0), np.array([1.0, 0.0])
-    run = _descend_by_settings(cluster, schedule, settings, np.ones(1), start, 1, rng, steps_factor=20)
-    claim_of_a9 = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, 1))
+    run = _descend_by_settings(
+        cluster,
+        schedule,
+        settings,
+        guessed=np.ones(1),
+        start=np.array([1.0, 0.0]),  # the eigenvector of the smallest eigenvalue, 1
+        replicas=1,
+        rng=np.random.default_rng(0),  # any seed, as the only client is always drawn
+        steps_factor=20,
+    )
+    claim_of_a9 = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, clusters=1))
     if schedule.shift < 16 * run.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
         claim_of_a9 = replace(claim_of_a9, bound=None)
     claim_of_a10 = _tightest_claim(PRINTED, run.averaged, printed_rate(run, cluster, schedule, settings.decay))
     claims = [claim_of_a10, claim_of_a9]
-    return _make_curve(scheme, 0, run, claims, {"shift": schedule.shift, "kappa": settings.condition})
+    return _make_curve(
+        scheme, 0, run, claims, {"shift": schedule.shift, "kappa": settings.condition}
+    )  # 0: the only one
 
 
 def _descend_by_settings(

@@ -67,7 +67,12 @@ class Logistic:
     def slope_bound(self, largest_output: float, targets: PerSample) -> float:
         """Return the largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1.
 
-        It is ``1 / (1 + exp(y t))``, largest for an output t of the wrong sign, whatever the target y.
+        The absolute derivative at an output t is ``1 / (1 + exp(y t))``. It is largest where t has the sign of -y, and
+        this maximum is the same for y = 1 and y = -1.
+
+        Args:
+            largest_output: Largest absolute value of an output.
+            targets: Not used; the squared loss needs them.
         """
         return float(special.expit(largest_output))
 
@@ -545,8 +550,9 @@ class LinearConstants:
 
     @property
     def modulus_weights(self) -> float:
-        """m_Y: modulus of strong convexity in experts and router for all shares; proves nothing if it is not positive.
+        """m_Y: lower bound on the curvature of F in experts and router, whatever the shares.
 
+        F is strongly convex in experts and router if the bound is positive; otherwise nothing is proved.
         It is ``alpha - (rho^2 + mu^2) / (2 mu) * feature_scale`` with weight decay alpha, largest slope rho of the
         loss, weight mu of the divergence and ``feature_scale``, the largest eigenvalue of ``X^T X / n``.
         """
@@ -565,8 +571,9 @@ class LinearConstants:
     def modulus(self) -> float:
         """Modulus m of strong convexity in all variables (mu of Theorem F.2); not positive if nothing is proved.
 
-        It is the largest m for which F without ``m / 2`` times the squared norm of all variables is still convex by the
-        proof of :attr:`modulus_shares`, with the weight decay ``alpha - m`` that is left. For n samples it solves
+        F has the modulus m if F minus ``m / 2`` times the squared norm of all variables is convex. This difference has
+        the weight decay ``alpha - m``. The result is the largest m for which the proof of :attr:`modulus_shares` still
+        shows that the difference is convex. For n samples it solves
         ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, that is,
         ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``, with rho the loss's largest slope and mu
         the weight of the divergence.
@@ -687,7 +694,7 @@ def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size siz
     Shares are free variables here, although they must sum to one (:func:`tangent_hessian`). With one sample this is the
     Hessian of eq. 26. In a direction (H, G, h) of (Theta, Phi, lambda) the loss contributes
     ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>`` with its derivatives l' and l'' at the output. The
-    paper's proof of Proposition 1 has 1 in place of the last 2, and of the 2 inside the square.
+    paper's proof of Proposition 1 lacks two factors of 2: that of the last term and that of the square's cross term.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -702,7 +709,8 @@ def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size siz
 def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
     """Return :func:`hessian` restricted to the simplex: a sample's shares change only in directions that sum to zero.
 
-    Its size is ``2 features experts + samples (experts - 1)``.
+    It has ``2 features experts + samples (experts - 1)`` rows, as experts and router each have ``features experts``
+    weights.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -742,7 +750,12 @@ def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " sample
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
     """Return the Hessian of the objective F (eq. 25) in the experts Theta, row-major.
 
-    It is ``mean(l'' z z^T) + alpha I`` with ``z = x lambda^T``, flat, since the output is linear in Theta.
+    It is ``mean(l'' z z^T) + alpha I``, where z is the matrix ``x lambda^T`` of a sample as a vector: the output is the
+    scalar product of z and Theta. l'' is the loss's second derivative, alpha the weight decay.
+
+    Args:
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        point: Experts Theta, router Phi and shares Lambda.
     """
     features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
     curvature = problem.loss.curvature(_outputs(problem, point), problem.targets)

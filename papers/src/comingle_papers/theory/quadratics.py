@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy import linalg, optimize
 
 from comingle.utils.errors import DivergenceError
-from comingle_papers.theory.claims import Claim, Curve, worst_step
+from comingle_papers.theory.claims import Claim, Curve, largest_step_ratio
 
 Left = Float[np.ndarray, " left"]
 Right = Float[np.ndarray, " right"]
@@ -135,14 +135,16 @@ def alternate_coupled(
 
 
 def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, lipschitz: float) -> Coupled:
-    """Draw a function with random matrices of norm 1, and with the decay that gives it the wanted Lipschitz constant.
+    """Draw ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>`` with random matrices of norm 1 in A and B.
+
+    The decay is chosen so that the minimiser in y has the wanted bound on its Lipschitz constant as a function of x.
 
     Args:
         rng: Source of the draws.
-        left: Entries of x.
-        right: Entries of y.
-        meeting: Entries of A(x) and B(y).
-        lipschitz: The wanted :attr:`Coupled.lipschitz`, the bound on the minimiser's Lipschitz constant.
+        left: Number of entries of x.
+        right: Number of entries of y.
+        meeting: Number of entries of A(x) and of B(y), which is the same, as they meet in a scalar product.
+        lipschitz: The wanted bound (:attr:`Coupled.lipschitz`).
     """
 
     def draw_map(rows: int, columns: int) -> Matrix:
@@ -238,7 +240,7 @@ def coupled_curve(
         residuals=tuple(map(float, residuals)),
         claims=(
             Claim(statement=P1, measured=largest_quotient(first, settings, rng), bound=first.lipschitz),
-            Claim(statement=P2, measured=worst_step(residuals), bound=rate if rate < 1 else None),
+            Claim(statement=P2, measured=largest_step_ratio(residuals), bound=rate if rate < 1 else None),
         ),
         rates={P2: rate} if rate < 1 else {},
         notes={"mu": first.modulus, "decay": first.decay},
