@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.formatting import at_share, best_first, budget_note, is_unequal, typical_budget
+from comingle.reports.formatting import at_share, best_first, is_unequal, parameter_count_note, typical_budget
 from comingle.reports.tables import markdown, render_run, tables_of
 from comingle.utils.records import read_metrics, write_json
 
@@ -135,5 +135,5 @@ def test_the_typical_budget_is_the_median_of_those_that_train() -> None:
     assert typical_budget([0, 5, 3, 9]) == 5
     assert typical_budget([7, 3]) == 3
     assert typical_budget([0, 0]) is None
-    assert budget_note([0, 0]) == ""
+    assert parameter_count_note([0, 0]) == ""
     assert [is_unequal(count, 100) for count in (0, 89, 90, 110, 111)] == [False, True, False, False, True]

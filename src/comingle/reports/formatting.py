@@ -60,7 +60,7 @@ def is_unequal(count: int, typical: int | None) -> bool:
     return bool(count) and typical is not None and abs(count - typical) > TOLERANCE * typical
 
 
-def budget_note(counts: Sequence[int]) -> str:
+def parameter_count_note(counts: Sequence[int]) -> str:
     """Return the note that explains the mark † of methods with unequal numbers of trained parameters.
 
     It is empty if no method is marked, that is, if none differs from the median method by more than :data:`TOLERANCE`.

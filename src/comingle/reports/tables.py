@@ -34,10 +34,10 @@ from comingle.reports.formatting import (
     at_share,
     best_first,
     best_of,
-    budget_note,
     byte_unit,
     is_unequal,
     markdown_line,
+    parameter_count_note,
     rule,
     typical_budget,
 )
@@ -640,16 +640,16 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
 def note_of(table: ComparisonTable) -> str:
     """Return the notes below a comparison in one line; empty without any.
 
-    They are on samples, missing seeds, settings, budgets, roles that were never trained, privacy and warnings.
+    They are on samples, missing seeds, settings, parameter counts, roles that were never trained, privacy and warnings.
     """
     rows = table["methods"]
     seeds = sorted({seed for row in rows for seed in row["seeds"]})
     fewer_seeds = [row for row in rows if len(row["seeds"]) < len(seeds)]
     seed_notes = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer_seeds]
-    budget = budget_note([row["trainable_parameters"] for row in rows])
+    parameter_note = parameter_count_note([row["trainable_parameters"] for row in rows])
     privacy_notes = [f"{row['method']}: privacy {describe_privacy(row['privacy'])}" for row in rows if "privacy" in row]
     warnings = [f"{row['method']}, {warning}" for row in rows for warning in row.get("warnings", ())]
-    marks = [_settings_note(rows), budget, _untrained_note(rows)]
+    marks = [_settings_note(rows), parameter_note, _untrained_note(rows)]
     notes = [_sample_note(rows), *seed_notes, *marks, *_early_ends(rows), *privacy_notes, *warnings]
     return "; ".join(filter(None, notes))
 

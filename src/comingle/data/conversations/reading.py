@@ -91,7 +91,7 @@ def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None
 def iterate_users(
     data: ConversationsSection,
     seed: int,
-    rows: Rows,
+    group_rows: Rows,
     bad: BadRows,
     duplicates: DuplicateFilter,
     given: Mapping[str, object] | None = None,
@@ -101,11 +101,11 @@ def iterate_users(
     Args:
         data: The recipe's section.
         seed: Seed of the splits.
-        rows: Groups the rows of a data set by user.
+        group_rows: Groups the rows of a data set by user, in memory or on disk.
         bad: Collects bad rows.
         duplicates: Drops duplicate conversations of a user if the section enables this.
-        given: Rows of the users if a program passes them: a list, a ``Dataset``, a path, or a mapping from splits to
-            lists or ``Dataset`` objects.
+        given: Each user's rows by the user's name, if a program passes them: a list of rows, a ``Dataset``, the path of
+            a file, or a mapping from splits to lists or ``Dataset`` objects. None to read what the section names.
 
     Raises:
         DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
@@ -115,7 +115,7 @@ def iterate_users(
     elif data.given:
         raise DataError("data.given: a program must pass the users; call comingle.run(recipe, users=...)")
     elif data.dataset is not None:
-        readers = _dataset_readers(data, rows, bad, duplicates)
+        readers = _dataset_readers(data, group_rows, bad, duplicates)
     else:
         readers = file_readers(data, bad, duplicates).items()
 
@@ -125,7 +125,7 @@ def iterate_users(
 
     return read_each(
         ((name, partial(read, name, seed)) for name, read in readers),
-        lambda name: UserConversations(name=name),
+        without_data=lambda name: UserConversations(name=name),
         skips=data.on_small_user == "skip",
         noun="conversations",
         report=report,
