@@ -152,7 +152,7 @@ def _block(convolution: Callable[..., Layers], c_in: int, inner: int, stride: in
 
 
 def _convolution(norm: Norm, c_in: int, c_out: int, kernel: int, stride: int = 1) -> Layers:
-    """Return a convolution that keeps the image's size except for its stride, and its norm.
+    """Return a convolution and its norm; padding keeps the image's size, apart from the stride.
 
     Args:
         norm: Makes the norm from the number of channels.
@@ -264,7 +264,7 @@ def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Modu
         outputs: Outputs of the head.
     """
     name = f"resnet{layers}" if norm == "batch" else f"resnet{layers}-{norm}"
-    channels, _, _ = require_shape(input_shape, name, 3, smallest=8)
+    channels, _, _ = require_shape(input_shape, name, 3, smallest=8)  # three stages halve the image
     return make_resnet(layers, channels=channels, outputs=outputs, norm=norm)
 
 

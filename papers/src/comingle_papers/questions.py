@@ -114,7 +114,7 @@ def _read_id(row: Row) -> str:
     """Return the id of a question as text.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The row has no id.
     """
     if row.get("id") is None:
         raise ValueError("no id; allowed: a name or number, the same in all languages")
@@ -655,8 +655,8 @@ class QuestionsKind(AnswersKind):
     name = "questions"
 
     def reader(self, request: DataRequest) -> QuestionReader | None:
-        """Return a reader that yields one language (user) after another; None for questions that a program passes."""
-        if request.given is not None:
+        """Return a reader that yields one language (user) after another; None if a program passes users."""
+        if request.given is not None:  # the caller then raises an error, as users come from the recipe only
             return None
         recipe = request.recipe
         return QuestionReader(

@@ -128,7 +128,7 @@ def check_measured(
         path: The archive.
         name: The experiment, as ``comigs/table1``.
         selection: The options of the command line.
-        out: The folder of the runs made here.
+        out: The folder for the repeated runs.
         max_runs: The largest number of runs to repeat.
         jobs: The number of parallel runs; None for the plan's.
         force: Run again what has been run.

@@ -175,8 +175,8 @@ def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[
 def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
     """Return the plan of a table's runs with the names under which an archive has them; it reads no data.
 
-    A run's name depends on whether its data came from a local folder or from the hub. Archived runs are named as if it
-    came from a folder. If the archive has none of these names, the plan is made with the selection's own source of
+    A run's name depends on whether its data came from a local folder or from the hub. The plan has the names of runs on
+    data from a folder. If the archive has no run of such a name, the plan is made with the selection's own source of
     data, so that runs on the hub's data are found.
 
     Args:
@@ -355,7 +355,7 @@ def _check_columns(path: Path, records: Records, name: str, selection: RunSelect
         records: The records of the archive.
         name: The experiment, as ``comigs/table1``.
         selection: The columns to check, and options that determine the runs; rows and seeds are those of the archive.
-        cache: Cache of the inputs that are here.
+        cache: Cache of the inputs on this machine.
 
     Raises:
         RunError: The inputs of an archived run differ.

@@ -72,11 +72,11 @@ class Usage:
 def count_usage(recipe: Recipe, task: Task) -> Usage:
     """Count the numbers that a method stores and sends when it trains a task's net.
 
-    They are the same for all users, so a federation of a single user is built and counted.
+    Every user stores and sends equally many, so a federation of a single user is built and counted.
 
     Args:
         recipe: The recipe with the method.
-        task: The task; of its users only the first is used, and their number.
+        task: The task. Its first user is the one in the federation; the number of all its users counts for the server.
 
     Raises:
         RecipeError: The method does not support nets.
@@ -91,10 +91,10 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     sent_tensors: tuple[Tensor, ...] = ()
     received_tensors: tuple[Tensor, ...] = ()
     if clients.shares:  # else the method trains locally and sends nothing
-        upload = upload_of(federation, 0)
+        upload = upload_of(federation, user=0)
         reported = [t for name, t in upload.reports.items() if name != LOSS]
         sent_tensors = (*upload.tensors.values(), *reported)
-        received_tensors = tuple(download_of(federation, 0, [user.name]).tensors.values())
+        received_tensors = tuple(download_of(federation, user=0, names=[user.name]).tensors.values())
     user_parameters = int(clients.mask[0].sum())  # without the padding of smaller ranks
     user_state = sum(t.numel() for t in clients.state.kept.values())  # such as control variates
     return Usage(
@@ -127,7 +127,9 @@ def _reduce_samples(user: UserSamples) -> UserSamples:
 
 
 def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
-    """Count the usage of each row and column of a plan, in multiples of a user's under FedAvg on the column's net.
+    """Count how many numbers a method stores and sends (its usage), for each row and column of a plan.
+
+    The unit is what a user of FedAvg stores, which is one copy of the column's net.
 
     Raises:
         DataError: The images of a task cannot be read.
@@ -147,8 +149,9 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
 
 
 def column_net(plan: Plan, column: str) -> str:
-    """Return the name of the net that a column's rows train unless they name another."""
+    """Return the name of the net that a column's rows train unless a row names its own base."""
     cells = _cells_of_column(plan, column)
+    # If every row names its own base, the column's base, or the scale's stand-in for it.
     bases_of_column = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
     base = bases_of_column[0] if bases_of_column else plan.scaled.stand_in(plan.column_of(column).base)
     return base.removeprefix(NETS)
@@ -423,9 +426,9 @@ def _participation_percent(cell: Cell) -> float:
 
 
 def _parameter_ratio(cell: Cell) -> float:
-    """Count the parameters of the server's initial models without the classifier, in multiples of ResNet-9's.
+    """Return how many parameters the server's initial models have together, in multiples of one ResNet-9.
 
-    FedMerge's Table 1 has these ratios without the classifier, whose size depends on the number of classes.
+    As in FedMerge's Table 1, the classifier does not count, since its size depends on the number of classes.
     """
     method = make(cell.recipe.method.name, **cell.recipe.method.settings)
     parameters_of_model = _body_parameters(cell.recipe.base.removeprefix(NETS))

@@ -165,11 +165,11 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
     """Return the number of users and samples of a task without reading its images; numbers of samples are estimates.
 
     Returns:
-        The number of users, and the numbers of train and test samples of each.
+        The number of users, and the numbers of train and test samples of each user.
     """
     setting = TASKS[task.name]
     users = task.users or setting.users
-    num_images = _NUM_IMAGES.get(task.name)
+    num_images = _NUM_IMAGES.get(task.name)  # only of tasks that divide all images evenly among users
     if num_images is None:
         train, test = setting.train, setting.test
     else:
@@ -295,7 +295,9 @@ class Plan:
 
 
 def plan(name: str, selection: RunSelection) -> Plan:
-    """Return the runs of a published table or figure, seed by seed.
+    """Return the runs of a published table or figure, ordered by seed, then column, then row.
+
+    Rows of methods that comingle lacks and columns that cannot be run are left out, and listed in the plan.
 
     Args:
         name: The experiment, as ``comigs/table1``.
@@ -318,7 +320,8 @@ def plan(name: str, selection: RunSelection) -> Plan:
     left_out = {column: reason for column, reason in reasons_not_run.items() if reason}
     columns = [column for column in columns if column not in left_out]
     for column in columns:
-        data = study.data[_column_settings(study, experiment, column)[1].data]
+        _, study_column = _column_settings(study, experiment, column)
+        data = study.data[study_column.data]
         if folder is not None and (lacking := describe_lacking(data, folder)):
             logger.warning("%s: %s, so the hub's are read", column, lacking)
     seeds = {column: _choose_seeds(study, experiment, scale, column, selection) for column in columns}
@@ -469,6 +472,7 @@ def _reason_not_run(
     name_in_study = column_setting.of or column
     if scale.only is not None and name_in_study not in scale.only:
         return f"not at scale {selection.scale}, which has {', '.join(scale.only)}"
+    # "{data}" in the path of a base model stands for the folder.
     if folder is None and "{data}" in (scale.base or "") and selection.base is None:
         return f"scale {selection.scale} takes its base from a folder; give --data FOLDER or --base MODEL"
     if _scaled_column(study, experiment, scale, column).local:  # never read from the hub

@@ -273,6 +273,7 @@ def parse_printed(cell: str) -> tuple[float, float | None]:
     """
     match = _PRINTED.fullmatch(cell)
     assert match, cell
+    # Groups 1 and 2 are the mean and its deviation; both are None in a cell with a number per seed.
     if match[1] is None:
         seeds = [float(number) for number in cell.split(" / ")]
         return statistics.fmean(seeds), statistics.stdev(seeds)
@@ -394,7 +395,9 @@ def data_folder(given: Path | None) -> Path | None:
 
 
 def with_placeholder(content: object, folder: Path | None) -> Any:
-    """Replace a folder by the placeholder ``{data}`` in all paths of a recipe, so that it is equal on every machine.
+    """Replace a folder by the placeholder ``{data}`` in all paths of a recipe.
+
+    The recipe of a run is then the same on every machine.
 
     Args:
         content: Part of a recipe: a value, or nested mappings and lists of values.
@@ -406,7 +409,7 @@ def with_placeholder(content: object, folder: Path | None) -> Any:
         return [with_placeholder(value, folder) for value in content]
     if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
         return content
-    return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))
+    return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))  # ANYWHERE is the path "{data}"
 
 
 def resolve_inside(path: str, folder: Path | None) -> str:
@@ -424,8 +427,8 @@ def resolve_inside(path: str, folder: Path | None) -> str:
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Return the reason why a data set cannot be read, for a message; empty if it can.
 
-    Text is read from the folder, which must then have all of it. Images and questions that the folder lacks, and
-    everything without a folder, is read from the hub, but only at a scale with ``text: real``.
+    If there is a folder, it must have all text. Images and questions that it lacks are read from the hub, and so is
+    everything if there is no folder, but only at a scale with ``text: real``.
 
     Args:
         data: The column's data set.

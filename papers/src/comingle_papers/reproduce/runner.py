@@ -100,6 +100,7 @@ def _provenance() -> dict[str, str]:
     """Return version and commit of comingle, today's date and the kind of machine, for ``measured.json``."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    # The first of equal lines, one for each core.
     processor = [line.partition(": ")[2] for line in lines if line.startswith("model name")][:1]
     cards = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     machine = [platform.machine(), *processor, *cards, f"torch {torch.__version__}"]
@@ -203,7 +204,7 @@ class Estimate:
 
 
 def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells without duplicates: of several that compute the same, the first."""
+    """Return the cells without those that compute the same result as an earlier one."""
     first: dict[str, Cell] = {}
     for cell in cells:
         first.setdefault(cell.folder, cell)  # the folder's name has a digest of what is computed
@@ -236,7 +237,7 @@ def run_cells(
         waiting: Shows what is being waited for.
 
     Raises:
-        RunError: A run folder belongs to something else, or was made with other text or another base model.
+        RunError: A run folder holds another run, or was made with other text or another base model.
     """
     cache = InputCache(waiting)
     for cell in unique_cells(cells):
@@ -246,7 +247,8 @@ def run_cells(
             yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
             continue
         begun = (folder / "recipe.yaml").exists()
-        # Restart a run whose text or base has moved: checkpoints belong to a recipe with its paths (its fingerprint).
+        # Restart if text or base model now have other paths: checkpoints belong to a recipe with the same paths, as
+        # told by its fingerprint.
         resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
         run_data = cache.run_data(cell)
         started = time.perf_counter()
@@ -256,7 +258,9 @@ def run_cells(
         try:
             run_in(folder, cell.recipe, run_data, resume=resume, force=restart, observers=partial(observers, cell))
         except DivergenceError as error:
-            write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
+            write_text(
+                folder / DIVERGED, f"{error.__cause__ or error}\n"
+            )  # the cause, as its text has no checkpoint path
         if not run_data.kind.needs_base:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         write_measured(folder, cell)
@@ -364,6 +368,7 @@ class InputCache:
         Data is loaded anew if base, runtime, seed or section ``data`` differ from the last cell's; the base model is
         loaded anew if base or runtime differ.
         """
+        # ``self._run_data`` and ``self._base`` are pairs: the key of what was loaded last, and what was loaded.
         recipe = cell.recipe
         base_key = f"{recipe.base} {recipe.runtime.model_dump_json()}"
         data_key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
@@ -462,8 +467,8 @@ def _offline_commands(plan: Plan) -> str:
 
 
 def _uncached(plan: Plan) -> list[str]:
-    """Return the names of base models and data sets that a plan reads from the hub and the hub's cache lacks."""
-    names: dict[str, None] = {}
+    """Return the names of base models and data sets that a plan has to download from the hub, without duplicates."""
+    names: dict[str, None] = {}  # an ordered set
     for cell in plan.cells:
         base = cell.recipe.base
         # A name OWNER/MODEL on the hub, not a path or a random base.
@@ -517,7 +522,7 @@ MAX_PROMPT_TOKENS = 160
 
 
 def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
-    """Yield figures of the study's prompts with each token coloured by its expert, each after its file name's suffix.
+    """Yield pairs of a file name's suffix and a figure: the study's prompts with each token coloured by its expert.
 
     The models are those of each column's and row's first seed. Without ``plot.own`` there is one figure per layer.
 
@@ -555,8 +560,8 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
 
     Args:
         plan: The figure's plan.
-        column: The column.
-        entry: The runs of a row and column; only the first is shown.
+        column: The column, which determines the data set and so the prompts.
+        entry: The runs of a row and column, one per seed; only the first is shown.
 
     Raises:
         RunError: There are not as many prompts as users.
@@ -572,7 +577,7 @@ def prompts_view(plan: Plan, column: str, entry: Entry) -> TokenView:
     view = view_of(run, entry.label, list(prompts.items()), users, MAX_PROMPT_TOKENS)
     # By order, not by name: users of the hub's text have other names than the study's prompts.
     texts = tuple(replace(text, owner=user) for text, user in zip(view.texts, users, strict=True))
-    # To the recipe, users may be tested on another distribution, but prompts are like the training text of their users.
+    # The recipe may test users on another distribution than their training text, but the prompts resemble that text.
     return replace(view, texts=texts, in_distribution=True)
 
 
@@ -667,7 +672,7 @@ def _mixture_figures(entries: Sequence[tuple[str, Entry]], column: str) -> Figur
 
     Args:
         entries: Names of rows with their runs; the first seed is drawn.
-        column: The column of all of them.
+        column: The column of all these runs, for the names of the figures.
     """
     from comingle.reports.figures import mixtures_figure, read_mixtures
 
@@ -696,10 +701,10 @@ def _score_figures(plan: Plan, entries: Entries) -> Figures:
 def _sweep_figures(plan: Plan, entries: Entries) -> Figures:
     """Yield for each column a figure of a sweep over two settings of the method (CoMiGS: Figure 8).
 
-    It shows the last test perplexity over one setting, with one line for each value of the other.
+    A figure shows the last test perplexity over one setting, with one line for each value of the other.
 
     Args:
-        plan: The figure's plan.
+        plan: The figure's plan; its ``plot`` names the settings on the x axis (``x``) and of the lines (``series``).
         entries: The runs of all seeds, by (row, column).
     """
     from comingle.reports.runs import Spread, final

@@ -443,7 +443,7 @@ def write_tables(folder: Path, table: PaperTable) -> None:
 
 
 def markdown(table: PaperTable) -> str:
-    """Return a table as Markdown: for each column ours and the paper's, with ranks, remarks on order, and verdicts."""
+    """Return a table as Markdown: our numbers and the paper's with ranks, remarks, and comparisons with a baseline."""
     head, rows = _text_grid(table)
     lines = [f"# {table['title']}", "", *_subtitle_lines(table), "", table_line(head), "|" + "---|" * len(head)]
     lines += [table_line(row) for row in rows]

@@ -197,7 +197,14 @@ def rotate_freely(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Ten
 
 
 def rotate(images: Float[Tensor, "n c h w"], degrees: float) -> Float[Tensor, "n c h w"]:
-    """Rotate counter-clockwise by any angle, exactly where a multiple of 90 degrees keeps the shape."""
+    """Rotate counter-clockwise by any angle.
+
+    Multiples of 180 degrees, and of 90 degrees for square images, are exact; other angles need interpolation.
+
+    Args:
+        images: The images.
+        degrees: The angle.
+    """
     turns, rest = divmod(degrees, 90)
     if rest == 0 and (turns % 2 == 0 or images.shape[-1] == images.shape[-2]):
         return rotate_quarters(images, int(turns))
@@ -460,7 +467,7 @@ def _group_images(
         users: Number of users.
         clusters: Number of clusters.
         labels_per_cluster: Labels of each cluster; None puts every label into one cluster.
-        key: Key of the random stream.
+        key: Key of the random stream by which labels are drawn: the name of the task and the seed.
 
     Returns:
         For each group the indices of its images and its number of users; and the groups' names for error messages,

@@ -121,14 +121,15 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
 def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key) -> list[list[int]]:
     """Draw each cluster's labels, so that each label is in at least one cluster.
 
-    The numbers of clusters that two labels are in differ by at most one.
+    Each cluster takes the labels that the fewest clusters have so far. So the numbers of clusters with a label differ
+    by at most one between labels.
 
     Args:
         classes: Number of labels.
         clusters: Number of clusters.
         per_cluster: Number of labels of each cluster; clusters share labels if there are too few. None puts every
             label into exactly one cluster.
-        key: Key of the random stream.
+        key: Key of the random stream: the name of the task, also for error messages, and the seed.
 
     Raises:
         RecipeError: There are more clusters than labels, or ``per_cluster`` leaves labels out or exceeds their number.
@@ -136,8 +137,9 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
     where = f"task {key[0]!r}"
     if clusters > classes:
         raise RecipeError(f"{where}: clusters={clusters}; allowed: 1 to {classes}, the number of labels")
-    if per_cluster is not None and not -(-classes // clusters) <= per_cluster <= classes:
-        allowed = f"{-(-classes // clusters)}, so that every label is used, to {classes}, all labels"
+    min_per_cluster = -(-classes // clusters)  # rounded up
+    if per_cluster is not None and not min_per_cluster <= per_cluster <= classes:
+        allowed = f"{min_per_cluster}, so that every label is used, to {classes}, all labels"
         raise RecipeError(f"{where}: labels_per_cluster={per_cluster}; allowed: {allowed}")
     order = torch.randperm(classes, generator=generator(*key, "labels"))
     if per_cluster is None:
@@ -226,8 +228,8 @@ def draw_dirichlet(
     """Partition each label's samples among users by shares drawn from Dir(alpha), in random order for each user.
 
     As in FedMerge's public code, a user that has the average number of samples gets no more, and the whole draw is
-    repeated until each user has enough samples. Enough are as many as there are labels, or a twentieth of the average
-    if that is fewer, as otherwise hardly any draw would do; but at least four.
+    repeated until each user has enough samples. The required number is the number of labels, or a twentieth of the
+    average if that is smaller, since otherwise almost every draw would fail. It is at least four.
 
     Args:
         labels: The label of each sample.
@@ -266,7 +268,8 @@ def draw_dirichlet(
 def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
     """Return the indices of each user's samples; a single empty tensor if the partitioner gives up.
 
-    The partitioner gives up after eleven draws in which a user got too few samples.
+    The partitioner gives up after eleven draws in which a user got too few samples. The caller, which checks that all
+    samples are dealt out, then tries another seed.
 
     Args:
         partitioner: A partitioner of ``flwr-datasets`` with its data.
@@ -692,7 +695,7 @@ def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | No
     """
     if domains.shape != (len(images),):
         raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; one is needed per image")
-    if domains.dtype.kind not in "iuUS":
+    if domains.dtype.kind not in "iuUS":  # integers with or without sign, or text
         raise DataError(f"{where}: domains are {domains.dtype}; allowed: whole numbers, or names")
     if domains.dtype.kind not in "iu":
         unique, domains = np.unique(domains.astype(str), return_inverse=True)

@@ -185,8 +185,8 @@ def quadratic_curve(
 def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
     """Yield the curve of each loss, weight decay and instance of the linear experts.
 
-    Settings give the decay as a multiple of the smallest one that satisfies eq. 27. That one depends on the problem, so
-    the decay is set after the problem is drawn.
+    Settings give the decay as a multiple of the smallest decay that satisfies eq. 27. The smallest decay depends on the
+    problem, so the decay is set after the problem is drawn.
 
     Args:
         seed: Seed of the random streams.
@@ -202,7 +202,7 @@ def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
                     features=settings.features,
                     num_experts=settings.specialists + 1,
                     loss=LOSSES[name],
-                    decay=1.0,
+                    decay=1.0,  # replaced below
                     coupling=settings.coupling,
                 )
                 experts, router = rng.standard_normal((2, settings.features, settings.specialists + 1))
@@ -272,6 +272,10 @@ def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Poin
     """Return the smallest eigenvalue of the objective's Hessian (shares restricted to the simplex) on a descent.
 
     Only five evenly spaced points are checked, since each needs all eigenvalues.
+
+    Args:
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        points: Experts, router and shares after each step of the descent.
     """
     indices = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
     return min(float(linalg.eigvalsh(linear.tangent_hessian(problem, points[i]))[0]) for i in indices)
@@ -297,8 +301,9 @@ SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", 
 def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
     """Write ``residuals.png`` and ``residuals.svg``, with one panel for each scheme.
 
-    Its curves show the residual (distance from the solution, or excess of the objective) before every step, relative to
-    the first. The first instance with a bound is drawn with its predicted rates, the others as thin lines.
+    A panel's curves show the residual (distance from the solution, or excess of the objective) before every step,
+    relative to the first residual. The first instance with a bound is drawn with its predicted rates, the others as
+    thin lines.
 
     Args:
         curves: The curves of all schemes.
@@ -313,12 +318,12 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
 
     schemes = list(dict.fromkeys(curve.scheme for curve in curves))
     columns = min(3, len(schemes))
-    rows = -(-len(schemes) // columns)
+    rows = -(-len(schemes) // columns)  # rounded up
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(3.9 * columns, 2.9 * rows + 0.6), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(rows, columns, squeeze=False)
-        for axes, scheme in zip(grid.flat, schemes, strict=False):
+        for axes, scheme in zip(grid.flat, schemes, strict=False):  # the last panels may have no scheme
             _draw_panel(axes, [curve for curve in curves if curve.scheme == scheme])
         for axes in list(grid.flat)[len(schemes) :]:
             axes.set_axis_off()
@@ -341,7 +346,7 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     """Draw the measured residuals of one scheme on a logarithmic axis.
 
     The first instance with a proved rate is drawn with all its predicted rates, the others as thin grey lines. The rate
-    ``LOCAL`` is not proved: it holds close to the solution.
+    ``LOCAL`` is not a proved one: it is the slope that curves approach near the solution.
 
     Args:
         axes: The panel.
@@ -362,7 +367,8 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     measured = _relative_residuals(chosen)[:num_residuals]
     for name, rate in chosen.rates.items():
         colour, dashes = STYLES[name]
-        # The slope near the solution goes through the last reliable residual, other rates through the first.
+        # The slope near the solution is drawn through the last residual that rounding does not distort (above TOUCHES),
+        # other rates through the first residual.
         start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL else 0
         prediction = [measured[start] * rate ** (k - start) for k in range(num_residuals)]
         axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=name)

@@ -366,7 +366,11 @@ def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
 def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
     """Return the bound of Lemma A.3 on the clients' mean squared distance from their average, for each step.
 
-    ``4 eta^2 H^2 G^2`` with step size eta, H local steps and second moment G^2 of the gradients.
+    The bound is ``4 eta^2 H^2 G^2`` with step size eta, H local steps and second moment G^2 of the gradients.
+
+    Args:
+        run: Measured quantities of the run; ``rates`` are the step sizes, ``moment`` is G^2.
+        local_steps: Steps between two averages, H.
     """
     return 4 * run.rates**2 * local_steps**2 * run.moment
 
@@ -464,6 +468,7 @@ def uniformity(weights: Weights, start: Weights) -> float:
         weights: The true weights p of the clients.
         start: The first estimate of p.
     """
+    # On the line, the ratio p_hat / p of an entry lies between its value at ``start`` and 1, its value at p.
     return float(min(1.0, (start / weights).min()))
 
 
@@ -646,8 +651,8 @@ Shares = Float[np.ndarray, "*users clusters"]
 def router(losses: Losses, inverse_temperature: float) -> Shares:
     """Return users' weights of the clusters by eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``.
 
-    In the paper eta is a step size and f the cluster's loss f_c. Right after aggregation all users have the same models
-    and then the same router. Appendix C.1 derives the formula with the user's own loss f^k instead.
+    In the paper eta is a step size and f the cluster's loss f_c. By this formula all users have the same router right
+    after aggregation, when all have the same models. Appendix C.1 derives the formula with the user's own loss f^k.
 
     Args:
         losses: Loss of each cluster's model; for each user, or for one.
@@ -677,8 +682,8 @@ def mismatch_bound(
 ) -> float:
     """Return the bound of Lemma A.6 on ``|delta_c|_1^2``, the mismatch of estimated and true weights p(k|c).
 
-    ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. For ``K C >= 3`` it says nothing: the squared L1
-    distance of two distributions is at most 4, and the logarithm alone exceeds that.
+    The bound is ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. For ``K C >= 3`` it says nothing: the
+    squared L1 distance of two distributions is at most 4, and the term ``4 log(K C)`` alone exceeds 4.
 
     Args:
         rate: Step size eta, also the inverse temperature of the estimated routers (eq. 5).
@@ -687,7 +692,7 @@ def mismatch_bound(
         lowest: Lowest loss of the cluster, f_c*.
         users: Number of users, K.
         clusters: Number of clusters, C.
-        drift: The term ``10 L eta^3 H^2 G^2`` of the drift between averages; 0 right after one.
+        drift: The term ``10 L eta^3 H^2 G^2`` of the drift between averages; 0 right after averaging.
     """
     return 4 * rate * gap + true_temperature * lowest + 4 * float(np.log(users * clusters)) + drift
 
@@ -784,9 +789,9 @@ class ClusterSettings:
 
 
 def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
-    """Yield the curves of drawn clusters, for each start of the routers, and of one client without gradient noise.
+    """Yield the curve of each drawn cluster and start of the routers, and that of one client without gradient noise.
 
-    The last one is a counterexample to the rates as printed in the paper.
+    The curve of the single client is a counterexample to the rates as printed in the paper.
 
     Args:
         seed: Seed of the random streams.
@@ -822,8 +827,8 @@ def cluster_curve(
     """Draw clients of two clusters, run local SGD on the first cluster, and check the paper's statements on the run.
 
     Checked are bounds on the run's quantities in each step (Lemmas A.2 to A.5 and A.7) and on its convergence (Theorems
-    A.9 and A.10 as corrected), then statements on models and sequences that are drawn for them: on the base that
-    clusters share (eq. 31), on the mismatch of routers (Lemma A.6) and on sums (Lemma A.8).
+    A.9 and A.10 as corrected). Three further statements are checked on newly drawn models or sequences instead of the
+    run: on the base that clusters share (eq. 31), on the mismatch of routers (Lemma A.6) and on sums (Lemma A.8).
 
     Args:
         scheme: Name of the scheme.
@@ -833,7 +838,7 @@ def cluster_curve(
         rng: Source of the draws.
     """
     hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
-    amounts = rng.dirichlet(np.full(settings.clients, 4.0))
+    amounts = rng.dirichlet(np.full(settings.clients, 4.0))  # clients' shares of the data, moderately unequal
     shares = rng.uniform(0.05, 0.95, settings.clients)  # of the first cluster in each client's router
     weights = amounts * shares / (amounts @ shares)
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
@@ -989,11 +994,11 @@ def _check_mismatch(
     Returns:
         The claims of Lemma A.6 and of Pinsker's inequality.
     """
-    weights = aggregation_weights(np.stack([shares, 1 - shares], 1), amounts).T
+    weights = aggregation_weights(np.stack([shares, 1 - shares], 1), amounts).T  # (clusters, clients)
     clusters = [Cluster(hessians=hessians, centres=centres, weights=of_cluster) for of_cluster in weights]
     lowest = np.array([_cluster_loss(cluster, cluster.minimiser) for cluster in clusters])
     minimisers = np.stack([cluster.minimiser for cluster in clusters])
-    models = minimisers + rng.standard_normal((len(amounts), *centres[:CLUSTERS].shape))  # (clients, clusters, size)
+    models = minimisers + rng.standard_normal((len(amounts), *minimisers.shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
     true_temperature = float(rng.uniform(0.05, 1.0))  # eta_bar, an inverse temperature of routers
     rate = float(rng.uniform(0.1, 1.0)) * true_temperature  # eta, that of the estimated routers

@@ -304,12 +304,13 @@ class Descent:
 
 
 def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
-    """Minimise the objective F (eq. 25) by turns, as in eq. 28: by the shares, then by the router and by the experts.
+    """Minimise the objective F (eq. 25) in its blocks of variables in turn (eq. 28): shares, then router and experts.
 
-    The last two do not depend on each other.
+    For given shares, the best router and the best experts do not depend on each other.
 
-    The objective is recorded after each optimisation of the shares. Its values then start at a point with optimal
-    shares, which the exponent 2k of Theorem F.2 requires. The run ends before ``steps`` if shares no longer change.
+    The objective is recorded after each optimisation of the shares. Its first value then is of a point with optimal
+    shares, as required by Theorem F.2, whose bound after k steps has the exponent 2k. The run ends before ``steps`` if
+    shares no longer change.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -379,7 +380,12 @@ def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weig
 
 
 def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
-    """Return the gradient of the objective F (eq. 25) in (Theta, Phi) for fixed shares, as one row-major vector."""
+    """Return the gradient of the objective F (eq. 25) in (Theta, Phi) for fixed shares, as one row-major vector.
+
+    Args:
+        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        point: Experts Theta, router Phi and shares Lambda.
+    """
     slopes = problem.loss.slope(_outputs(problem, point), problem.targets)
     loss_gradient = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
     experts_gradient = loss_gradient + problem.decay * point.experts
@@ -409,7 +415,7 @@ def _find_stationary(
 
     Args:
         gradient: The gradient of a flat vector.
-        hessian: Its derivative; None for finite differences.
+        hessian: The derivative of ``gradient``; None for finite differences.
         start: Initial value, of any shape.
         what: Name of the problem, for the error message.
 
@@ -420,10 +426,10 @@ def _find_stationary(
         DivergenceError: The gradient found is not zero.
     """
     solution = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
-    gradient_left = float(np.abs(gradient(solution.x)).max())
-    if not gradient_left < _GRADIENT_TOLERANCE:
+    remaining_gradient = float(np.abs(gradient(solution.x)).max())
+    if not remaining_gradient < _GRADIENT_TOLERANCE:
         raise DivergenceError(
-            f"{what}: the gradient stays at {gradient_left:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed"
+            f"{what}: the gradient stays at {remaining_gradient:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed"
         )
     return solution.x.reshape(start.shape)
 
@@ -488,7 +494,7 @@ def draw_linear(
 def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
     """Return the smallest weight decay alpha that Proposition 1 allows (eq. 27): ``2 |x|^2 max(mu, rho^2 / mu)``.
 
-    The paper prints rho as a bound of the loss's derivative; it has to be one of the derivative's absolute value.
+    The paper defines rho as a bound on the loss's derivative, but the proposition needs a bound on its absolute value.
 
     Args:
         feature_norm: ``|x|``, the norm of a sample's input.
@@ -599,7 +605,8 @@ class LinearConstants:
     def smoothness_shares(self) -> float:
         """L_X: bound on the curvature in the shares, as long as every share is at least :attr:`smallest_share`.
 
-        The divergence has the curvature ``mu / share``; the loss adds its own times the squared outputs of the experts.
+        The divergence has the curvature ``mu / share``. The loss adds at most its largest curvature times the squared
+        output of an expert. Both are divided by the number of samples, as F is a mean.
         """
         max_output = self.radius * self.feature_norm
         return (self.coupling / self.smallest_share + self.max_curvature * max_output**2) / self.num_samples
@@ -667,7 +674,7 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
     """Return the smallest weight decay alpha that satisfies eq. 27, the condition of Proposition 1.
 
     The condition ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)`` contains rho, a bound on the loss's slope along the descent
-    from the initial point. It depends on alpha, since more decay keeps the descent's outputs smaller. So alpha is the
+    from the initial point. rho depends on alpha, since more decay keeps the descent's outputs smaller. So alpha is the
     root of a scalar equation, solved for ``log(alpha)``.
 
     Args:
@@ -678,8 +685,8 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
 
     def excess_log_decay(log_decay: float) -> float:
         decay = float(np.exp(log_decay))
-        constants_there = constants(dataclasses.replace(problem, decay=decay), experts, router)
-        return log_decay - float(np.log(constants_there.printed_decay))
+        constants_at_decay = constants(dataclasses.replace(problem, decay=decay), experts, router)
+        return log_decay - float(np.log(constants_at_decay.printed_decay))
 
     solution = optimize.root_scalar(excess_log_decay, bracket=(-20.0, 20.0), method="brentq", xtol=1e-12)
     return float(np.exp(solution.root))

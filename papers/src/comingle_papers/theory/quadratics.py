@@ -97,7 +97,7 @@ def minimiser(problem: Coupled, x: Left) -> Right:
     Raises:
         DivergenceError: scipy found no root.
     """
-    coefficients = problem.outer_right.T @ problem.left(x)  # R^T A(x): those of tanh(S y) in f_1
+    coefficients = problem.outer_right.T @ problem.left(x)  # R^T A(x): f_1 has the term <R^T A(x), tanh(S y)>
     inner = problem.inner_right  # S
 
     def gradient(y: Right) -> Right:
@@ -108,10 +108,10 @@ def minimiser(problem: Coupled, x: Left) -> Right:
         return problem.decay * np.eye(len(y)) + inner.T @ np.diag(-2 * tanh * (1 - tanh**2) * coefficients) @ inner
 
     solution = optimize.root(gradient, np.zeros(inner.shape[1]), jac=hessian, method="hybr", options={"xtol": 1e-14})
-    gradient_left = float(np.abs(gradient(solution.x)).max())
-    if not gradient_left < _GRADIENT_TOLERANCE * max(1.0, problem.decay):
+    remaining_gradient = float(np.abs(gradient(solution.x)).max())
+    if not remaining_gradient < _GRADIENT_TOLERANCE * max(1.0, problem.decay):
         raise DivergenceError(
-            f"a coupled minimum: the gradient stays at {gradient_left:.1e}; {_GRADIENT_TOLERANCE:.0e} is allowed"
+            f"a coupled minimum: the gradient stays at {remaining_gradient:.1e}; {_GRADIENT_TOLERANCE:.0e} is allowed"
         )
     return solution.x
 
@@ -301,21 +301,31 @@ class Quadratic:
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
     """Return ``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12).
 
-    It is ``phi* - B^-1 C (theta - theta*)`` with the objective's minimiser ``(theta*, phi*)``.
+    It is ``phi* - B^-1 C (theta - theta*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its Hessian
+    ``[[A, C^T], [C, B]]``.
+
+    Args:
+        valid: The validation objective.
+        experts: The given experts theta.
     """
     experts_centre, router_centre = np.split(valid.centre, [valid.experts_size])
-    pull = valid.cross_block @ (experts - experts_centre)
-    return router_centre - linalg.solve(valid.router_block, pull, assume_a="pos")
+    gradient = valid.cross_block @ (experts - experts_centre)  # in the router, at phi*
+    return router_centre - linalg.solve(valid.router_block, gradient, assume_a="pos")
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
     """Return ``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12).
 
-    They are ``theta* - A^-1 C^T (phi - phi*)`` with the objective's minimiser ``(theta*, phi*)``.
+    They are ``theta* - A^-1 C^T (phi - phi*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its
+    Hessian ``[[A, C^T], [C, B]]``.
+
+    Args:
+        train: The training objective.
+        router: The given router phi.
     """
     experts_centre, router_centre = np.split(train.centre, [train.experts_size])
-    pull = train.cross_block.T @ (router - router_centre)
-    return experts_centre - linalg.solve(train.experts_block, pull, assume_a="pos")
+    gradient = train.cross_block.T @ (router - router_centre)  # in the experts, at theta*
+    return experts_centre - linalg.solve(train.experts_block, gradient, assume_a="pos")
 
 
 def alternate(
@@ -404,9 +414,12 @@ class QuadraticConstants:
         """Bound ``(L - mu) / L`` of Example 1 on a step's contraction; None if the two objectives differ.
 
         A step multiplies the experts' offset by ``T = A^-1 M`` with ``M = C^T B^-1 C`` (:func:`composition`). The paper
-        states the bound for the spectral norm of T, by ``|A^-1 M| = |A^-1/2 M A^-1/2|``. These two matrices are
-        similar, so they share eigenvalues, not norms. The bound holds for the spectral radius, and in the norm
-        ``|Theta|_A``, in which T has the right-hand side as its norm. In the Euclidean norm a step may even expand.
+        states the bound for the spectral norm of T, by ``|A^-1 M| = |A^-1/2 M A^-1/2|``. But ``A^-1 M`` and
+        ``A^-1/2 M A^-1/2`` are only similar matrices, which share eigenvalues, not norms. The bound holds for the
+        spectral radius of T. It also holds in the norm ``|Theta|_A``, in which the norm of T is that of
+        ``A^-1/2 M A^-1/2``. In the Euclidean norm a step may even expand.
+
+        mu and L are the smallest and the largest eigenvalue of the objective's Hessian.
         """
         return 1 - self.smallest / self.largest if self.same_function else None
 

@@ -104,8 +104,8 @@ def iterate_users(
         group_rows: Groups the rows of a data set by user, in memory or on disk.
         bad: Collects bad rows.
         duplicates: Drops duplicate conversations of a user if the section enables this.
-        given: Each user's rows by the user's name, if a program passes them: a list of rows, a ``Dataset``, the path of
-            a file, or a mapping from splits to lists or ``Dataset`` objects. None to read what the section names.
+        given: Each user's rows by the user's name, if a program passes them: a list of rows, a ``Dataset``, a path, or
+            a mapping from splits to lists or ``Dataset`` objects. None to read what the section names.
 
     Raises:
         DataError: A source is missing or unreadable, or bad rows or users without conversations are refused.
