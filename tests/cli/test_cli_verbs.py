@@ -14,7 +14,8 @@ import pytest
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.demo import METHODS, PROMPTS
 from comingle.config import load_recipe
-from comingle.methods import REGISTRY, settings_of
+from comingle.methods import REGISTRY, make, settings_of
+from comingle.methods.settings import allowed_values
 
 QUICK = ("--set", "training.rounds=1", "--set", "training.local_steps=1")
 METRICS = {
@@ -269,12 +270,19 @@ def test_methods_tells_where_a_method_comes_from(comingle: Any, name: str) -> No
     assert (answer.code, answer.err) == (0, "")
     lines = [line.strip() for line in answer.out.splitlines() if line.strip()]
     assert lines[0] == name
-    for label in ("Source: ", "Shared: ", "Client: ", "Differs from the paper: ", "Settings: "):
+    for label in ("Source: ", "Shared: ", "Client: ", "Differs from the paper: ", "Placement: ", "Settings: "):
         assert [line for line in lines if line.startswith(label) and len(line) > len(label)], label
     assert re.search(r"(^|  )Local: \S", answer.out, re.MULTILINE)
     assert re.search(r"(^|  )Frozen: \S", answer.out, re.MULTILINE)
     assert re.search(r"(^|  )Server: \S", answer.out, re.MULTILINE)
     assert re.search(r"arXiv:\d{4}\.\d{5}", answer.out)
+    (placement,) = (line for line in lines if line.startswith("Placement: "))
+    shared = placement.partition("shared: ")[2].partition(";")[0]
+    named = {role.partition(".")[0] for role in shared.split(", ")} - {"none"}
+    assert named <= {role.partition(".")[0] for role in make(name).shared}
+    assert bool(named) == bool(make(name).shared)
+    allowed = [line for line in lines if line.startswith("Allowed: ")]
+    assert all(f"{key}: {allowed_values(REGISTRY[name])[key][0]}" in allowed[0] for key in settings_of(name))
     settings = lines[-1].removeprefix("Settings: ")
     assert settings == (", ".join(f"{key}: {value}" for key, value in settings_of(name).items()) or "none")
 

@@ -67,7 +67,7 @@ def test_an_example_runs_in_a_notebook(name: str, tmp_path: Path, monkeypatch: p
     flat = [output for below in outputs for output in below]
     assert [output for output in flat if output.output_type == "error"] == []
     said = "".join(output.text for output in flat if output.get("name") == "stderr")
-    said = re.sub(r"^evaluation takes .*\n", "", said, flags=re.MULTILINE)  # longer than training, of toys
+    said = re.sub(r"^evaluation will take .*\n", "", said, flags=re.MULTILINE)  # longer than training, of toys
     assert not said or NO_WIDGETS in said
     assert said.count("\n") <= 2
     printed = "".join(output.text for output in flat if output.output_type == "stream")

@@ -325,7 +325,7 @@ def test_a_user_who_leaves_the_real_numbers_is_left_out(
     (event,) = (e for e in events if e["event"] == "rejected")
     assert (event["round"], event["user"]) == (1, name)
     assert event["reason"]
-    (warning,) = (told for told in caplog.messages if "evaluation takes" not in told)
+    (warning,) = (told for told in caplog.messages if "evaluation will take" not in told)
     assert f"user {name!r} " in warning
     assert "round 1: " in warning
     (done,) = (e for e in events if e["event"] == "round")

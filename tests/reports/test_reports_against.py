@@ -132,8 +132,9 @@ def test_wilcoxon_is_over_users_and_holm_over_methods() -> None:
 def test_four_users_have_no_p_value_and_are_told_why() -> None:
     found = held(results(4, 3, good=0.5))
     assert found.verdicts[0].p_value is None
-    assert notes(found)[1] == "No p: with 4 users, Wilcoxon's test cannot give less than 0.125."
-    assert "0.125, 0.25 after Holm" in notes(held(results(4, 3, good=0.5, bad=2.0)))[1]
+    assert "at least 6 users" in notes(found)[1]  # 2 / 2^6 is below 0.05, 2 / 2^5 is not
+    assert notes(found)[1].endswith("here are 4.")
+    assert "at least 7 users" in notes(held(results(4, 3, good=0.5, bad=2.0)))[1]
     assert held(results(6, 3, good=0.5)).verdicts[0].p_value == pytest.approx(2 / 2**6)
     assert held(results(6, 3, good=0.5, bad=2.0)).verdicts[0].p_value is None
 

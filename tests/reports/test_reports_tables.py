@@ -143,7 +143,7 @@ def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
             "\n"
             "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
             "Users and seeds both count as random.\n"
-            "No p: with 2 users, Wilcoxon's test cannot give less than 0.5.\n"
+            "No p over users: Wilcoxon's test needs at least 6 users to reach p = 0.05; here are 2.\n"
             "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit.\n"
         )
     )

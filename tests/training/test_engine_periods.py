@@ -137,7 +137,7 @@ def test_advice_names_no_key_that_other_kinds_of_data_refuse(
     recipe = {**options["recipe"], "training": {"rounds": 1, "batch_size": 2}}
     with caplog.at_level(logging.WARNING, logger="comingle"):
         comingle.run(recipe, base=options["base"], users={"ada": sets, "ben": sets}, method="fedavg")
-    (said,) = (line for line in caplog.messages if line.startswith("evaluation takes "))
+    (said,) = (line for line in caplog.messages if line.startswith("evaluation will take "))
     assert "data." not in said
     assert "evaluation.first: false" in said
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from comingle.cli.options import RecipePath, Sets, console, read_recipe, status
 from comingle.data.row_files import BAD_ROWS_ADVICE, BadRowsError
 from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
+
+if TYPE_CHECKING:
+    from comingle.methods.base import Method
 
 
 def data(
@@ -41,6 +44,33 @@ def data(
         check_nonempty(run_data.users)
 
 
+def _describe_placement(method: Method) -> str:
+    """Return the roles of a user's model that are shared, local and frozen, as text.
+
+    A method for language models is described for these. A method for nets or mixtures is described for nets.
+    """
+    placement, trained, shared = method.placement, method.client.trained, method.shared
+    has_specialists = placement.specialists != 0
+    roles = {
+        "attention": True,
+        "generalist": placement.generalists > 0,
+        "specialist": has_specialists,
+        "router": placement.routed,
+    }
+    if "language" not in method.applies_to or placement.mixture is not None or not trained | shared:
+        roles = dict.fromkeys(sorted({role.partition(".")[0] for role in trained | shared}), True)
+    existing = [role for role, exists in roles.items() if exists]
+    shared_texts = [role for role in sorted(shared) if role.partition(".")[0] in existing]
+    partly_shared = {role.partition(".")[0] for role in shared if "." in role}
+    trained_roles = {role.partition(".")[0] for role in trained}
+    local = [role for role in existing if role in trained_roles and role not in shared | partly_shared]
+    local += [f"other parts of {role}" for role in existing if role in partly_shared - shared]
+    frozen = [role for role in existing if role not in trained_roles and role not in shared | partly_shared]
+    frozen += [] if "base" in existing else ["base"]
+    parts = {"shared": shared_texts, "local": local, "frozen": frozen}
+    return "; ".join(f"{name}: {', '.join(of_kind) or 'none'}" for name, of_kind in parts.items())
+
+
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this method in full.")] = None,
 ) -> None:
@@ -50,7 +80,8 @@ def methods(
     from rich.table import Table
 
     from comingle.cli.options import console
-    from comingle.methods import REGISTRY, settings_of
+    from comingle.methods import REGISTRY, make, settings_of
+    from comingle.methods.settings import allowed_values
     from comingle.utils.errors import PluginError
     from comingle.utils.terminal import words
 
@@ -58,6 +89,11 @@ def methods(
         settings = settings_of(name)  # raises for an unknown name
         console.print(name, style="bold", highlight=False)
         console.print(inspect.getdoc(REGISTRY[name]) or "", highlight=False)
+        console.print(f"Placement: {_describe_placement(make(name))}", highlight=False, soft_wrap=True)
+        allowed = allowed_values(REGISTRY[name])
+        ranges = "; ".join(f"{key}: {allowed[key][0]}" for key in settings if key in allowed)
+        if ranges:
+            console.print(f"Allowed: {ranges}", highlight=False, soft_wrap=True)
         shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"
         console.print(f"Settings: {shown}", highlight=False, soft_wrap=True)
         return

@@ -510,14 +510,15 @@ def notes(against: BaselineComparison) -> list[str]:
     )
     if num_methods > 1:
         verdict_note += (
-            f" For {num_methods} methods, Holm's correction widens them, so that all verdicts have a joint confidence "
-            "of 95%."
+            f" For {num_methods} methods, Holm's correction makes the intervals wider, so that better and worse mean "
+            "significant at a joint level of 5%."
         )
-    least = smallest_signed_rank(against.users)
-    if num_methods * least > ERROR:
-        after = f", {min(1.0, num_methods * least):.3g} after Holm" if num_methods > 1 else ""
-        users = f"{against.users} user{'s' if against.users != 1 else ''}"
-        p_note = f"No p: with {users}, Wilcoxon's test cannot give less than {least:.3g}{after}."
+    if num_methods * smallest_signed_rank(against.users) > ERROR:
+        after = f", after Holm's correction for {num_methods} methods" if num_methods > 1 else ""
+        p_note = (
+            f"No p over users: Wilcoxon's test needs at least {_least_users(num_methods)} users to reach p = {ERROR}"
+            f"{after}; here are {against.users}."
+        )
     else:
         p_note = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
     return [
@@ -525,6 +526,11 @@ def notes(against: BaselineComparison) -> list[str]:
         p_note,
         "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit.",
     ]
+
+
+def _least_users(num_methods: int) -> int:
+    """Return the smallest number of users for which Wilcoxon's test, after Holm's correction, can reach 0.05."""
+    return math.ceil(1 + math.log2(max(1, num_methods) / ERROR))
 
 
 def markdown(against: BaselineComparison) -> list[str]:

@@ -110,7 +110,7 @@ def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tupl
 @cache
 def _warn_once(percent: float, advice: str) -> None:
     """Log the share of evaluation; once per process and share, even if several methods are compared."""
-    logger.warning("evaluation takes %.0f%% of training time; %s", percent, advice)
+    logger.warning("evaluation will take about %.0f%% of training time; %s", percent, advice)
 
 
 PRECISION = 6
