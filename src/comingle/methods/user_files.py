@@ -39,6 +39,9 @@ ORIGIN = "plugins.json"
 
 _log = logging.getLogger(__name__)
 
+_nets: dict[Path, set[str]] = {}
+"""Loaded files and the names of their nets."""
+
 _loaded: dict[Path, list[str]] = {}
 """Loaded files and the names of their methods."""
 
@@ -77,7 +80,7 @@ def load_file(path: Path) -> list[str]:
             f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
             f"Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register.{found}"
         )
-    _loaded[path] = names
+    _loaded[path], _nets[path] = names, set(NETS) - nets_and_losses_before[0]
     SKIPPED.update({name: place for name, (place, _) in skipped.items()})
     paths_of_command = os.environ.get(FILES, "").split(os.pathsep)
     if str(path) not in paths_of_command:  # else this is a subprocess, and the main process has already warned
@@ -100,10 +103,21 @@ def load_files_of_command() -> None:
         load_file(Path(path))
 
 
-def write_origin(folder: Path, method: str) -> None:
-    """Record the Python file of a method in a run folder, if the method comes from one."""
+def write_origin(folder: Path, method: str, net: str = "") -> None:
+    """Record the Python files of a method and of a net in a run folder, for those that come from one.
+
+    Args:
+        folder: Run folder.
+        method: Name of the method.
+        net: Name of the net; empty without one.
+    """
+    record: dict[str, Any] = {}
     if (path := _file_of(method)) is not None:
-        write_json(folder / ORIGIN, {"method": method, "file": str(path), "sha256": _digest(path)})
+        record = {"method": method, "file": str(path), "sha256": _digest(path)}
+    if (path := _file_of_net(net)) is not None:
+        record["net"] = {"name": net, "file": str(path), "sha256": _digest(path)}
+    if record:
+        write_json(folder / ORIGIN, record)
 
 
 def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
@@ -123,13 +137,18 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     try:
         record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         file, digest = str(record.get("file", "")), str(record.get("sha256", ""))
+        of_net = record.get("net", {})
+        net, digest_of_net = str(of_net.get("name", "")), str(of_net.get("sha256", ""))
     except (OSError, ValueError, AttributeError) as error:
         raise RunError(f"{path}: damaged ({error}); delete it and give --plugin FILE") from None
+    if begun and (net_file := _file_of_net(net)) is not None and (now := _digest(net_file)) != digest_of_net:
+        old, new = digest_of_net[:_DIGEST_CHARACTERS], now[:_DIGEST_CHARACTERS]
+        _warn_changed(f"net {net!r}", net_file, old, new, folder)
     if method in REGISTRY:
         current_file = _file_of(method)
         if file and current_file is not None and begun and (current_digest := _digest(current_file)) != digest:
             old, new = digest[:_DIGEST_CHARACTERS], current_digest[:_DIGEST_CHARACTERS]
-            _warn_changed(method, current_file, old, new, folder)
+            _warn_changed(f"method {method!r}", current_file, old, new, folder)
         return
     hint = "if it is your own method, give --plugin FILE"
     if file:
@@ -138,13 +157,13 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
 
 
-def _warn_changed(method: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
+def _warn_changed(what: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
     """Warn that a method's file has changed since the run began, once per command, subprocesses included."""
     reported = os.environ.get(CHANGED, "").split()  # subprocesses inherit it
     if (change := f"{old_digest}-{new_digest}") not in reported:
         os.environ[CHANGED] = " ".join([*reported, change])
-        message = "%s: method %r has changed since the run began: %s had sha256 %s, now %s"
-        _log.warning(message, folder, method, file, old_digest, new_digest)
+        message = "%s: %s has changed since the run began: %s had sha256 %s, now %s"
+        _log.warning(message, folder, what, file, old_digest, new_digest)
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
@@ -232,6 +251,11 @@ def _origin_suffix(name: str) -> str:
 def _file_of(method: str) -> Path | None:
     """Return the loaded file that has a method; None for built-in methods and installed packages."""
     return next((path for path, names in _loaded.items() if method in names), None)
+
+
+def _file_of_net(net: str) -> Path | None:
+    """Return the loaded file that has registered a net; None for others."""
+    return next((path for path, names in _nets.items() if net in names), None)
 
 
 def _digest(path: Path) -> str:

@@ -74,11 +74,11 @@ def open_folder(
         if resume:
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
             if not _has_trained(folder):  # nothing depends on the method's earlier code yet
-                write_origin(folder, recipe.method.name)
+                write_origin(folder, recipe.method.name, recipe.base.removeprefix("net:"))
         else:
             _delete_run_files(folder)
             write_inputs(folder, inputs)
-            write_origin(folder, recipe.method.name)
+            write_origin(folder, recipe.method.name, recipe.base.removeprefix("net:"))
             write_text(folder / "recipe.yaml", recipe.as_yaml())
         yield
 
