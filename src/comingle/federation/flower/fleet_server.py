@@ -8,6 +8,7 @@ run is created and messages are exchanged by function calls. :class:`Gate` filte
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import datetime
 import json
@@ -15,7 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -131,6 +133,8 @@ class LimitedLinkState(InMemoryLinkState):
         self._limits = limits or UploadLimits()
         # Replies that the app has not read yet, by the ID of the reply, which is that of its root object.
         self._uploads: dict[str, _UntakenReply] = {}
+        self._incomplete: dict[str, tuple[int, set[str]]] = {}  # by push session: the receiver, and missing objects
+        self._wakers: dict[int, set[Callable[[], object]]] = {}  # by node: wake the requests that wait for a message
 
     def store_message_and_object_tree(
         self, message: Message, object_tree: ObjectTree, session_id: str
@@ -150,7 +154,7 @@ class LimitedLinkState(InMemoryLinkState):
             Whether it is stored, and the IDs of the objects to upload.
         """
         if (node_id := message.metadata.src_node_id) == SUPERLINK_NODE_ID:
-            return super().store_message_and_object_tree(message, object_tree, session_id)
+            return self._store_servers_message(message, object_tree, session_id)
         with self.lock:
             self._expire()
             if problem := self._problem(message, object_tree):
@@ -172,6 +176,66 @@ class LimitedLinkState(InMemoryLinkState):
                 self._cleanup_push_session(session_id, cleanup_messages=False)
             return stored, to_upload
 
+    def _store_servers_message(
+        self, message: Message, object_tree: ObjectTree, session_id: str
+    ) -> tuple[bool, list[str]]:
+        """Store a message of the server, and wake its receiver once all objects of the message are here.
+
+        Arguments and result are those of :meth:`store_message_and_object_tree`.
+        """
+        receiver = message.metadata.dst_node_id
+        with self.lock:
+            stored, to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
+            if stored and to_upload:
+                self._incomplete[session_id] = (receiver, set(to_upload))
+        if stored and not to_upload:
+            self._wake(receiver)
+        return stored, to_upload
+
+    def _store_servers_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        """Store an object of a message of the server; arguments and result are those of :meth:`store_object`."""
+        with self.lock:
+            is_stored = super().store_object(run_id, session_id, object_id, object_content)
+            receiver, missing = self._incomplete.get(session_id, (0, set[str]()))
+            missing.discard(object_id)
+            is_complete = session_id in self._incomplete and not missing
+            if is_complete:
+                del self._incomplete[session_id]
+        if is_complete:
+            self._wake(receiver)
+        return is_stored
+
+    async def wait_for_message(self, node_id: int, seconds: float) -> None:
+        """Wait until there is a message for a client, or some seconds have passed.
+
+        Args:
+            node_id: The client's node.
+            seconds: The longest wait.
+        """
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:  # called in the thread that stores the message
+            loop.call_soon_threadsafe(arrived.set)
+
+        with self.lock:
+            messages = self.message_ins_store.values()
+            if any(m.metadata.dst_node_id == node_id and not m.metadata.delivered_at for m in messages):
+                return
+            self._wakers.setdefault(node_id, set()).add(wake)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(arrived.wait(), seconds)
+        finally:
+            with self.lock:
+                self._wakers[node_id].discard(wake)
+
+    def _wake(self, node_id: int) -> None:
+        """Wake the requests that wait for a message for a client."""
+        with self.lock:
+            wakers = list(self._wakers.get(node_id, ()))
+        for wake in wakers:
+            wake()
+
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         """Store an object, a part of a message's content; drop a client's reply if it exceeds the limit of bytes.
 
@@ -190,7 +254,7 @@ class LimitedLinkState(InMemoryLinkState):
             reply_id = next((key for key, reply in self._uploads.items() if reply.session_id == session_id), None)
             if reply_id is None:  # A message of the server, which is not limited, or an object without a session.
                 # Flower would look for the session of such an object, and a client could evade its limit.
-                return bool(session_id) and super().store_object(run_id, session_id, object_id, object_content)
+                return bool(session_id) and self._store_servers_object(run_id, session_id, object_id, object_content)
             upload = self._uploads[reply_id]
             limit = self._limits.total_bytes
             if self._bytes_of(upload.node_id) + len(object_content) > limit:
@@ -308,6 +372,9 @@ MAX_OTHER_BODY_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 10
 """Size limit of request line and headers together, which are read before the gate sees the request."""
 
+POLL_SECONDS = 3.0
+"""Longest wait for a message before a poll is answered; Flower's clients give up a request after 5 s."""
+
 _TASK_HEARTBEAT_SECONDS = 15.0
 _START_SECONDS = 300.0
 
@@ -319,13 +386,18 @@ class Gate:
     (:data:`MAX_OBJECT_BODY_BYTES` if it carries an object) and, if ``state`` is given, with 401 to a request whose
     signature is missing, invalid, expired or replayed, or whose key is not registered.
 
+    A poll for messages is passed on once there is a message, or after :data:`POLL_SECONDS`. So an idle client sends few
+    requests, and a busy one gets its message at once.
+
     Args:
         app: The Fleet API.
-        state: Where keys are registered; None if clients register themselves.
+        state: Where keys are registered, and messages are stored.
+        keys_only: Whether only registered keys are admitted; otherwise clients register keys of their own, so that a
+            signature proves nothing and is not checked.
     """
 
-    def __init__(self, app: ASGIApp, state: LinkState | None) -> None:
-        self._app, self._state = app, state
+    def __init__(self, app: ASGIApp, state: LimitedLinkState, *, keys_only: bool) -> None:
+        self._app, self._state, self._keys_only = app, state, keys_only
         self._seen: dict[tuple[bytes, int], float] = {}
         self._lock = threading.Lock()
         self._started = time.time()
@@ -338,8 +410,54 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})  # "policy violation": no WebSockets
         elif (refusal := self._refusal(scope)) is not None:
             await refusal(scope, receive, send)
+        elif scope["path"] == f"{FLEET}pull-messages" and (node_id := self._node_of(scope)) is not None:
+            await self._hold(node_id, scope, receive, send)
         else:
             await self._forward_with_limit(scope, receive, send)
+
+    async def _hold(self, node_id: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a poll on once there is a message for the client, or after some seconds.
+
+        It is dropped if the client disconnects meanwhile: the message would count as delivered, and be lost.
+
+        Args:
+            node_id: The client's node.
+            scope: The request without its body.
+            receive: Returns the next part of the body, and then waits until the client disconnects.
+            send: Sends the response.
+        """
+        body = b""
+        while True:
+            part = await receive()
+            body += part.get("body", b"")
+            if part["type"] == "http.disconnect" or len(body) > MAX_OTHER_BODY_BYTES:
+                return
+            if not part.get("more_body"):
+                break
+        disconnected = asyncio.ensure_future(receive())
+        waiting = asyncio.ensure_future(self._state.wait_for_message(node_id, POLL_SECONDS))
+        try:
+            await asyncio.wait((waiting, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            if disconnected.done():
+                return
+        finally:
+            waiting.cancel()
+            disconnected.cancel()
+        parts: list[types.Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> types.Message:
+            return parts.pop() if parts else await receive()
+
+        await self._app(scope, receive_again, send)
+
+    def _node_of(self, scope: Scope) -> int | None:
+        """Return the node of the client that sends a request, by its public key; None without a registered key."""
+        name = FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode("latin-1")
+        encoded = next((value for key, value in scope["headers"] if key.lower() == name), b"")
+        try:
+            return self._state.get_node_id_by_public_key(base64.b64decode(encoded, validate=True))
+        except ValueError:  # not base64
+            return None
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the response that refuses a request; None if the request may pass."""
@@ -348,8 +466,7 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         if len(headers) != len(scope["headers"]):  # The gate and Flower might read different values.
             return PlainTextResponse("repeated header\n", status_code=400)
-        # `_state` is None if clients register keys of their own, as a signature then proves nothing.
-        if self._state is not None and (problem := self._signature_problem(self._state, headers)):
+        if self._keys_only and (problem := self._signature_problem(self._state, headers)):
             return JSONResponse({"detail": problem}, status_code=401)
         if int(headers.get("content-length") or 0) > _max_body_bytes(scope):
             return PlainTextResponse("too large\n", status_code=413)
@@ -476,7 +593,7 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
     api.state.enable_supernode_auth = keys_only
     api.state.fleet_event_log_plugin = None  # Flower reads this; there is no log of events
     api.include_router(fleet_router)
-    return Gate(api, states.state() if keys_only else None)
+    return Gate(api, cast(LimitedLinkState, states.state()), keys_only=keys_only)
 
 
 class _InProcessRuntime:
