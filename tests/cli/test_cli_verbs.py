@@ -136,7 +136,7 @@ def test_compare_tables_hold_means_and_deviations_over_seeds(compared: tuple[Pat
         expected = {"mean": pytest.approx(statistics.mean(middles)), "std": pytest.approx(statistics.stdev(middles))}
         assert row["geometric_mean_test_perplexity"] == expected
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[0] == row["method"]
+        assert cells[0].removesuffix(" ‡") == row["method"]  # the mark of routers that were never trained
         for name, cell in zip(("ann", "bob", "cem"), cells[1:4], strict=True):
             values = [run["users"][name]["test_perplexity"] for run in runs]
             assert row["users"][name] == {"mean": statistics.mean(values), "std": statistics.stdev(values)}
