@@ -1,4 +1,4 @@
-"""Compare round times planned by ``comingle cost --machines`` with those measured by ``comingle run --processes``.
+"""Compare planned round times (``comingle cost --machines``) with measured ones (``comingle run --processes``).
 
 ``python benchmarks/planned_time.py [CASE ...] [--processes 1,2,3,4] [--turns 3] [--clock wall|processor]`` prints one
 JSON line for each case and number of processes on this machine:

@@ -798,7 +798,7 @@ SMALL = 1e-18
 
 
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """Return how well attackers can tell which windows of a user's data a run trained on, from reference runs.
+    """Measure membership inference: how well attackers identify the windows of a user's data that a run trained on.
 
     Each run in turn is attacked: its scores are compared with those of the other runs, of which some trained on a
     window and some did not. There are two attackers, the server, which sees uploads, and other users, who see what the

@@ -431,7 +431,7 @@ def _mixtures_figures(entries: list[Entry]) -> Figures:
 def _token_figures(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
-    """Draw the routers' weights of the experts for each token of texts, in a figure for each method and layer.
+    """Draw the experts' weights at each token of texts, in a figure for each method and layer.
 
     Args:
         entries: The runs; an entry has the runs of one method, of which the lowest seed is drawn.

@@ -211,7 +211,7 @@ class Recipe(Section):
 
     @property
     def fingerprint(self) -> str:
-        """A short hash of :attr:`result_content`, by which a run is recognised as one of this recipe."""
+        """Short hash of :attr:`result_content`; equal for recipes that compute the same."""
         return hashlib.sha256(json.dumps(self.result_content, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_changes(self, changes: Mapping[str, object], *, where: str = "recipe") -> Recipe:

@@ -199,7 +199,7 @@ def expected_participants(users: int, participants: int, rounds: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Writes:
-    """How often a run that keeps users on disk writes their records.
+    """Numbers that determine how often a run that keeps users on disk writes their records.
 
     A user has a record of its model and one of its optimiser moments. A changed record is written to a new place; the
     overwritten one stays on disk as long as a checkpoint refers to it.

@@ -81,7 +81,7 @@ def add_privacy_forecast(
     *,
     with_real_data: Recipe | None = None,
 ) -> MethodCost:
-    """Return a method's costs with a forecast of the privacy budget that a run spends, if the recipe has privacy.
+    """Add a forecast of the privacy budget that a run spends, if the recipe has privacy, to a method's costs.
 
     The forecast depends on how often users take part. Also check that all rounds have enough participants for the
     recipe's privacy mechanism and for its aggregation rule.
@@ -318,8 +318,8 @@ def rehearse_nets(
 def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     """Return every user's local work in a round by name; a pooled method has one entry with the work of all.
 
-    The work is ``local_epochs`` epochs of training, and one sweep: a pass over all training samples without gradients,
-    by which some methods choose a model or a component.
+    The work is ``local_epochs`` epochs of training, and one sweep: a pass over all training samples without gradients.
+    Some methods choose a model or a component with it.
 
     Args:
         clients: A federation's clients, whose batch source knows the sizes of batches.

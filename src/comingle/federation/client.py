@@ -228,7 +228,8 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
 def _check_inputs(folder: Path, own: Own, current: Inputs, *, begun: bool) -> None:
     """Check that the run's folder is this user's and that the data is unchanged since the run began.
 
-    Until the client has answered a task, the user may still change the data, so name and digests are only recorded.
+    Before the client's first answer to a task, name and digests are only recorded, as the user may still change the
+    data.
 
     Args:
         folder: Folder of the run.

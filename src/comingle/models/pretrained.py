@@ -21,14 +21,11 @@ else:
 __all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "import_lean"]
 
 
-def import_lean(model_type: str = "llama") -> None:
+def import_lean() -> None:
     """Import transformers' language models without packages that they import but do not need to train adapters.
 
     These are torch's compiler with sympy (70 MB), ``torch.distributed.tensor``, and scipy (30 MB). They can still be
     imported later.
-
-    Args:
-        model_type: A family of models, whose module is imported too.
     """
     utils: Any = importlib.import_module("transformers.utils")
     with (
@@ -37,7 +34,7 @@ def import_lean(model_type: str = "llama") -> None:
         _compiler_stubs(),
     ):
         importlib.import_module("transformers.modeling_utils")
-        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+        importlib.import_module("transformers.models.llama.modeling_llama")  # with it, all that families share
     utils.is_torch_distributed_available.cache_clear()  # it has cached the answer False
 
 

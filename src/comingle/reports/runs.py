@@ -341,7 +341,8 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     Otherwise the label of each of several runs of a method is ``METHOD (KEY VALUE, ...)``, with the keys in which these
     runs differ.
     """
-    labels = [_label_in_comparison(run) for run in runs]
+    names = {folder: _methods_of_comparison(folder) for folder in {run.folder.parent for run in runs}}
+    labels = [_label_in_comparison(run, names[run.folder.parent]) for run in runs]
     if len(set(labels)) == len(labels):
         return labels
     labels = []
@@ -360,9 +361,13 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     return labels
 
 
-def _label_in_comparison(run: RunRecord) -> str:
-    """Return the name of a run's method in the comparison that has the run, as ``NAME:KEY=VALUE``, else its name."""
-    names = _methods_of_comparison(run.folder.parent)
+def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
+    """Return the name of a run's method in the comparison that has the run, or else the method's name.
+
+    Args:
+        run: The run.
+        names: Names of the methods in the comparison, as ``NAME:KEY=VALUE``; empty if there is none.
+    """
     in_folder = run.folder.name.rpartition("-seed")[0]
     named = [name for name in names if folder_name(name) == in_folder and name.partition(":")[0] == run.method]
     return named[0] if named else run.method

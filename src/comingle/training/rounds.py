@@ -136,13 +136,13 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
     if not is_learned or not mixtures or evaluations.last is evaluations.first:  # only one: no training between
         return ()
     num_components = len(next(iter(mixtures.values())))
-    if num_components < _TWO:
+    if num_components == 1:
         return ()
     chosen = {
         next((number for number, weight in enumerate(weights) if weight >= _ALL_WEIGHT), None)
         for weights in mixtures.values()
     }
-    if len(mixtures) >= _TWO and len(chosen) == 1 and None not in chosen:
+    if len(mixtures) > 1 and len(chosen) == 1 and None not in chosen:
         return (
             f"every user gives all its weight to the same of {num_components} components, number {chosen.pop()}, so "
             "the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the users "
@@ -157,9 +157,6 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
         "training.router.learning_rate or more rounds may help",
     )
 
-
-_TWO = 2
-"""Smallest number of components, and of users, that can differ."""
 
 Checkpoint = Callable[[int, Clock], None]
 """Saves the state after a number of rounds."""

@@ -175,14 +175,14 @@ class Note(Section):
 
 
 class Plot(Section):
-    """A figure of a table's runs.
+    """Figure of a table's runs.
 
-    ``x`` and ``series`` name the two settings of a sweep. Curves show ``measure``, by default the metric by which
-    models are compared. ``mixtures`` also draws the routers of users who mix adapters, as users x clusters over
-    rounds. ``usage`` lists what results are plotted against, one row of panels each: numbers that the server stores
-    (server), that a user sends (communicate), that a user stores and trains (client). Rows with equal labels up to
-    a comma are points of one line. ``tokens`` colours the study's prompts by their experts at these layers: each
-    prompt in every user's model, or only in its ``own``.
+    ``x`` and ``series`` name the two settings of a sweep. Curves show ``measure``, by default the metric that compares
+    models. ``mixtures`` also draws the routers of users who mix adapters, as users x clusters over rounds. ``usage``
+    lists what results are plotted against, one row of panels each: how many values the server stores (server), a user
+    sends (communicate), a user stores and trains (client). Rows with equal labels up to a comma are points of one line.
+    ``tokens`` colours the study's prompts by their experts at these layers: each prompt in every user's model, or only
+    in its ``own``.
     """
 
     kind: Literal["curves", "scores", "sweep", "usage", "tokens"]

@@ -331,7 +331,7 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
 def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
     """Return a metric of a run, averaged over users.
 
-    ``metrics.json`` has the mean of the metric by which models are compared, such as accuracy. For another one, such as
+    ``metrics.json`` has the mean of the metric that compares models, such as accuracy. For other metrics, such as
     ROUGE-1, it has only the users' values, and the mean is computed here.
 
     Args:

@@ -323,7 +323,7 @@ def baseline_row(plan: Plan, wanted: str | None) -> str:
 
 
 def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> BaselineComparisonRecord | None:
-    """Test, within one column of a table, all rows but the baseline for a difference from the baseline row.
+    """Test each row of one column for a difference from the baseline row.
 
     Args:
         plan: The table.

@@ -80,11 +80,8 @@ _NOT_AUTHENTICATED, _KEY_IN_USE, _RUN_HAS_ENDED = (401,), (412,), (403, 404)
 _NOT_RETRIED_BY_CALL = (*_NOT_AUTHENTICATED, *_KEY_IN_USE, *_RUN_HAS_ENDED)
 """Statuses that are not retried. Others come from a gateway, a server that is starting, or a corrupted request."""
 
-_POLL_SECONDS, _LAST_POLL_SECONDS, _POLL_FRACTION = 0.2, 5.0, 0.03
-"""Interval between polls: a fraction of the time since the last message, within these limits."""
-
-_LONG_POLL_SECONDS = 1.0
-"""A poll without a message that takes longer was held by the server, so that the next one needs no pause."""
+_POLL_SECONDS = 0.2
+"""Pause after a poll without a message. The server holds polls for seconds; one that does not is not flooded."""
 
 _MAX_REJECTIONS = 100
 """Retries of a request that the server rejects, up to 5 s apart: outlasts a few minutes of gateway errors."""
@@ -458,17 +455,9 @@ class MessageLoop:
         while not self._connection.closed.is_set():
             try:
                 self._connection.activate()
-                last_message = time.monotonic()
                 while not self._connection.closed.is_set():
-                    polled = time.monotonic()
-                    if self._step():
-                        last_message = time.monotonic()
-                        continue
-                    if time.monotonic() - polled > _LONG_POLL_SECONDS:
-                        continue  # The server has waited for a message before it answered.
-                    # Poll less often the longer no message has come: an idle client costs the server little.
-                    wait = (time.monotonic() - last_message) * _POLL_FRACTION
-                    self._connection.closed.wait(min(max(wait, _POLL_SECONDS), _LAST_POLL_SECONDS))
+                    if not self._step():
+                        self._connection.closed.wait(_POLL_SECONDS)
             except NotActiveError:
                 continue  # Reactivate; the server resends a message that was lost.
 
