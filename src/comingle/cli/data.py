@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.options import RecipePath, Sets, console, read_recipe, status
-from comingle.data.row_files import BAD_ROWS_ADVICE, BadRowsError
 from comingle.utils.errors import DataError
 from comingle.utils.terminal import words
 
@@ -28,6 +27,7 @@ def data(
     read = read_recipe(recipe, sets)
     from comingle.cli.training import preview, warn_overlaps
     from comingle.data.conversations.encoding import UserAnswers, check_nonempty
+    from comingle.data.row_files import BAD_ROWS_ADVICE, BadRowsError
     from comingle.runs.session import prepare
 
     try:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,7 +40,16 @@ from comingle.training.state import State, initial_state
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import SPLITS, Inputs, UserInputs, recorded_date
-from comingle.utils.records import FEDERATION, PARTICIPANTS, read_evaluations, read_events, read_metrics, write_json
+from comingle.utils.records import (
+    FEDERATION,
+    PARTICIPANTS,
+    JsonMapping,
+    JsonObject,
+    read_evaluations,
+    read_events,
+    read_metrics,
+    write_json,
+)
 from comingle.utils.trees import Tree
 
 WRITE_SECONDS = 0.5
@@ -98,7 +106,7 @@ class StatusFile:
         self._written = 0.0  # when the file was written last, on the monotonic clock
         self._write()
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
+    def __call__(self, event: JsonMapping) -> None:
         """Update the status with an event of the run, and write the file.
 
         Events of single tasks are frequent, so these are written at most every :data:`WRITE_SECONDS`.
@@ -124,7 +132,7 @@ class StatusFile:
         if event["event"] != "step" or time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
 
-    def _update_client(self, client: ClientStatus, event: Mapping[str, Any]) -> None:
+    def _update_client(self, client: ClientStatus, event: JsonMapping) -> None:
         """Update the status of a client with an event about it.
 
         Its state is "away" after an event "failed" and "here" after any other, which also sets the time when it was
@@ -139,7 +147,7 @@ class StatusFile:
             client.upload_bytes += event["upload_bytes"]
             client.download_bytes += event["download_bytes"]
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         """Return the clients' status from the file of an earlier process; empty if it cannot be read."""
         try:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
@@ -176,7 +184,7 @@ class Plan:
 
     recipe: Recipe
     users: tuple[str, ...]
-    settings: dict[str, Any]
+    settings: JsonObject
     network: NetworkSection = field(default_factory=NetworkSection)
 
 
@@ -188,7 +196,7 @@ def run_federation(
     resume: bool = False,
     force: bool = False,
     observers: Sequence[Observer] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Run a federation in its run folder and return its metrics.
 
     Args:
@@ -230,7 +238,7 @@ def run_federation(
 
 def _run_rounds(
     public: Public, context: ServerContext, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Wait for clients, run or resume the rounds, and notify the clients of the end.
 
     A run resumes from its newest checkpoint. The rounds after it are repeated, so their events are cut from the event
@@ -258,7 +266,7 @@ def _run_rounds(
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     all_observers = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
-    def observe(event: dict[str, Any]) -> None:
+    def observe(event: JsonObject) -> None:
         for observer in all_observers:
             observer(event)
 
@@ -300,9 +308,7 @@ def _run_rounds(
     return metrics
 
 
-def _final_metrics(
-    session: ServerSession, folder: Path, metrics: dict[str, Any], evaluations: Evaluations
-) -> dict[str, Any]:
+def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, evaluations: Evaluations) -> JsonObject:
     """Complete the metrics of a finished run and return them.
 
     Added are the number of skipped rows, the privacy spent, warnings about the outcome, and under ``untold`` the users
@@ -396,7 +402,7 @@ def _evaluate_every(session: ServerSession, rounds: int) -> None:
     session.context = replace(session.context, plan=plan)
 
 
-def _amounts(session: ServerSession) -> dict[str, dict[str, Any]]:
+def _amounts(session: ServerSession) -> dict[str, JsonObject]:
     """Return the amounts of data of clients that report them."""
     joined = session.joined
     return {name: dict(joined.get(name, {}).get("amounts", {})) for name in session.public.users}

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -40,7 +40,7 @@ from comingle.reports.formatting import (
     worst_of,
 )
 from comingle.utils.errors import RecipeError, RunError, did_you_mean, list_names
-from comingle.utils.records import GEOMETRIC, geometric, measure_of, read_metrics
+from comingle.utils.records import GEOMETRIC, JsonMapping, JsonObject, geometric, measure_of, read_metrics
 from comingle.utils.terminal import words
 
 ERROR = 0.05
@@ -234,7 +234,7 @@ class BaselineComparisonRecord(TypedDict):
     measure: str
     users: int
     unit: str
-    methods: list[dict[str, Any]]
+    methods: list[JsonObject]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +384,7 @@ def _best_results(
     return {seed: {user: best_result(seed, user) for user in results[0][seed]} for seed in common_seeds}
 
 
-def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
+def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> JsonObject:
     """Count a method's results that are better than the baseline's, and find the worst change.
 
     Returns:
@@ -576,10 +576,10 @@ class MethodRow(_MethodRow, total=False):
     """
 
     planned_rounds: int
-    sample: Mapping[str, Any]
-    privacy: Mapping[str, Any]
+    sample: JsonMapping
+    privacy: JsonMapping
     warnings: list[str]
-    method_settings: Mapping[str, Any]
+    method_settings: JsonMapping
     """Settings of the method that differ from its defaults."""
     untrained: list[str]
     """Roles that no phase of a run has reached."""
@@ -626,7 +626,7 @@ def compare_runs(
     return compare_metrics([(labels.get(folder, metrics["method"]), metrics) for folder, metrics in read], baseline)
 
 
-def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str | None = None) -> ComparisonTable:
+def compare_metrics(named: Iterable[tuple[str, JsonObject]], baseline: str | None = None) -> ComparisonTable:
     """Return the table of :func:`compare_runs` for metrics in memory.
 
     Args:
@@ -637,7 +637,7 @@ def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str |
         RunError: Runs have different users.
         RecipeError: The baseline is not among the methods.
     """
-    by_method: dict[str, list[dict[str, Any]]] = {}
+    by_method: dict[str, list[JsonObject]] = {}
     for name, metrics in named:
         by_method.setdefault(name, []).append(metrics)
     require_same_users(users_of(run for runs in by_method.values() for run in runs))
@@ -662,7 +662,7 @@ def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
             )
 
 
-def users_of(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, Collection[str]]]:
+def users_of(runs: Iterable[JsonMapping]) -> list[tuple[str, Collection[str]]]:
     """Return the argument of :func:`require_same_users` for metrics."""
     return [(f"{run['method']}, seed {run['seed']}", run["users"]) for run in runs]
 
@@ -700,7 +700,7 @@ def read_baseline_comparison(table: ComparisonTable) -> BaselineComparison | Non
     return BaselineComparison.read(comparison) if comparison else None
 
 
-def _method_row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
+def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
     """Return a method's row of a comparison.
 
     Args:
@@ -733,17 +733,17 @@ def _method_row(name: str, runs: Sequence[Mapping[str, Any]]) -> MethodRow:
     return cast(MethodRow, row)  # names of two keys depend on measure and unit
 
 
-def _most_revealing(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, object]:
+def _most_revealing(runs: Sequence[JsonMapping]) -> Mapping[str, object]:
     """Return the privacy of the seed with the largest epsilon."""
     return max((run["privacy"] for run in runs if run.get("privacy")), key=lambda privacy: privacy["epsilon"] or 0.0)
 
 
-def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _warnings(runs: Sequence[JsonMapping]) -> list[str]:
     """Return the warnings of all seeds, each with its seed."""
     return [f"seed {run['seed']}: {warning}" for run in runs for warning in run.get("warnings", ())]
 
 
-def _geometric_mean_entry(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[str, CellSpread]:
+def _geometric_mean_entry(runs: Sequence[JsonMapping], measure: str) -> dict[str, CellSpread]:
     """Return mean and deviation over seeds of the geometric mean over users, for perplexities only."""
     means = [mean for run in runs for mean in geometric(run["users"], measure).values()]  # empty for other measures
     return {GEOMETRIC: _cell_spread(means)} if means else {}

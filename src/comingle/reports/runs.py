@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,7 +25,7 @@ from comingle.reports.comparisons import (
 )
 from comingle.reports.formatting import change, change_text, interval_text, is_worse, negligible_change
 from comingle.utils.errors import RunError
-from comingle.utils.records import MEASURES, geometric_mean, measure_of, read_events, read_metrics
+from comingle.utils.records import MEASURES, JsonObject, geometric_mean, measure_of, read_events, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -82,23 +81,23 @@ class RunRecord:
     base: str
     planned_rounds: int
     users: tuple[str, ...]
-    recipe: dict[str, Any]
+    recipe: JsonObject
     evaluations: tuple[Evaluation, ...]
-    rounds: tuple[dict[str, Any], ...]
-    metrics: dict[str, Any] | None
+    rounds: tuple[JsonObject, ...]
+    metrics: JsonObject | None
     unit: str = "tokens"
     """Unit of the users' data: "tokens" or "samples"."""
     amounts: dict[str, int] = field(default_factory=dict)
     """Each user's amount of training data in that unit; empty if the run does not record it."""
-    spent: dict[str, Any] = field(default_factory=dict)
+    spent: JsonObject = field(default_factory=dict)
     """Privacy budget spent so far: largest ``epsilon`` of all users, and ``delta``; empty without privacy."""
-    aggregations: tuple[dict[str, Any], ...] = ()
+    aggregations: tuple[JsonObject, ...] = ()
     """One event per round with an aggregation rule, with the weight of each upload."""
 
     @property
     def task(self) -> str:
         """Name and settings of the task in the recipe (``data.task``), as text; empty for other data."""
-        task_setting: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
+        task_setting: JsonObject | None = (self.recipe.get("data") or {}).get("task")
         if not task_setting:
             return ""
         settings = [
@@ -263,12 +262,12 @@ def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
     return "samples" if "train_samples" in counted else "tokens"
 
 
-def _amounts(users: dict[str, dict[str, Any]], key: str) -> dict[str, int]:
+def _amounts(users: dict[str, JsonObject], key: str) -> dict[str, int]:
     """Return each user's value of a key in a start event; empty if a user does not have it."""
     return {name: user[key] for name, user in users.items()} if all(key in u for u in users.values()) else {}
 
 
-def _read_recipe(folder: Path) -> dict[str, Any]:
+def _read_recipe(folder: Path) -> JsonObject:
     """Return the content of a run's recipe file, which is not checked: it may be of an older version.
 
     Raises:
@@ -283,7 +282,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     return recipe
 
 
-def _evaluation_of(event: dict[str, Any], local_steps: int) -> Evaluation:
+def _evaluation_of(event: JsonObject, local_steps: int) -> Evaluation:
     """Return the record of an evaluation event.
 
     Args:
@@ -393,7 +392,7 @@ def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, obj
 
     An empty mapping stays as a value.
     """
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in content.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value:

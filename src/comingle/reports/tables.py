@@ -12,7 +12,6 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
 
 from rich import table as rich_table
 from rich.text import Text
@@ -46,6 +45,8 @@ from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import (
     GEOMETRIC,
     PARTICIPANTS,
+    JsonMapping,
+    JsonObject,
     describe_privacy,
     describe_sample,
     geometric,
@@ -77,7 +78,7 @@ def seconds_text(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
+def render_run(metrics: JsonObject, *, all_users: bool = False) -> Table:
     """Return the table of a finished run for the terminal: users, means over users, and circumstances as caption.
 
     If no user has reported results, as in a federation with privacy, a sentence replaces rows and columns.
@@ -110,7 +111,7 @@ def render_run(metrics: dict[str, Any], *, all_users: bool = False) -> Table:
     return table
 
 
-def _run_caption(metrics: dict[str, Any], unit: str) -> Text:
+def _run_caption(metrics: JsonObject, unit: str) -> Text:
     """Return the lines below the table of a run: circumstances, privacy, warnings, and users without results.
 
     Args:
@@ -145,7 +146,7 @@ def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -
     return number(mean, measure) if record["users"] else "not reported"
 
 
-def _run_circumstances(metrics: dict[str, Any], unit: str) -> str:
+def _run_circumstances(metrics: JsonObject, unit: str) -> str:
     """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data."""
     rate = metrics[f"{unit}_per_second"]
     # In a federation users can keep their results private; "untold" lists those that do.
@@ -157,7 +158,7 @@ def _run_circumstances(metrics: dict[str, Any], unit: str) -> str:
     return f"{metrics['base']} · {place} · {speed} · {seconds_text(metrics['wall_seconds'])} s · peak memory {peak}"
 
 
-def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> None:
+def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
     """Add a row for each given user: test result, amount of test data, trained parameters and bytes of an upload.
 
     Args:
@@ -178,7 +179,7 @@ def _add_users(table: Table, metrics: dict[str, Any], names: Sequence[str]) -> N
         )
 
 
-def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
+def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
     """Add rows for the best users, quantiles of all results, and the worst users, in place of a row for each user.
 
     Args:
@@ -197,7 +198,7 @@ def _add_summary(table: Table, metrics: dict[str, Any], measure: str) -> None:
     _add_users(table, metrics, ordered[-FEW:])
 
 
-def render_curve(events: list[dict[str, Any]]) -> Table:
+def render_curve(events: list[JsonObject]) -> Table:
     """Return a table of the mean over users and of each user's result at each evaluation, for the terminal.
 
     Args:
@@ -239,7 +240,7 @@ Curve = list[tuple[int, float | None]]
 """Rounds and the measure after each, in order; None if the measure is not finite."""
 
 
-def curve_svg(events: Sequence[dict[str, Any]]) -> str:
+def curve_svg(events: Sequence[JsonObject]) -> str:
     """Return the test measure by round as an SVG: the mean over users, and each user of at most 8.
 
     Perplexities have a logarithmic axis. Values that are not finite interrupt their line. Lines of users have the
@@ -397,7 +398,7 @@ _DESCRIPTIONS_OF_MODELS = {
 }
 
 
-def render_joined(name: str, measure: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+def render_joined(name: str, measure: str, rows: Mapping[str, JsonMapping]) -> Table:
     """Return a table of models for a user that joined a finished run: test result and amount of training data.
 
     Args:
@@ -433,7 +434,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
         all_users: Whether to list all clients; else at most :data:`MOST_ROWS`, clients that are away first.
     """
     content = _read_participants(folder)
-    users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
+    users: Mapping[str, JsonMapping] = content.get("users", {})
     measure = content.get("measure") or "test"
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
     optional_columns = ["epsilon"] if "privacy" in content else []
@@ -454,7 +455,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     return table
 
 
-def _read_participants(folder: Path) -> dict[str, Any]:
+def _read_participants(folder: Path) -> JsonObject:
     """Return the content of a federation's file of participants; empty if it is missing or unreadable."""
     try:
         content = json.loads((folder / PARTICIPANTS).read_text(encoding="utf-8"))
@@ -463,7 +464,7 @@ def _read_participants(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _participants_title(content: Mapping[str, Any]) -> str:
+def _participants_title(content: JsonMapping) -> str:
     """Return the title of the table of clients: rounds that are done, clients by state, and the epsilon spent.
 
     Args:
@@ -478,7 +479,7 @@ def _participants_title(content: Mapping[str, Any]) -> str:
     return f"{content['round']} of {content['rounds']} rounds are done · {counts}{spent}"
 
 
-def _participant_row(name: str, user: Mapping[str, Any], measure: str) -> tuple[str | Text, ...]:
+def _participant_row(name: str, user: JsonMapping, measure: str) -> tuple[str | Text, ...]:
     """Return the cells of a client's row without the optional columns; the last one says why a client is away.
 
     Args:

@@ -18,10 +18,9 @@ from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import LOADING, Reporter
 from comingle.runs.session import prepare, run_in
-from comingle.training.events import JsonObject
 from comingle.training.kinds.base import RunData
 from comingle.utils.errors import RecipeError, list_names
-from comingle.utils.records import logger
+from comingle.utils.records import JsonObject, logger
 
 _MANY_SEEDS = 5
 """Number of seeds where three would give wide intervals, which hold jointly for all users."""

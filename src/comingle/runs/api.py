@@ -33,12 +33,12 @@ from comingle.runs.session import (
 )
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
-from comingle.training.events import JsonMapping, Observer
+from comingle.training.events import Observer
 from comingle.training.kinds.base import Kind, RunData, kind_of, lazy_user
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import DATE, POPULATION, Inputs, check_base, check_users, read_inputs, recorded_date
-from comingle.utils.records import is_server, logger, read_metrics, resume_command
+from comingle.utils.records import JsonMapping, is_server, logger, read_metrics, resume_command
 
 SelectUsers = Callable[[list[Any]], Any]
 """Selects from a list with one value for each user: one user's value, or a list of some users' values."""

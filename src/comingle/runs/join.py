@@ -34,11 +34,10 @@ from comingle.training.client import Clients
 from comingle.training.cohort import Models
 from comingle.training.cohort_state import FrozenColumns
 from comingle.training.evaluation import measure_of, measured
-from comingle.training.events import JsonObject
 from comingle.training.kinds.base import RunData, kind_of_users
 from comingle.utils.errors import DataError, RecipeError, RunError
 from comingle.utils.files import locked
-from comingle.utils.records import PUBLIC, convert_disk_errors, write_json
+from comingle.utils.records import PUBLIC, JsonObject, convert_disk_errors, write_json
 from comingle.utils.trees import CLIENT_ROUTER
 
 

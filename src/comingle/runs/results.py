@@ -18,10 +18,9 @@ from comingle.training.backends.local import InProcess
 from comingle.training.batch_sources import AnyScore
 from comingle.training.checkpoints import personal_tensors
 from comingle.training.client import finetuned
-from comingle.training.events import JsonMapping, JsonObject
 from comingle.training.kinds.base import kind_of
 from comingle.utils.errors import DataError, RunError, require_user
-from comingle.utils.records import describe_metrics, read_events
+from comingle.utils.records import JsonMapping, JsonObject, describe_metrics, read_events
 from comingle.utils.terminal import printable
 
 if TYPE_CHECKING:

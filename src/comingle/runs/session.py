@@ -41,7 +41,6 @@ from comingle.training.events import (
     TRACKERS,
     Event,
     EventLog,
-    JsonObject,
     Observer,
     QuantileTracker,
     TrackedRun,
@@ -55,7 +54,7 @@ from comingle.training.settings import untrained_entry
 from comingle.utils.errors import DivergenceError, RecipeError, RunError, did_you_mean, list_names
 from comingle.utils.files import list_checkpoints
 from comingle.utils.inputs import POPULATION, Inputs, UserInputs
-from comingle.utils.records import finite, read_evaluations, read_metrics, write_text
+from comingle.utils.records import JsonObject, finite, read_evaluations, read_metrics, write_text
 from comingle.utils.registry import load_object
 
 _FIT = "comingle.cost.planning:fit"

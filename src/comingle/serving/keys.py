@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import logging
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -46,6 +43,8 @@ class Keys:
 
         The key is compared with every known one in constant time, so that response times reveal nothing about keys.
         """
+        import hmac  # loads OpenSSL, which `comingle --help` does not need
+
         if self._digests is None:
             return self.names
         given = _digest(key)
@@ -53,6 +52,8 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
+    import hashlib  # loads OpenSSL, which `comingle --help` does not need
+
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -92,6 +93,8 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
     Raises:
         RunError: The file exists or cannot be written.
     """
+    import secrets
+
     import yaml
 
     if path.exists():

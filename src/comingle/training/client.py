@@ -47,12 +47,12 @@ from comingle.protocol.messages import (
 from comingle.protocol.wire import packed_bytes
 from comingle.training.batch_sources import AnyScore, AnyUser, BatchSource
 from comingle.training.cohort import Cohort, Models, Scorer
-from comingle.training.events import JsonObject
 from comingle.training.plan import client_mechanisms
 from comingle.training.settings import PassSize, RunPlan, cohorts
 from comingle.training.state import State, draw, initial_state, true_clusters
 from comingle.training.steps import TUNING, Steps, diverged, find_broken, private_steps, within_memory
 from comingle.utils.errors import DataError
+from comingle.utils.records import JsonObject
 from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, Tree, assign, restrict
 

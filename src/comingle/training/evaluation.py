@@ -28,11 +28,10 @@ from comingle.privacy.accounting import sample_size
 from comingle.training.batch_sources import AnyScore, AnyUser
 from comingle.training.checkpoints import Clock
 from comingle.training.client import Clients
-from comingle.training.events import JsonMapping, JsonObject
 from comingle.training.server import ServerHalf, averaging_weights
 from comingle.training.settings import RunPlan
 from comingle.training.steps import diverged
-from comingle.utils.records import GEOMETRIC, Metrics, geometric
+from comingle.utils.records import GEOMETRIC, JsonMapping, JsonObject, Metrics, geometric
 from comingle.utils.trees import CLIENT_ROUTER
 
 logger = logging.getLogger("comingle")

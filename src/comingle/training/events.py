@@ -11,23 +11,17 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from comingle.utils.errors import RecipeError
-from comingle.utils.records import GEOMETRIC, finite, logger, measure_of
+from comingle.utils.records import GEOMETRIC, JsonObject, finite, logger, measure_of
 from comingle.utils.registry import Registry
-
-JsonObject = dict[str, Any]
-"""A JSON object, such as a run's metrics. The type of a value follows from its key, so it is not stated."""
-
-JsonMapping = Mapping[str, Any]
-"""A read-only JSON object."""
 
 Event = JsonObject
 """One line of events.jsonl."""

@@ -22,9 +22,9 @@ from comingle.config.settings import protects_examples
 from comingle.methods.base import ROUTERS, Method
 from comingle.training.backends.base import Backend, RoundPlan, RoundResult, S
 from comingle.training.checkpoints import Clock
-from comingle.training.events import Event, JsonMapping, Observer
+from comingle.training.events import Event, Observer
 from comingle.training.settings import RunPlan, counts_exchanged, exchanged_after
-from comingle.utils.records import MEASURES, number
+from comingle.utils.records import MEASURES, JsonMapping, number
 
 logger = logging.getLogger("comingle")
 

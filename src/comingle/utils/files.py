@@ -6,7 +6,6 @@ contains the checksums of all other files in a checkpoint, in the format of ``sh
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import shutil
@@ -18,8 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from comingle.utils.errors import ComingleError, RunError
 from comingle.utils.records import expand_home, resume_command, to_disk, write_text
@@ -64,6 +61,8 @@ def _hold_lock(folder: Path) -> Iterator[None]:
     Raises:
         RunError: Another process holds it. The message names the process.
     """
+    from filelock import FileLock, Timeout  # slow to import, and most commands lock nothing
+
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=_LOCK_SECONDS)
@@ -277,6 +276,8 @@ def _checkpoint_files(folder: Path) -> list[str]:
 
 def checksum_line(path: Path) -> bytes:
     """Return the line of a file in ``SHA256SUMS``: digest, two spaces, name."""
+    import hashlib  # slow to import, and most commands check no checkpoint
+
     with path.open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode()
 

@@ -11,9 +11,7 @@ import json
 import logging
 import math
 import os
-import secrets
 import shlex
-import statistics
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +21,12 @@ from typing import Any
 from comingle.utils.errors import RunError
 
 logger = logging.getLogger("comingle")
+
+JsonObject = dict[str, Any]
+"""A JSON object, such as a run's metrics. The type of a value follows from its key, so it is not stated."""
+
+JsonMapping = Mapping[str, Any]
+"""A read-only JSON object."""
 
 DRAFT = ".draft"
 """Suffix of the temporary name of a file that is being written."""
@@ -99,7 +103,7 @@ class Metrics(RunScores):
     device: str
     planned_rounds: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return the content of ``metrics.json``.
 
         The mean is ``mean_test_<measure>``, beside :data:`GEOMETRIC` for perplexities, and the speed is
@@ -167,11 +171,13 @@ def geometric(users: Mapping[str, Mapping[str, float | None]], measure: str) -> 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
     """Return ``exp(mean(log(value)))``; None if a value is not finite or not positive, or if there are no values."""
+    import statistics  # slow to import, and most commands need no mean
+
     known = [value for value in values if value is not None and 0 < value < math.inf]
     return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
-def describe_sample(record: Mapping[str, Any]) -> str:
+def describe_sample(record: JsonMapping) -> str:
     """Return a text about a mean over a sample of the users, with its 95% interval; empty for a mean over all users.
 
     Args:
@@ -187,7 +193,7 @@ def describe_sample(record: Mapping[str, Any]) -> str:
     return f"{size}, 95% interval {low} to {high}"
 
 
-def describe_privacy(privacy: Mapping[str, Any]) -> str:
+def describe_privacy(privacy: JsonMapping) -> str:
     """Return a run's privacy as text: mechanism, epsilon, delta, noise multiplier, clip norm, number of releases.
 
     Args:
@@ -201,7 +207,7 @@ def describe_privacy(privacy: Mapping[str, Any]) -> str:
     return f"{privacy['mechanism']}, {spent} at delta {privacy['delta']:g}, {noise}, {privacy['releases']} releases"
 
 
-def describe_metrics(metrics: Mapping[str, Any]) -> str:
+def describe_metrics(metrics: JsonMapping) -> str:
     """Return a run's method, base, numbers of users and rounds, and mean test result over users as text."""
     measure = measure_of(metrics)
     mean = metrics[f"mean_test_{measure}"]
@@ -231,7 +237,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False) -> None:
         data: Its content.
         private: Make it readable by its owner only.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")
+    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}{DRAFT}")
     try:
         write_new(draft, data, private=private)
         os.replace(draft, path)
@@ -322,7 +328,7 @@ def resume_command(run: Path) -> str:
     return f"`comingle run --resume {shlex.quote(str(run))}`"
 
 
-def read_metrics(run: Path) -> dict[str, Any]:
+def read_metrics(run: Path) -> JsonObject:
     """Return the metrics of a finished run.
 
     Raises:
@@ -345,7 +351,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
         raise RunError(f"{path}: not JSON ({error}); delete it, then {resume_command(run)} writes it again") from None
 
 
-def read_events(run: Path) -> Iterator[dict[str, Any]]:
+def read_events(run: Path) -> Iterator[JsonObject]:
     """Yield the events of a run, in order, without damaged lines.
 
     A warning in the log counts these, except for the last line, which a crash may have truncated.
@@ -368,7 +374,7 @@ def read_events(run: Path) -> Iterator[dict[str, Any]]:
         logger.warning("%s: %d of %d events are damaged and skipped: line %s", path, len(damaged), len(lines), numbers)
 
 
-def read_evaluations(run: Path) -> Iterator[dict[str, Any]]:
+def read_evaluations(run: Path) -> Iterator[JsonObject]:
     """Yield the evaluation events of a run one by one; parses no other line."""
     path = run / "events.jsonl"
     if not path.exists():
@@ -379,7 +385,7 @@ def read_evaluations(run: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def parse_event(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> JsonObject | None:
     """Return the event in a line of an event log; None if it is not an event."""
     try:
         event = json.loads(line)

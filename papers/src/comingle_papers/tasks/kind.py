@@ -28,7 +28,7 @@ from comingle.data.samples.reading import Augment, Population
 from comingle.data.samples.samples import UserSamples, check, warn_unseen
 from comingle.data.samples.section import NO_WINDOWS, UNREAD
 from comingle.models.base import Base
-from comingle.training.kinds.base import RunData
+from comingle.training.kinds.base import DataRequest, RunData
 from comingle.training.kinds.samples import NetKind
 from comingle.utils.errors import DataError, RecipeError, did_you_mean
 from comingle.utils.names import FOLDER_VARIABLE
@@ -510,8 +510,15 @@ class TaskKind(NetKind):
 
     name = "task"
 
-    def make(self, recipe: Recipe) -> RunData:
-        """Make the task that the recipe names and return its users and net; no base model is loaded."""
+    def read(self, request: DataRequest) -> RunData:
+        """Make the task that the recipe names and return its users and net; no base model is loaded.
+
+        Raises:
+            DataError: A program passes users.
+        """
+        recipe = request.recipe
+        if request.given is not None:
+            raise DataError(f"users: {self.name} takes its users from the recipe; a program cannot pass them")
         return self.run_data(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
     def run_data(self, task: Task) -> RunData:

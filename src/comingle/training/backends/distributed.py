@@ -53,9 +53,9 @@ from comingle.training.checkpoints import (
 )
 from comingle.training.client import LocalRound
 from comingle.training.evaluation import amounts_of, merged, period
-from comingle.training.events import JsonMapping, JsonObject
 from comingle.utils.errors import DivergenceError
 from comingle.utils.files import checksum_line, list_checkpoints
+from comingle.utils.records import JsonMapping, JsonObject
 from comingle.utils.trees import Tree, restrict
 
 _SUM_BITS = 61

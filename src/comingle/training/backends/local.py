@@ -54,7 +54,7 @@ from comingle.training.evaluation import (
     users_report,
     warn_of_share,
 )
-from comingle.training.events import Event, JsonMapping, JsonObject, Observer
+from comingle.training.events import Event, Observer
 from comingle.training.plan import keep_key, key_of, set_key, terms_of
 from comingle.training.server import ServerHalf, start_server
 from comingle.training.settings import RunPlan, cohorts, warn_of_untrained
@@ -62,7 +62,7 @@ from comingle.training.state import check_names, reorder, reorder_kept
 from comingle.training.steps import diverged
 from comingle.utils.errors import NoSumError, RunError
 from comingle.utils.files import list_checkpoints
-from comingle.utils.records import write_json
+from comingle.utils.records import JsonMapping, JsonObject, write_json
 from comingle.utils.trees import Tree
 
 logger = logging.getLogger("comingle")

@@ -39,11 +39,12 @@ from comingle.models.stacked import MixedLanguageModel, mix_language_model
 from comingle.privacy.mechanisms import check_supported
 from comingle.training.batch_sources import AnyUser
 from comingle.training.client import Clients
-from comingle.training.events import JsonObject, check_trackers
+from comingle.training.events import check_trackers
 from comingle.training.settings import RunPlan
 from comingle.training.state import NEEDS_CLUSTERS
 from comingle.utils.errors import DataError, PluginError, RecipeError, run_checks
 from comingle.utils.names import name_problem
+from comingle.utils.records import JsonObject
 from comingle.utils.registry import load_object
 from comingle.utils.trees import Tree, digest_split
 
@@ -161,22 +162,13 @@ class Kind(ABC):
         """
 
     def reader(self, request: DataRequest) -> StreamingReader[Any, Any] | None:
-        """Return a reader that reads one user at a time; None for a kind that makes all users at once (:meth:`make`).
+        """Return a reader that reads one user at a time; None for a kind that overrides :meth:`read`.
 
         Raises:
             RecipeError: A setting is wrong.
             DataError: The request has no data.
         """
         return None
-
-    def make(self, recipe: Recipe) -> RunData:
-        """Return the data of all users at once, for a kind without a reader.
-
-        Raises:
-            RecipeError: A setting is wrong.
-            DataError: The data of a user cannot be used.
-        """
-        raise NotImplementedError(f"{self.name}: must override reader or make")
 
     def read(self, request: DataRequest) -> RunData:
         """Return the data of all users in memory, and the base model.
@@ -186,11 +178,10 @@ class Kind(ABC):
             DataError: The data of a user cannot be used.
             BaseModelError: The base model cannot be used.
         """
-        if (reader := self.reader(request)) is not None:
-            return self._in_memory(reader)
-        if request.given is not None:
-            raise DataError(f"users: {self.name} takes its users from the recipe; a program cannot pass them")
-        return self.make(request.recipe)
+        reader = self.reader(request)
+        if reader is None:
+            raise NotImplementedError(f"{self.name}: must override reader or read")
+        return self._in_memory(reader)
 
     def _in_memory(self, reader: StreamingReader[Any, Any]) -> RunData:
         """Read all users with a reader, log its warnings, and return their data in memory.
