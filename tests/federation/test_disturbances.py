@@ -15,6 +15,7 @@ pytest.importorskip("flwr")
 import httpx
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse
 from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.run_pb2 import GetRunRequest, GetRunResponse, Run
 from flwr.server.superlink.linkstate import LinkState
 from flwr.supercore.constant import NodeStatus
 from tests.federation.proxy import DISTURBANCES, Proxy
@@ -23,6 +24,7 @@ from tests.federation.test_out_there import Place, command, rounds_of, wait_for
 
 from comingle.federation.flower import fleet_client
 from comingle.federation.flower.certificates import make_certificates
+from comingle.federation.flower.client_app import DIGEST
 from comingle.federation.flower.fleet_client import FleetConnection, NotActiveError, Server
 from comingle.federation.flower.fleet_server import create_active_run, make_fleet_api, make_states, serve_fleet_api
 from comingle.federation.flower.processes import free_port
@@ -111,6 +113,20 @@ def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tm
         connection.close()
         assert failed == []
     server.should_exit = True
+
+
+def test_a_corrupted_digest_of_the_app_is_requested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = FleetConnection(Server(address="127.0.0.1:1"), tmp_path / "node", lambda line: None)
+    digests = [DIGEST[:32] + DIGEST[16:48], DIGEST, "of another app", "of another app"]
+
+    def get_run(request: GetRunRequest) -> GetRunResponse:
+        return GetRunResponse(run=Run(run_id=request.run_id, fab_hash=digests.pop(0)))
+
+    monkeypatch.setattr(connection._http, "GetRun", get_run)
+    assert [connection.digest_of(5), connection.digest_of(5)] == [DIGEST, DIGEST]  # the second is not requested
+    assert connection.digest_of(6) == "of another app"
+    assert digests == []
+    connection.close()
 
 
 def online(state: LinkState) -> Sequence[NodeInfo]:

@@ -191,10 +191,14 @@ class FleetConnection:
         return message_from_proto(response.messages_list[0]), response.message_object_trees[0]
 
     def digest_of(self, run_id: int) -> str:
-        """Return the SHA-256 of a run's app bundle, as announced by the server."""
-        if run_id not in self._app_digests:
-            request = GetRunRequest(node=self._node, run_id=run_id)
-            self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
+        """Return the SHA-256 of a run's app bundle, as announced by the server.
+
+        An unknown digest is requested a second time, as the first response may have been corrupted on the way.
+        """
+        request = GetRunRequest(node=self._node, run_id=run_id)
+        for _ in range(2):
+            if self._app_digests.get(run_id) != DIGEST:
+                self._app_digests[run_id] = self._call_active("GetRun", request).run.fab_hash
         return self._app_digests[run_id]
 
     def download(self, message: Message, tree: ObjectTree) -> Message:
