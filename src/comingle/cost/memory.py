@@ -362,7 +362,8 @@ ALLOCATOR_GAPS = {"cpu": 0.7}
 
 On the CPU ``runtime.keep_buffers`` trades memory for speed: freed blocks stay with the process, with gaps between
 them that no shape predicts. Measured: 0.3 to 1.0 in 20 runs on five shapes (more after five rounds than after one), 0.7
-to 1.0 in four runs of 20 rounds, and 0.6 to 0.7 in three whole runs."""
+to 1.0 in four runs of 20 rounds, and 0.6 to 0.7 in three whole runs. In bfloat16 on a processor with AMX 1.0 to 1.3
+(Gemma 2, four runs), because oneDNN keeps a product's working memory for the next product of its shape."""
 
 CHECKPOINTED_GAPS = {"cpu": 2.0}
 """As :data:`ALLOCATOR_GAPS`, with ``runtime.gradient_checkpointing``. Passes are smaller but allocate as many blocks.
