@@ -93,7 +93,7 @@ def test_a_pass_with_its_own_allocator_is_near_the_plan(case: str, tmp_path: Pat
     """
     recipe = OTHERS[case].with_changes({"training.rounds": 5})
     found, plan = measured(recipe, tmp_path, "keep"), peak_memory(planned(recipe))
-    above = 1.4 if recipe.base.dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else 1.25
+    above = 1.4 if recipe.runtime.dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else 1.25
     assert plan.pass_bytes * (1 - WITHIN) <= found <= above * (plan.pass_bytes + plan.allocator_bytes)
 
 
