@@ -249,7 +249,7 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
         for row, user in enumerate(users):
             # Dimension 1 is the models of a user; an upload has one, which was trained from the first one published.
             weight, bias = ((tensors[name][row, 0] - downloaded[name][user, 0]).double() for name in weight_and_bias)
-            inverted_inputs[user] = ratio(weight, bias)
+            inverted_inputs[user] = input_from_changes(weight, bias)
 
     federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
     execute(federation, recipe, None, observers=watch(plain.clients))
@@ -287,10 +287,12 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     return weight.name, bias.name
 
 
-def ratio(weight: Float[Tensor, "rows columns"], bias: Float[Tensor, " rows"]) -> Float[Tensor, " columns"] | None:
-    """Return the input of a linear layer as the ratio of the changes of its weight and its bias.
+def input_from_changes(weight: Float[Tensor, "rows columns"], bias: Float[Tensor, " rows"]) -> Float[Tensor, " columns"] | None:
+    """Return the input of a linear layer, computed from the changes of its weight and its bias.
 
-    After a single step all rows give the same ratio; the row whose bias moved most is the most precise one.
+    After one step of SGD on a single input x, with the gradient d of the layer's output, the weight has changed by
+    ``-lr d x^T`` and the bias by ``-lr d``, so each row of the weight's change divided by that of the bias is x. The row
+    whose bias moved most is the most precise one.
 
     Args:
         weight: Change of the weight.

@@ -27,7 +27,7 @@ from comingle.config.settings import (
     Section,
     TrainingSection,
     number_in,
-    plain_name,
+    expand_plain_name,
     section_of,
 )
 from comingle.utils.errors import RecipeError
@@ -167,7 +167,7 @@ class Recipe(Section):
     @classmethod
     def _normalise_aggregation(cls, aggregation: object) -> object:
         """Convert ``aggregation``, if it is the plain name of a rule, to ``{rule: NAME}``."""
-        return plain_name(aggregation, key="rule")
+        return expand_plain_name(aggregation, key="rule")
 
     @property
     def data_seed(self) -> int:
@@ -219,8 +219,9 @@ class Recipe(Section):
 
         A section is replaced before its keys, whatever their order: ``{"method.models": 5, "method": "ifca"}``. As in a
         recipe's YAML, ``training.learning_rate`` of nets means ``training.experts.learning_rate``. The sections
-        ``method`` and ``aggregation`` may be a plain name in the recipe; if a key of such a section is set, the name
-        becomes another key of it.
+        ``method`` and ``aggregation`` may be a plain name in the recipe. If a key of such a section is set, the section
+        is expanded first: ``method: ifca`` to ``method: {name: ifca}``, and ``aggregation: median`` to
+        ``aggregation: {rule: median}``.
 
         Args:
             changes: New values by dotted key, for example ``{"training.rounds": 3}``.
@@ -236,7 +237,7 @@ class Recipe(Section):
             *section_names, last = meant_key.split(".")
             section: dict[str, Any] = content
             for name in section_names:
-                old = plain_name(section.get(name), key="rule" if name == "aggregation" else "name")
+                old = expand_plain_name(section.get(name), key="rule" if name == "aggregation" else "name")
                 inner = dict(old) if isinstance(old, Mapping) else {}
                 section[name] = inner  # a copy, as the old section may be an object of the caller
                 section = inner

@@ -55,7 +55,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def plain_name(section: object, *, key: str = "name") -> object:
+def expand_plain_name(section: object, *, key: str = "name") -> object:
     """Return the mapping ``{key: name}`` for a section that is given as a plain name; return others unchanged."""
     return {key: section} if isinstance(section, str) else section
 

@@ -37,26 +37,27 @@ _NO_TEXT_SUFFIXES = (".py", ".pyc", ".js", ".so", ".json")
 def read_library() -> list[str]:
     """Return the source files of the standard library's top level."""
     paths = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
-    return _select_documents({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
+    return _limit_documents({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
 
 
 def read_reference() -> list[str]:
     """Return the topics of the language reference that ``help()`` prints."""
     from pydoc_data.topics import topics
 
-    return _select_documents(topics)
+    return _limit_documents(topics)
 
 
 def read_numpy() -> list[str]:
     """Return the docstrings of NumPy's public functions, classes and methods, each after its name."""
-    return _select_documents({name: f"{name}\n\n{text}" for name, text in _numpy_docstrings()})
+    return _limit_documents({name: f"{name}\n\n{text}" for name, text in _numpy_docstrings()})
 
 
 def read_licences() -> list[str]:
     """Return documents from the licences of Python and of the installed distributions, each paragraph only once.
 
-    A document is a block of paragraphs, not a file: the longest files are collections of licences that other files
-    contain one by one, so dropping duplicate files would leave much text twice.
+    A document is a block of paragraphs, not a file: the longest files are collections of licences that also exist as
+    separate files, so dropping duplicate files would leave much text twice. The number of documents is limited, as for
+    every demo user.
     """
     texts = {text for path in _licence_files() if (text := _read_or_none(path))}
     known: set[str] = set()
@@ -66,7 +67,7 @@ def read_licences() -> list[str]:
         paragraphs = {" ".join(split_words(paragraph)): paragraph for paragraph in split_paragraphs(text)}
         blocks += join_paragraphs(paragraph for normalised, paragraph in paragraphs.items() if normalised not in known)
         known.update(paragraphs)
-    return _select_documents({block: block for block in blocks})  # blocks have no names, so the text is the name
+    return _limit_documents({block: block for block in blocks})  # blocks have no names, so the text is the name
 
 
 DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
@@ -78,7 +79,7 @@ DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
 """Functions that read the documents of each demo user."""
 
 
-def _select_documents(documents: Mapping[str, str]) -> list[str]:
+def _limit_documents(documents: Mapping[str, str]) -> list[str]:
     """Choose the documents of a demo user, at most 400,000 characters in total.
 
     Clips each document to 20,000 characters, drops near-duplicates, and takes the first documents in a fixed

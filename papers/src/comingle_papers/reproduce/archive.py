@@ -23,7 +23,7 @@ from comingle.utils.inputs import read_inputs
 from comingle.utils.records import measure_of, number, read_metrics, write_bytes
 from comingle_papers.recipes import RUNS_SUFFIX, published_runs
 from comingle_papers.reproduce.plan import Cell, Plan, RunSelection, name_of, plan
-from comingle_papers.reproduce.published import ANYWHERE
+from comingle_papers.reproduce.published import ASSUMED_FOLDER
 from comingle_papers.reproduce.runner import (
     RUNS,
     InputCache,
@@ -187,7 +187,7 @@ def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
     Raises:
         RecipeError: As :func:`comingle_papers.reproduce.plan.plan`.
     """
-    planned = plan(name, replace(selection, data=ANYWHERE))  # as from a folder, wherever it is
+    planned = plan(name, replace(selection, data=ASSUMED_FOLDER))  # as from a folder, wherever it is
     if planned.experiment.kind == "cost":
         raise RecipeError(f"--measured: {name} is counted without runs; omit --measured")
     if not any(cell.folder in records for cell in planned.cells):

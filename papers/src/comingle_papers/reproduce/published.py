@@ -368,7 +368,7 @@ def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
 
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")
-ANYWHERE = Path("{data}")
+ASSUMED_FOLDER = Path("{data}")
 """Placeholder for a folder with local text that holds everything needed, where its actual path does not matter."""
 
 
@@ -376,14 +376,14 @@ def data_folder(given: Path | None) -> Path | None:
     """Return the folder with local text and images: the given one, else ``$COMINGLE_DATA``, else None.
 
     Args:
-        given: The folder of ``--data``, or ``ANYWHERE``, a placeholder for a folder that need not exist, with which
+        given: The folder of ``--data``, or ``ASSUMED_FOLDER``, a placeholder for a folder that need not exist, with which
             archived runs are named; None without the option.
 
     Raises:
         RecipeError: The folder does not exist.
     """
-    if given == ANYWHERE:
-        return ANYWHERE
+    if given == ASSUMED_FOLDER:
+        return ASSUMED_FOLDER
     named = str(given) if given is not None else os.environ.get(FOLDER_VARIABLE, "")
     if not named:
         return None
@@ -409,7 +409,7 @@ def with_placeholder(content: object, folder: Path | None) -> Any:
         return [with_placeholder(value, folder) for value in content]
     if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
         return content
-    return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))  # ANYWHERE is the path "{data}"
+    return str(PurePosixPath(ASSUMED_FOLDER, *Path(content).relative_to(folder).parts))  # ASSUMED_FOLDER is the path "{data}"
 
 
 def resolve_inside(path: str, folder: Path | None) -> str:
@@ -435,7 +435,7 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
         scale: The scale of the runs.
         folder: The folder with local text and images, if there is one.
     """
-    if scale.text == "demo" or folder == ANYWHERE:  # demo texts are part of the study; ANYWHERE stands for all data
+    if scale.text == "demo" or folder == ASSUMED_FOLDER:  # demo texts are part of the study; the assumed folder has all data
         return ""
     if data.task is not None or data.questions is not None or folder is None:
         lacking = describe_lacking(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
@@ -459,9 +459,9 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
         return None
     if data.questions is not None:
         questions = folder / data.questions["name"]
-        return questions if folder == ANYWHERE or questions.is_dir() else None  # ANYWHERE stands for a complete folder
+        return questions if folder == ASSUMED_FOLDER or questions.is_dir() else None
     images = folder / IMAGES
-    return images if folder == ANYWHERE or has_images(data.images, images) else None
+    return images if folder == ASSUMED_FOLDER or has_images(data.images, images) else None
 
 
 def describe_lacking(data: DataSet, folder: Path) -> str:

@@ -109,7 +109,7 @@ class _UntakenReply:
     """IDs of the objects that have not arrived yet."""
     expires_at_unix: float
     """Unix time after which a complete reply is dropped."""
-    stalled_at_monotonic: float
+    deadline_monotonic: float
     """Time on the monotonic clock after which an incomplete reply is dropped."""
 
 
@@ -170,7 +170,7 @@ class LimitedLinkState(InMemoryLinkState):
                     objects=frozenset(part.object_id for part in iterate_object_tree(object_tree)),
                     missing=set(to_upload),
                     expires_at_unix=answered.created_at + answered.ttl + _SPARE_SECONDS,
-                    stalled_at_monotonic=time.monotonic() + self._limits.idle_seconds,
+                    deadline_monotonic=time.monotonic() + self._limits.idle_seconds,
                 )
             if not to_upload:  # The reply was refused, or all its objects are here already.
                 self._cleanup_push_session(session_id, cleanup_messages=False)
@@ -264,7 +264,7 @@ class LimitedLinkState(InMemoryLinkState):
             if not super().store_object(run_id, session_id, object_id, object_content):
                 return False
             upload.missing.discard(object_id)
-            upload.stalled_at_monotonic = time.monotonic() + self._limits.idle_seconds
+            upload.deadline_monotonic = time.monotonic() + self._limits.idle_seconds
             return True
 
     def get_object(self, run_id: int, object_id: str) -> bytes | None:
@@ -338,7 +338,7 @@ class LimitedLinkState(InMemoryLinkState):
             was_read = reply_id not in self.object_store  # Flower deletes the objects of a reply that was read.
             if was_read:
                 self._drop(reply_id)
-            elif upload.missing and time.monotonic() > upload.stalled_at_monotonic:
+            elif upload.missing and time.monotonic() > upload.deadline_monotonic:
                 self._drop(reply_id)
                 self._refuse(upload.node_id, f"not completed within {self._limits.idle_seconds:g} s")
             elif time.time() > upload.expires_at_unix:

@@ -163,14 +163,14 @@ def forward(
 
 
 @triton.jit
-def _expert(
+def _expert_backward(
     pre_0, pre_1, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
     ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Recompute the hidden activations h of one expert, and compute gradients from those of the mixture's output.
 
     With the pre-activations ``gate = pre_0 + scale z_0 B_0`` and ``up = pre_1 + scale z_1 B_1`` of a gated MLP,
-    ``h = act(gate) up``; in a plain MLP ``h = act(pre_0 + scale z_0 B_0)``.
+    ``h = act(gate) up``; in a plain MLP ``h = act(pre_0 + scale z_0 B_0)``. Rows are tokens, as in all products here.
 
     Args: Tiles of one expert.
 
@@ -179,16 +179,19 @@ def _expert(
         d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
         z_0: Products of the input with A of layer 0, tokens times ranks.
         z_1: Products of the input with A of layer 1.
-        d_gated: Gradient of ``p scale A h`` of the last layer, tokens times ranks.
+        d_gated: Gradient of ``p scale h A^T`` of the last layer, tokens times ranks.
         p: The expert's probability for each token.
         b_0: B of layer 0, ranks times hidden columns.
         b_1: B of layer 1.
-        a: A of the last layer.
+        a: A of the last layer, ranks times hidden columns.
         scale: LoRA scale.
+        ACT: The activation function.
+        FIRST: Number of layers before the activation: 2 in gated MLPs, else 1.
+        PRECISION: Precision of the products.
 
     Returns:
         h, the gradients of both pre-activations (the second one is only used in gated MLPs), and the gradient of the
-        product of h with A of the last layer.
+        product of h with A^T of the last layer.
     """
     value, slope = _activation(pre_0 + scale * _dot(z_0, b_0, PRECISION), ACT)
     d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
@@ -245,7 +248,7 @@ def backward(
         factor_0 = _load_factor(b_0, number, c, hidden, RANK, WIDE)
         factor_1 = _load_factor(b_1, number, c, hidden, RANK, WIDE)
         # In plain MLPs the arguments of layer 1 are those of layer 0, and unused.
-        h, d_pre_0, d_pre_1, _ = _expert(
+        h, d_pre_0, d_pre_1, _ = _expert_backward(
             pre_0, pre_1, d_mixture,
             _load_columns(z, row, valid, j * RANK, RANK, WIDE),
             _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE),
@@ -309,7 +312,7 @@ def backward_factors(
             pre_1 = _load_base(base_1, bias_1, offsets, inside, c, hidden, BIASED_1)
         z_0 = _load_columns(z, row, valid, j * RANK, RANK, WIDE)
         z_1 = _load_columns(z, row, valid, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)
-        h, d_pre_0, d_pre_1, d_last = _expert(
+        h, d_pre_0, d_pre_1, d_last = _expert_backward(
             pre_0, pre_1, tl.load(d_mixed + offsets, mask=inside, other=0.0).to(tl.float32), z_0, z_1,
             _load_columns(d_gated, token * (EXPERTS * RANK), valid, j * RANK, RANK, WIDE),
             tl.load(gates + token * EXPERTS + j, mask=valid, other=0.0), factor_0, factor_1, last,

@@ -337,7 +337,7 @@ def _foreign_file(folder: Path) -> str | None:
 def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
     """Return the model's perplexity on the user's validation data, and the mean gates of each layer's experts there.
 
-    Without a router the gates are equal; a model without experts has no gates.
+    Without a router the gates are equal; a mixture of components has no gates.
     """
     model = source.model
     if not isinstance(model, AdaptedModel):  # a mixture of components, without token routers
@@ -347,7 +347,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     if not routing.routed(model.adapters):
         equal_gates = torch.full((num_experts,), 1 / num_experts)
         return perplexity(source, _personal_losses(source, [])), [equal_gates] * num_layers
-    gates_seen: list[Tensor] = []  # filled by each call of the losses below
+    gates_seen: list[Tensor] = []  # each call of the losses below replaces its content
     assert source.about is not None  # it has the user's validation data
 
     def gates_of_last_batch() -> Tensor:
@@ -358,7 +358,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
         score = source.about.validate(_personal_losses(source, gates_seen), gates_of_last_batch)
     present = model.adapters.present[source.row]
-    mean_gates = score.expert_scores  # by layer and expert
+    mean_gates = score.expert_scores  # scores of experts are mean gates here, by layer and expert
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in mean_gates]
 
 

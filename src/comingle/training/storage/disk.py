@@ -474,14 +474,17 @@ class OnDisk(State):
                 files.append(file)
         return numbers
 
-    def _load_places(self, columns: dict[str, np.ndarray], prefix: str, into: Table, numbers: dict[str, int]) -> None:
-        """Copy the places of the rows of this process from the table of a checkpoint.
+    def _load_places(self, columns: dict[str, np.ndarray], prefix: str, into: Table, file_numbers: dict[str, int]) -> None:
+        """Copy versions and places of this process's rows from the table of a checkpoint.
+
+        A row's place is the position of its record in the files of a group of tensors, -1 for no record
+        (:data:`PLACES_PER_FILE`). The files are told which checksums to expect.
 
         Args:
             columns: Columns of the table; ``ROWS`` has numbers over all processes, as ``self._shard.ids`` has.
             prefix: Prefix of the columns: empty, or ``BEST`` for the best round.
             into: Table to update.
-            numbers: Number of the file with the records, by group.
+            file_numbers: Number of the file with the records, by group.
         """
         ids = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))  # row numbers in the whole run
         is_here = np.isin(ids, self._shard.ids)
@@ -493,9 +496,9 @@ class OnDisk(State):
         for name in self._groups:
             places = columns[prefix + name][is_here].astype(np.int64)
             has_record = places >= 0
-            into.places[name][rows] = np.where(has_record, places + numbers[name] * PLACES_PER_FILE, -1)
+            into.places[name][rows] = np.where(has_record, places + file_numbers[name] * PLACES_PER_FILE, -1)
             if (crcs := columns.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
-                file = self._files[name][numbers[name]]
+                file = self._files[name][file_numbers[name]]
                 assert file is not None
                 stored_ids = ids[is_here][has_record].astype(np.int64)
                 file.expect(places[has_record], stored_ids, crcs[is_here][has_record].view(np.uint32))
