@@ -287,12 +287,14 @@ def first_layer(layout: Layout, shared: frozenset[str]) -> tuple[str, str]:
     return weight.name, bias.name
 
 
-def input_from_changes(weight: Float[Tensor, "rows columns"], bias: Float[Tensor, " rows"]) -> Float[Tensor, " columns"] | None:
+def input_from_changes(
+    weight: Float[Tensor, "rows columns"], bias: Float[Tensor, " rows"]
+) -> Float[Tensor, " columns"] | None:
     """Return the input of a linear layer, computed from the changes of its weight and its bias.
 
     After one step of SGD on a single input x, with the gradient d of the layer's output, the weight has changed by
-    ``-lr d x^T`` and the bias by ``-lr d``, so each row of the weight's change divided by that of the bias is x. The row
-    whose bias moved most is the most precise one.
+    ``-lr d x^T`` and the bias by ``-lr d``, so each row of the weight's change divided by that of the bias is x. The
+    row whose bias moved most is the most precise one.
 
     Args:
         weight: Change of the weight.

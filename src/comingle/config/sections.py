@@ -26,8 +26,8 @@ from comingle.config.settings import (
     RuntimeSection,
     Section,
     TrainingSection,
-    number_in,
     expand_plain_name,
+    number_in,
     section_of,
 )
 from comingle.utils.errors import RecipeError

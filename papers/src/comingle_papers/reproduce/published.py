@@ -376,8 +376,8 @@ def data_folder(given: Path | None) -> Path | None:
     """Return the folder with local text and images: the given one, else ``$COMINGLE_DATA``, else None.
 
     Args:
-        given: The folder of ``--data``, or ``ASSUMED_FOLDER``, a placeholder for a folder that need not exist, with which
-            archived runs are named; None without the option.
+        given: The folder of ``--data``, or ``ASSUMED_FOLDER``, a placeholder for a folder that need not exist, with
+            which archived runs are named; None without the option.
 
     Raises:
         RecipeError: The folder does not exist.
@@ -409,7 +409,8 @@ def with_placeholder(content: object, folder: Path | None) -> Any:
         return [with_placeholder(value, folder) for value in content]
     if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
         return content
-    return str(PurePosixPath(ASSUMED_FOLDER, *Path(content).relative_to(folder).parts))  # ASSUMED_FOLDER is the path "{data}"
+    parts = Path(content).relative_to(folder).parts
+    return str(PurePosixPath(ASSUMED_FOLDER, *parts))  # "{data}/..."
 
 
 def resolve_inside(path: str, folder: Path | None) -> str:
@@ -435,7 +436,8 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
         scale: The scale of the runs.
         folder: The folder with local text and images, if there is one.
     """
-    if scale.text == "demo" or folder == ASSUMED_FOLDER:  # demo texts are part of the study; the assumed folder has all data
+    # Demo texts are part of the study, and the assumed folder has all data.
+    if scale.text == "demo" or folder == ASSUMED_FOLDER:
         return ""
     if data.task is not None or data.questions is not None or folder is None:
         lacking = describe_lacking(data, folder) if folder is not None else "there is no folder; give --data FOLDER"

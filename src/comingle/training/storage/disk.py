@@ -474,7 +474,9 @@ class OnDisk(State):
                 files.append(file)
         return numbers
 
-    def _load_places(self, columns: dict[str, np.ndarray], prefix: str, into: Table, file_numbers: dict[str, int]) -> None:
+    def _load_places(
+        self, columns: dict[str, np.ndarray], prefix: str, into: Table, file_numbers: dict[str, int]
+    ) -> None:
         """Copy versions and places of this process's rows from the table of a checkpoint.
 
         A row's place is the position of its record in the files of a group of tensors, -1 for no record
