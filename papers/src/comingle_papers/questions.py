@@ -32,7 +32,7 @@ from comingle.config.settings import (
     PathResolver,
     Section,
     Source,
-    plain_name,
+    expand_plain_name,
     unread_keys_of_text,
     unread_local_steps,
 )
@@ -475,7 +475,7 @@ class QuestionsDataSection(DataSection):
     """A named set of questions, the same for all users."""
 
     kind: Literal["questions"] = "questions"
-    questions: Annotated[QuestionsSection, BeforeValidator(plain_name)]
+    questions: Annotated[QuestionsSection, BeforeValidator(expand_plain_name)]
     """Users with the same questions in different languages."""
 
     label: ClassVar[str] = "data.questions"

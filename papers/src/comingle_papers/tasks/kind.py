@@ -22,7 +22,15 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from comingle.config import Recipe
-from comingle.config.settings import Count, DataSection, Fraction, Positive, Section, plain_name, unread_keys_of_text
+from comingle.config.settings import (
+    Count,
+    DataSection,
+    Fraction,
+    Positive,
+    Section,
+    expand_plain_name,
+    unread_keys_of_text,
+)
 from comingle.data.populations import as_users
 from comingle.data.samples.reading import Augment, Population
 from comingle.data.samples.samples import UserSamples, check, warn_unseen
@@ -477,7 +485,7 @@ class TaskDataSection(DataSection):
     """A named task, which makes users and their samples."""
 
     kind: Literal["task"] = "task"
-    task: Annotated[TaskSection, BeforeValidator(plain_name)]
+    task: Annotated[TaskSection, BeforeValidator(expand_plain_name)]
     """A task of the papers, with small nets."""
 
     label: ClassVar[str] = "data.task"
