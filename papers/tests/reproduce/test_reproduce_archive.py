@@ -20,7 +20,7 @@ from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.records import read_metrics
 from comingle_papers.reproduce.archive import find_archived, merge_records, plan_of, read_archive, write_archive
 from comingle_papers.reproduce.plan import Cell, RunSelection, plan
-from comingle_papers.reproduce.published import ANYWHERE, list_experiments, with_placeholder
+from comingle_papers.reproduce.published import ASSUMED_FOLDER, list_experiments, with_placeholder
 from comingle_papers.reproduce.runner import MEASURED, RUNS, run_cells, scores
 from comingle_papers.reproduce.tables import build_table
 
@@ -108,7 +108,7 @@ def flat(answer: Any) -> str:
 def test_a_run_has_one_name_wherever_the_folder_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = write_folder(tmp_path / "a" / "data"), write_folder(tmp_path / "elsewhere")
     name = planned(here).folder
-    assert planned(there).folder == planned(ANYWHERE).folder == name
+    assert planned(there).folder == planned(ASSUMED_FOLDER).folder == name
     monkeypatch.chdir(here)
     link = tmp_path / "link"
     link.symlink_to(here)
