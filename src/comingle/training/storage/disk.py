@@ -480,7 +480,8 @@ class OnDisk(State):
         """Copy versions and places of this process's rows from the table of a checkpoint.
 
         A row's place is the position of its record in the files of a group of tensors, -1 for no record
-        (:data:`PLACES_PER_FILE`). The files are told which checksums to expect.
+        (:data:`PLACES_PER_FILE`). Also sets the checksums that the
+        files expect.
 
         Args:
             columns: Columns of the table; ``ROWS`` has numbers over all processes, as ``self._shard.ids`` has.
