@@ -182,7 +182,7 @@ class Attacker:
 
     clients: Clients
 
-    def rows(self, users: int) -> Float[Tensor, "users columns"]:
+    def initial_rows(self, users: int) -> Float[Tensor, "users columns"]:
         """Return the initial values of all tensors, one equal row for each of ``users`` users.
 
         They follow from the public seed. With them adapters leave the base model unchanged.
@@ -213,17 +213,18 @@ class Attacker:
         return torch.stack(losses_by_model).amin(0)
 
     def _losses_of_model(self, users: Sequence[int], observed: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
-        """Return :meth:`losses` under a single observed model of each user.
+        """Return the mean loss per predicted token of each window, under a single observed model of each user.
 
         Args:
             users: Indices of the users.
             observed: Observed tensors ``(users, *shape)``; empty stands for the initial model.
             windows: Windows ``(users, windows, width)``.
         """
-        model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
+        model, rows = self.clients.model, self.initial_rows(len(users)) * self.clients.model.mask()[list(users)]
         windows, batch_source = windows.long(), self.clients.batch_source
         begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
         if begin is not None:  # as in training; the last token makes room, as a base may not accept a wider window
+            # No window starts at the beginning of its document, so none has the begin token yet.
             at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=at_start)
         if observed:

@@ -93,7 +93,7 @@ Sets = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Use this random seed (default: the recipe's).")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
-AllUsers = Annotated[bool, typer.Option("--all", help="Show all users, even if there are more than 24.")]
+AllUsers = Annotated[bool, typer.Option("--all", help="Show all users, however many there are.")]
 
 
 def parse_path(out: str | Path) -> Path:

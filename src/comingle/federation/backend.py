@@ -251,7 +251,8 @@ class _SecureSum:
 
         Args:
             answers: Answers to the step "advertise" by name, which users get with their training task.
-            largest: Largest magnitude that an entry of an upload may have; a sum beyond it is refused.
+            largest: Largest magnitude that an entry of an upload may have; a sum beyond this, times its number of
+                users, is refused.
 
         Raises:
             NoSumError: Too few users have answered a step, or the sum is out of range.

@@ -221,7 +221,10 @@ def layers_of(tensors: Tree) -> list[str]:
 
 
 def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users means rank"]:
-    """Return the mean projections of a user's data that are packed into the rows below T of an uploaded router.
+    """Return each user's mean projections of its data, which are packed into its uploaded router.
+
+    The first ``rank`` rows of an uploaded router are T, which projects hidden states x for routing. The rows below hold
+    the means, padded to whole rows.
 
     Args:
         router: Uploaded routers.
@@ -229,7 +232,8 @@ def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int
         most: Number of places for domain experts.
 
     Returns:
-        Means ``(users, 1 + most, rank)``, first that of T x, then those of A_e x for each place e.
+        Means over the user's tokens ``(users, 1 + most, rank)``: first that of T x, then for each place e that of A_e x
+        with the LoRA factor A_e of the domain expert there.
     """
     return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
 

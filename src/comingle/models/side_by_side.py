@@ -381,7 +381,11 @@ class Chained:
         return Sum(chain, other, self.pass_shape, names)
 
     def _convert_sequential(self, net: nn.Sequential) -> Chain:
-        """Convert a sequence; a convolution and the norm, ReLU and pooling after it become one step."""
+        """Convert a sequence; a convolution and the norm, ReLU and pooling after it become one step.
+
+        The steps run the forward pass. Modules that form a step stay unconverted children, which only hold its
+        parameters under their names.
+        """
         converted, remaining = Chain(), _children(net)
         converted.steps = []
         while remaining:
@@ -390,12 +394,12 @@ class Chained:
             step, count = step_and_count or (None, 1)
             for name, module in remaining[:count]:
                 converted.add_module(name, module if step is not None else self._convert(module))
-            converted.steps.append(step or self._on_samples(converted[-1]))
+            converted.steps.append(step or self._step_of_module(converted[-1]))
             remaining = remaining[count:]
         return converted
 
-    def _on_samples(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return the module, with its inputs converted to plain samples unless it works on either layout."""
+    def _step_of_module(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return a module as a step of a chain, with inputs converted to plain samples unless it works on either layout."""
         return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.pass_shape.flat(x))
 
 

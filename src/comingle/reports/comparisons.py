@@ -422,7 +422,10 @@ def _differences(
 
 
 def _as_array(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
-    """Return differences by seed, with one value per user each, as an array of shape (users, seeds).
+    """Return the users' differences between two methods as an array of shape (users, seeds).
+
+    Args:
+        differences: Differences of the users, in order, by seed; None stands for one that is not finite.
 
     Returns:
         The array; None with fewer than two seeds, or if a difference is not finite.

@@ -464,7 +464,7 @@ _SPLITS = {"train": "train", "test": "t10k"}
 _IMAGE_KEYS = ("images", "image", "img", "x", "data")
 _LABEL_KEYS = ("labels", "label", "fine_label", "y")
 _DOMAIN_KEYS = ("domain",)
-_DOMAIN_SIDES = ("", "32", "64", "128", "224", "227")
+_DOMAIN_IMAGE_SIDES = ("", "32", "64", "128", "224", "227")
 """Lengths of sides that may follow a data set's name in its file name."""
 
 
@@ -529,7 +529,7 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
 
 
 def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
-    """Read all images of a data set in domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
+    """Read all images of a data set whose images have domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
 
     Images of the hub with sides longer than ``largest`` are resized to squares of that size (Lanczos). Images in a
     folder's file are not resized.
@@ -549,17 +549,19 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
         raise DataError(f"{folder}: no such folder; it should contain the images of {name}")
     path = _find_domain_file(folder, name)
     if path is None:
-        looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_SIDES)
+        looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES)
         raise DataError(f"{folder}: no images of {name}; looked for {looked}")
     images = read_npz(path)
     if images.domains is None:
-        raise DataError(f"{path}: no domain in it; allowed: domain (numbers or names), and domains (names of numbers)")
+        raise DataError(
+            f"{path}: no array 'domain' in it; add it, with a number or name for each image, and optionally 'domains', the names of the numbers"
+        )
     return images
 
 
 def _find_domain_file(folder: Path, name: str) -> Path | None:
-    """Return the npz file of a data set in domains, the first of its possible names; None if there is none."""
-    candidates = (folder / f"{name}{side}.npz" for side in _DOMAIN_SIDES)
+    """Return the npz file of a data set whose images have domains, the first of its possible names; None if there is none."""
+    candidates = (folder / f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES)
     return next((path for path in candidates if path.is_file()), None)
 
 

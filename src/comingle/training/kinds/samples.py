@@ -248,7 +248,14 @@ class NetKind(Kind):
         return personal_net(name, cast(StackedModel, model), tensors)
 
     def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
-        """Return the net of a user with the shape of its inputs and, for image files, how they are read."""
+        """Return the net of a user with the shape of its inputs and, for image files, how they are read.
+
+        Args:
+            personal: The net.
+            recipe: Recipe of the run.
+            settings: Settings of the kind that the run folder stores: `input_shape`, and `labels`, the names of the
+                classes, which data from image files has.
+        """
         data, shape = recipe.data, settings.get("input_shape")
         return replace(
             cast(PersonalNet, personal),
