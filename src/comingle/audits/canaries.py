@@ -224,7 +224,7 @@ class Attacker:
         windows, batch_source = windows.long(), self.clients.batch_source
         begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
         if begin is not None:  # as in training; the last token makes room, as a base may not accept a wider window
-            # No window starts at the beginning of its document, so none has the begin token yet.
+            # Windows count as pieces from the middle of a text, whose first token is not a target.
             at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=at_start)
         if observed:

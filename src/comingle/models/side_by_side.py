@@ -399,7 +399,7 @@ class Chained:
         return converted
 
     def _step_of_module(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return a module as a step of a chain, with inputs converted to plain samples unless it works on either layout."""
+        """Return a module as a step; its inputs are converted to plain samples unless it works on either layout."""
         return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.pass_shape.flat(x))
 
 

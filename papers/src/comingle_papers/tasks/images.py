@@ -529,7 +529,7 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
 
 
 def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
-    """Read all images of a data set whose images have domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
+    """Read all images of a data set with domains, from a folder or the split "train" of ``hub:OWNER/NAME``.
 
     Images of the hub with sides longer than ``largest`` are resized to squares of that size (Lanczos). Images in a
     folder's file are not resized.
@@ -554,13 +554,14 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     images = read_npz(path)
     if images.domains is None:
         raise DataError(
-            f"{path}: no array 'domain' in it; add it, with a number or name for each image, and optionally 'domains', the names of the numbers"
+            f"{path}: got no array 'domain'; add it, with a number or a name for each image; an optional array "
+            "'domains' has the names of the numbers"
         )
     return images
 
 
 def _find_domain_file(folder: Path, name: str) -> Path | None:
-    """Return the npz file of a data set whose images have domains, the first of its possible names; None if there is none."""
+    """Return the npz file of a data set with domains, the first of its possible names; None if there is none."""
     candidates = (folder / f"{name}{side}.npz" for side in _DOMAIN_IMAGE_SIDES)
     return next((path for path in candidates if path.is_file()), None)
 
