@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,15 +224,29 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 # PyTorch caches compiled code across processes by an operator's name, not by its schema: so the name has a digest.
-_OPERATOR = f"comingle::causal_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
+_OPERATOR = f"causal_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
 
 
-@torch.library.custom_op(
-    _OPERATOR,
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
-)
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that registers a function as an operator of PyTorch for the CPU, and returns the operator.
+
+    Unlike ``torch.library.custom_op`` it does not import torch's compiler (70 MB) at the first call.
+
+    Args:
+        name: Name of the operator.
+        schema: Its schema.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        full_name = f"comingle::{name}"
+        torch.library.define(full_name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(full_name, "cpu", function)
+        return getattr(torch.ops.comingle, name).default
+
+    return register
+
+
+@_operator(_OPERATOR, "(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)")
 def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[Heads, Float[Tensor, "batch heads n 2"]]:
     """Return ``softmax(scale q k^T) v`` with a causal mask, and the softmax statistics for the backward pass.
 
@@ -250,11 +265,9 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
     return out, sums
 
 
-@torch.library.custom_op(
+@_operator(
     f"{_OPERATOR}_backward",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor sums, Tensor d_out, float scale) -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor sums, Tensor d_out, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def causal_attention_backward(
     q: Heads, k: Grouped, v: Grouped, sums: Float[Tensor, "batch heads n 2"], d_out: Heads, scale: float
@@ -275,13 +288,13 @@ def causal_attention_backward(
     return d_q, d_k, d_v
 
 
-@causal_attention.register_fake
+@torch.library.register_fake(f"comingle::{_OPERATOR}")
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return empty results with shapes and layout of the real ones, for torch.compile."""
     return _empty_heads(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
 
 
-@causal_attention_backward.register_fake
+@torch.library.register_fake(f"comingle::{_OPERATOR}_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, d_out: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_heads(q), _empty_heads(k), _empty_heads(v)
 
@@ -304,7 +317,7 @@ def _backward(ctx: Context, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return *causal_attention_backward(*ctx.saved_tensors, d_out, ctx.scale), None
 
 
-causal_attention.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(f"comingle::{_OPERATOR}", _backward, setup_context=_setup_context)
 
 
 def _contiguous_rows(t: Tensor) -> Tensor:
