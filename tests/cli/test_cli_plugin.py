@@ -85,6 +85,13 @@ def test_a_run_of_a_method_from_a_file_is_opened_with_the_file_alone(place: Path
 
 
 @pytest.mark.slow
+def test_the_process_that_measures_rounds_loads_it(place: Path) -> None:
+    words = ["cost", "recipe.yaml", "--plugin", "near.py", "--method", "near", "--machines", "1"]
+    found = comingle(place, *words)
+    assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stderr
+
+
+@pytest.mark.slow
 def test_every_process_of_a_command_loads_it(place: Path) -> None:
     words = ["recipe.yaml", "--plugin", "near.py", "-q"]
     beside = comingle(

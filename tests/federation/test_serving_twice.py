@@ -87,6 +87,17 @@ def test_what_is_told_is_set_before_the_first_contact_and_saved(
     ]
 
 
+def test_settings_are_those_of_the_named_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, key in (("ann", "a.key"), ("other", "b.key")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "participant.yaml").write_text(f"name: ann\ndata: text.txt\nkey: {key}\nstate: .\n")
+    (found,) = load_participants((), ["ann"], {"state": "other"})
+    assert (found.state, found.key) == (str(tmp_path / "other"), str(tmp_path / "other" / "b.key"))
+    (fresh,) = load_participants((), ["ann"], {"state": "empty", "data": "text.txt"})
+    assert (fresh.state, fresh.key) == (str(tmp_path / "empty"), None)  # not the key in the folder ann
+
+
 @pytest.mark.parametrize(
     ("files", "names", "options", "place"),
     [

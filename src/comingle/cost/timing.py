@@ -38,6 +38,7 @@ from comingle.config import Recipe, load_recipe
 from comingle.config.settings import MEMORY
 from comingle.cost.memory import user_bytes
 from comingle.methods import make
+from comingle.methods.user_files import load_files_of_command
 from comingle.protocol.messages import LOSS, Upload
 from comingle.runs.distributed import build_sharded, divide_users, keep_users, select_gpu
 from comingle.runs.session import build, prepare
@@ -404,6 +405,7 @@ def main() -> None:
     torch.set_num_threads(order["threads"])
     with nullcontext() if place is None else joined(place) as ranks:
         try:
+            load_files_of_command()
             result = measure_parts(load_recipe(order["recipe"]), order["users"], ranks)
         except ComingleError as error:
             result = {"error": str(error)}

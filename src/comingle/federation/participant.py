@@ -191,7 +191,8 @@ def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapp
 
     Args:
         files: Files of the participants; empty if users are named.
-        names: Names of the users, whose files are ``NAME/participant.yaml``. With a single file, a single name may be
+        names: Names of the users, whose files are ``NAME/participant.yaml``, or ``participant.yaml`` in the folder of
+            the option ``state``. With a single file, a single name may be
             given, which replaces that in the file.
         options: Options of the command by key, None for those that are not given. They replace values of all files.
 
@@ -217,9 +218,10 @@ def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapp
 
 
 def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
-    """Return the participant whose settings are in ``NAME/participant.yaml`` or, without this file, in the options.
+    """Return the participant whose settings are in its state folder's file or, without this file, in the options.
 
-    The file is written by the first command for a user, so that later ones need only the name.
+    The state folder is ``NAME``, unless the option ``state`` names another. The file is written by the first command
+    for a user, so that later ones need only the name.
 
     Args:
         name: Name of the user.
@@ -228,7 +230,8 @@ def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
     Raises:
         RecipeError: There is no file, and the options have no data.
     """
-    file = Path(as_folder(name)) / FILE
+    file = Path(options.get("state") or as_folder(name)).expanduser() / FILE
+    options = {**options, "state": None}  # that of the file, or its folder
     if file.exists():
         return load_participant(file, **{**options, "name": name})
     content: dict[str, Any] = {"name": name, "state": str(file.parent.absolute())}
