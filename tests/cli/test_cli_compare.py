@@ -17,6 +17,7 @@ import yaml
 
 from comingle.config import load_recipe
 from comingle.reports.comparisons import read_comparison, with_baseline
+from comingle.reports.runs import baseline_comparison, read_entries
 from comingle.reports.tables import latex
 from comingle.runs import compare, comparison
 from comingle.runs.compare import split_by_seed
@@ -81,6 +82,41 @@ def test_another_baseline_is_asked_for(comingle: Any, short: Path, tmp_path: Pat
     assert table(tmp_path / "out")["against"]["baseline"] == "pretrained"
     assert comingle("compare", short, *options, "--resume", "--against", "fedavg").code == 0
     assert table(tmp_path / "out")["against"]["baseline"] == "fedavg"
+
+
+def test_all_views_have_the_methods_of_all_commands(
+    comingle: Any, short: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "out"
+    options = ("--seeds", "0,1", "--out", folder)
+    assert comingle("compare", short, "--methods", "local,fedavg", *options).code == 0
+    alone = comingle("run", short, "--set", "training.local_steps=1", "--out", folder / "ditto-seed0")
+    assert alone.code == 0  # with another recipe
+    added = comingle("compare", short, "--methods", "pretrained,local", *options, "--resume", "--against", "fedavg")
+    assert added.code == 0
+    (warning,) = [line for line in caplog.messages if "left out" in line]
+    assert "ditto-seed0: left out of the comparison: " in warning
+    assert "training.local_steps was 1 and is 2" in warning
+    methods = ["pretrained", "local", "fedavg"]
+    found = table(folder)
+    assert {row["method"]: row["seeds"] for row in found["methods"]} == {method: [0, 1] for method in methods}
+    assert [one["method"] for one in found["against"]["methods"]] == ["pretrained", "local"]
+    files = [tmp_path / name for name in ("table.tex", "users.csv")]
+    assert comingle("show", folder, "--latex", files[0], "--csv", files[1]).code == 0
+    entries = read_entries([folder])
+    texts = [
+        added.out,
+        comingle("show", folder).out,
+        (folder / "table.md").read_text(),
+        *(f.read_text() for f in files),
+    ]
+    for text in texts:
+        assert all(method in text for method in methods)
+        assert "ditto" not in text
+    assert [entry.label for entry in entries] == methods
+    of_report = baseline_comparison(entries, "fedavg")
+    assert of_report is not None
+    assert of_report.as_dict() == found["against"]
 
 
 # ---------------------------------------------------------------- runs that fail

@@ -49,6 +49,19 @@ def test_one_method_with_two_settings(tmp_path: Path) -> None:
     assert [method.settings for method in rates.values()] == [{"proximal": 0.5}, {"proximal": 2.0}]
 
 
+def test_a_call_adds_methods_to_a_comparison(tmp_path: Path) -> None:
+    options: Any = {"seeds": [0], "out": tmp_path / "out"}
+    first = compare(["fedprox", "fedprox:proximal=1"], **options)
+    both = compare(["local"], resume=True, against="fedprox", **options)
+    assert [*both.metrics] == [("local", 0), ("fedprox", 0), ("fedprox:proximal=1", 0)]
+    assert {key: both.metrics[key]["users"] for key in first.metrics} == {
+        key: metrics["users"] for key, metrics in first.metrics.items()
+    }
+    assert "fedprox:proximal=1" in both.to_latex()
+    with pytest.raises(RecipeError, match="--against 'ditto'"):
+        compare(["local"], resume=True, against="ditto", **options)
+
+
 def test_a_method_that_is_there_once_keeps_its_name() -> None:
     found = compare(["local", {"name": "fedprox", "proximal": 2.0}], seeds=[0])
     assert list(found.metrics) == [("local", 0), ("fedprox", 0)]

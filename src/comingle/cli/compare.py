@@ -106,13 +106,12 @@ def compare_methods(
     Raises:
         RunError: Some runs failed. It is raised after all others have finished and the table is written.
     """
-    from comingle.reports.comparisons import baseline_methods, baseline_of
-    from comingle.reports.tables import tables_of, write_comparison
-    from comingle.runs.compare import folders_of, labels_of, recipes_of
+    from comingle.reports.tables import tables_of
+    from comingle.runs.compare import check_baseline, folders_of, recipes_of, write_table
     from comingle.utils.terminal import words
 
     recipes = recipes_of(recipe, methods, seeds, for_all)  # by method's label and seed
-    baseline_of(list(dict.fromkeys(label for label, _ in recipes)), against)  # raises for a wrong --against
+    check_baseline(recipes, folder, against)
     options = {"resume": resume, "force": force, "quiet": quiet}
     if jobs > 1:
         outcomes = _run_in_parallel(recipes, folder, jobs, **options)
@@ -124,13 +123,11 @@ def compare_methods(
         if isinstance(outcome, ComingleError):
             failed[key] = outcome
         last_outcome = outcome
-    finished_folders = [run_folder for key, run_folder in folders_of(recipes, folder).items() if key not in failed]
-    if not finished_folders:
+    folders = folders_of(recipes, folder)
+    finished = {run_folder: key[0] for key, run_folder in folders.items() if key not in failed}  # labels
+    if not finished:
         raise next(iter(failed.values()))
-    # A baseline without any finished run is replaced by the default one.
-    succeeded = {method for method, _ in recipes.keys() - failed.keys()}
-    baseline = against if against is not None and succeeded >= {*baseline_methods(against)} else None
-    table = write_comparison(folder, finished_folders, baseline, labels_of(recipes, folder))
+    table, _ = write_table(folder, finished, against, failed=[folders[key] for key in failed])
     for part in tables_of(table, all_users=all_users):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))

@@ -762,3 +762,21 @@ def read_comparison(folder: Path) -> ComparisonTable:
         return json.loads((folder / "table.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{folder}: not the folder of a comparison ({error})") from None
+
+
+def methods_in_table(folder: Path) -> list[str]:
+    """Return the methods in the ``table.json`` of a comparison's folder; empty without a readable table."""
+    return [str(row["method"]) for row in _rows_in_table(folder)]
+
+
+def runs_in_table(folder: Path) -> list[tuple[str, int]]:
+    """Return method and seed of each run in the ``table.json`` of a comparison's folder; empty if it has none."""
+    return [(str(row["method"]), seed) for row in _rows_in_table(folder) for seed in row.get("seeds", ())]
+
+
+def _rows_in_table(folder: Path) -> list[JsonObject]:
+    try:
+        rows = json.loads((folder / "table.json").read_text(encoding="utf-8"))["methods"]
+        return [row for row in rows if "method" in row]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import statistics
@@ -21,7 +20,9 @@ from comingle.reports.comparisons import (
     compare_with_baseline,
     folder_name,
     interval,
+    methods_in_table,
     require_same_users,
+    runs_in_table,
 )
 from comingle.reports.formatting import change, change_text, interval_text, is_worse, negligible_change
 from comingle.utils.errors import RunError
@@ -208,21 +209,25 @@ def _no_runs_message(path: Path) -> str:
 def _runs_of_comparison(path: Path) -> list[Path]:
     """Return the run folders in a comparison's folder, in the order of the methods in its ``table.json``.
 
-    Without a readable table, and for methods that it lacks, the order is alphabetical.
+    The runs that the table does not have are left out with a warning, so that all views of a comparison have the same
+    runs. Without a readable table, and for tables without seeds, all runs are returned. Methods that the table lacks
+    are then last, in alphabetical order.
     """
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
-    rank = {folder_name(method): number for number, method in enumerate(_methods_of_comparison(path))}
+    rank = {folder_name(method): number for number, method in enumerate(methods_in_table(path))}
     # Run folders are named METHOD-seedN.
-    return sorted(folders, key=lambda folder: rank.get(folder.name.rpartition("-seed")[0], len(rank)))
-
-
-def _methods_of_comparison(path: Path) -> list[str]:
-    """Return the methods in the ``table.json`` of a folder; empty without a readable table."""
-    try:
-        table = json.loads((path / "table.json").read_text(encoding="utf-8"))
-        return [str(row["method"]) for row in table["methods"]]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
+    folders.sort(key=lambda folder: rank.get(folder.name.rpartition("-seed")[0], len(rank)))
+    names = {f"{folder_name(method)}-seed{seed}" for method, seed in runs_in_table(path)}
+    if not names.intersection(folder.name for folder in folders):
+        return folders
+    if left_out := [folder.name for folder in folders if folder.name not in names]:
+        logger.warning(
+            "%s: left out, since they are not in its table.json: %s; `comingle compare --resume` adds finished runs "
+            "that can be compared",
+            path,
+            brief_list(left_out, " and "),
+        )
+    return [folder for folder in folders if folder.name in names]
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -340,7 +345,7 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     Otherwise the label of each of several runs of a method is ``METHOD (KEY VALUE, ...)``, with the keys in which these
     runs differ.
     """
-    names = {folder: _methods_of_comparison(folder) for folder in {run.folder.parent for run in runs}}
+    names = {folder: methods_in_table(folder) for folder in {run.folder.parent for run in runs}}
     labels = [_label_in_comparison(run, names[run.folder.parent]) for run in runs]
     if len(set(labels)) == len(labels):
         return labels

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -16,10 +17,19 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from comingle.config import Recipe
-from comingle.config.files import read_text
-from comingle.methods import make, settings_in_comparison, settings_of
-from comingle.reports.comparisons import folder_name, require_same_users
-from comingle.runs.folders import check_folder, with_bos_of_run
+from comingle.config.files import load_recipe, read_text
+from comingle.methods import REGISTRY, make, settings_in_comparison, settings_of
+from comingle.methods.user_files import check_origin
+from comingle.reports.comparisons import (
+    ComparisonTable,
+    baseline_methods,
+    baseline_of,
+    folder_name,
+    methods_in_table,
+    require_same_users,
+)
+from comingle.reports.tables import write_comparison
+from comingle.runs.folders import check_folder, first_difference, with_bos_of_run
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
@@ -27,9 +37,12 @@ from comingle.runs.session import prepare, run_in
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.kinds.base import RunData, check_recipe
-from comingle.utils.errors import ComingleError, RecipeError, RunError
-from comingle.utils.inputs import recorded_date
+from comingle.utils.errors import ComingleError, RecipeError, RunError, list_names
+from comingle.utils.inputs import check_base, check_users, read_inputs, recorded_date
+from comingle.utils.records import read_metrics
 from comingle.utils.terminal import errors
+
+_log = logging.getLogger("comingle")
 
 Group = TypeVar("Group")
 Result = TypeVar("Result")
@@ -220,6 +233,140 @@ def recipes_of(
     for run_recipe in recipes.values():
         check_recipe(run_recipe)
     return recipes
+
+
+_OF_ONE_RUN = ("method", "seed")
+"""Keys of a recipe in which the runs of a comparison may differ."""
+
+
+def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Collection[Path] = ()) -> dict[Path, str]:
+    """Return all runs of a comparison's folder that can be compared with those of a command, among them its own.
+
+    An earlier command may have written runs of other methods or seeds to the folder. They count if they have finished
+    and their recipes differ only in method and seed, with the same base, data and users. The others are left out with a
+    warning.
+
+    Args:
+        folder: The folder of the comparison.
+        finished: The labels of the command's finished runs, by run folder.
+        failed: Folders of the command's runs that failed, which are left out without a warning.
+
+    Returns:
+        The labels by run folder: the command's methods first, the others as in the last table, and each method's runs
+        in the order of the seeds.
+    """
+    earlier_labels = {folder_name(label): label for label in methods_in_table(folder)}
+    members = _Members(finished)
+    for path in sorted(file.parent for file in folder.glob("*/recipe.yaml")):
+        if path in finished or path in failed:
+            continue
+        try:
+            members.add(path, earlier_labels)
+        except (ComingleError, OSError) as error:
+            _log.warning("%s: left out of the comparison: %s", path, error)
+    ranks = {label: rank for rank, label in enumerate(dict.fromkeys([*finished.values(), *earlier_labels.values()]))}
+    seeds = {path: read_metrics(path)["seed"] for path in members.labels}
+
+    def place(path: Path) -> tuple[int, str, int]:
+        label = members.labels[path]
+        return ranks.get(label, len(ranks)), label, seeds[path]
+
+    return {path: members.labels[path] for path in sorted(members.labels, key=place)}
+
+
+class _Members:
+    """The runs of a comparison, to which comparable ones of earlier commands can be added."""
+
+    def __init__(self, finished: Mapping[Path, str]):
+        self.labels = dict(finished)
+        """Labels by run folder."""
+        self.recipes = {path: load_recipe(path) for path in finished}
+        """Recipes by run folder."""
+        self._first = next(iter(finished))  # the run that others are compared with
+        self._users = set(read_metrics(self._first)["users"])
+
+    def add(self, path: Path, labels: Mapping[str, str]) -> None:
+        """Add a run of an earlier command.
+
+        Args:
+            path: The run folder.
+            labels: Labels in the last table, by the name of their run folders without the seed.
+
+        Raises:
+            ComingleError: The run cannot be compared with the others; the message is the reason.
+        """
+        if not (path / "metrics.json").is_file():
+            raise RunError("it has not finished; run its method with --resume to add it")
+        recipe, users = load_recipe(path), read_metrics(path)["users"]
+        if difference := first_difference(recipe, self.recipes[self._first], ignored=_OF_ONE_RUN):
+            raise RunError(f"its recipe differs from that of {self._first.name}: {difference}")
+        if set(users) != self._users:
+            raise RunError(f"its users are {list_names(users)}, those of {self._first.name} {list_names(self._users)}")
+        self._check_inputs(path, recipe)
+        label = self._label(path, recipe, labels)
+        for other, other_recipe in self.recipes.items():
+            if recipe.fingerprint == other_recipe.fingerprint:
+                raise RunError(f"its recipe and seed are those of {other.name}")
+            if self.labels[other] == label and recipe.method != other_recipe.method:
+                difference = first_difference(recipe, other_recipe, ignored=("seed",))
+                raise RunError(f"its method has other settings than that of {other.name}: {difference}")
+        if recipe.method.name in REGISTRY:  # warns if the method's file has changed; only reading needs no method
+            check_origin(path, recipe.method.name)
+        self.labels[path], self.recipes[path] = label, recipe
+
+    def _check_inputs(self, path: Path, recipe: Recipe) -> None:
+        """Check that a run read the same base, and the same data as a run with the same seed.
+
+        Raises:
+            RunError: It did not, or did not record it.
+        """
+        inputs, first_inputs = read_inputs(path), read_inputs(self._first)
+        check_base(path, inputs, first_inputs.base, first_inputs.tokenizer)
+        same_seed = next((other for other, of_other in self.recipes.items() if of_other.seed == recipe.seed), None)
+        if same_seed is not None:
+            check_users(path, inputs, read_inputs(same_seed))
+
+    @staticmethod
+    def _label(path: Path, recipe: Recipe, labels: Mapping[str, str]) -> str:
+        """Return the label of a run of an earlier command: that in the table, or one that fits the folder's name."""
+        stem = path.name.rpartition("-seed")[0] or path.name
+        with_settings = _label({"name": recipe.method.name, **recipe.method.settings})
+        return labels.get(stem) or (with_settings if folder_name(with_settings) == stem else stem)
+
+
+def write_table(
+    folder: Path, finished: Mapping[Path, str], against: str | None, *, failed: Collection[Path] = ()
+) -> tuple[ComparisonTable, dict[Path, str]]:
+    """Write the table of all comparable runs of a comparison's folder, as :func:`comparison_runs` returns them.
+
+    Args:
+        folder: The folder of the comparison.
+        finished: The labels of the command's finished runs, by run folder.
+        against: The baseline: methods separated by commas. It is replaced by the default one if one of these methods
+            has no finished run.
+        failed: Folders of the command's runs that failed.
+
+    Returns:
+        The table, and the labels of its runs by run folder.
+    """
+    labels = comparison_runs(folder, finished, failed=failed)
+    baseline = against if against is not None and set(labels.values()) >= {*baseline_methods(against)} else None
+    return write_comparison(folder, list(labels), baseline, labels), labels
+
+
+def check_baseline(recipes: Mapping[Key, Recipe], folder: Path | None, against: str | None) -> None:
+    """Check that the baseline is among the methods of a command, or of the table that its folder has.
+
+    Args:
+        recipes: The runs, by label of the method and seed.
+        folder: The folder of the comparison; None without one.
+        against: Methods separated by commas; None for the default baseline.
+
+    Raises:
+        RecipeError: It is not.
+    """
+    earlier = [] if folder is None else methods_in_table(folder)
+    baseline_of(list(dict.fromkeys([*(label for label, _ in recipes), *earlier])), against)
 
 
 def parse_method(text: str) -> dict[str, Any]:

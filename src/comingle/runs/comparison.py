@@ -12,6 +12,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.reports.advice import Advice
 from comingle.reports.comparisons import (
     ComparisonTable,
+    baseline_methods,
     baseline_of,
     compare_metrics,
     compare_with_baseline,
@@ -20,16 +21,16 @@ from comingle.reports.comparisons import (
     with_baseline,
 )
 from comingle.reports.formatting import html_of
-from comingle.reports.tables import latex, tables_of, write_comparison
+from comingle.reports.tables import latex, tables_of
 from comingle.runs import METHODS, ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
-from comingle.runs.compare import compare_runs, labels_of, recipes_of
+from comingle.runs.compare import check_baseline, compare_runs, labels_of, recipes_of, write_table
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.progress import reporting
 from comingle.runs.results import Run, records_of, table_of
 from comingle.training.backends.launched import require_alone
 from comingle.utils.errors import ComingleError, RecipeError, RunError
-from comingle.utils.records import measure_of
+from comingle.utils.records import measure_of, read_metrics
 from comingle.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def compare(
     """Run several methods with several seeds on the same base, data and budget, like ``comingle compare``.
 
     The recipe's method has the recipe's settings, other methods their defaults. With ``out`` each run has a folder
-    there, beside ``table.md`` and ``table.json``. Only metrics are kept in memory. To use the models of a run, pass
+    there, beside ``table.md`` and ``table.json``. The tables and the result then have all finished runs of the folder
+    that can be compared, also those of earlier calls. Only metrics are kept in memory. To use the models of a run, pass
     ``out`` and open the run's folder.
 
     Args:
@@ -186,12 +188,16 @@ def compare(
     with lending(list(methods)) as named_methods, reporting(quiet=not progress) as reporter:
         full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(full_recipe, named_methods, list(seeds))
-        baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)  # raises before any training
+        check_baseline(recipes, folder, against)
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
         metrics = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
-        labels = labels_of(recipes, folder)  # by run folder
-        write_comparison(folder, list(labels), against, labels)
+        _, labels = write_table(folder, labels_of(recipes, folder), against)  # labels by run folder
+        for path, label in labels.items():  # also runs of earlier commands in the folder
+            earlier = read_metrics(path)
+            metrics.setdefault((label, earlier["seed"]), earlier)
+    if against is not None and not {label for label, _ in metrics} >= {*baseline_methods(against)}:
+        against = None  # a method of an earlier call, whose runs cannot be compared with these
     return Comparison(folder=folder, metrics=metrics, baseline=against)
 
 

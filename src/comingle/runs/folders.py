@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
         raise RunError(f"{folder}: nothing to resume: no recipe.yaml in it{hint}")
     old_recipe = load_recipe(folder)
     if old_recipe.fingerprint != recipe.fingerprint:
-        difference = _first_difference(old_recipe, recipe)
+        difference = first_difference(old_recipe, recipe)
         raise RunError(f"{folder}: belongs to another recipe, {difference}; use another --out")
     check_origin(folder, recipe.method.name, begun=_has_trained(folder))
 
@@ -230,9 +230,23 @@ def _refuse_links(folder: Path) -> None:
             raise RunError(f"{path}: is a link; a run writes only to its folder; replace the link by its target")
 
 
-def _first_difference(old: Recipe, new: Recipe) -> str:
-    """Return the first key in alphabetical order whose value differs, with both values, for an error message."""
-    before, after = _flattened(old.result_content), _flattened(new.result_content)
+def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ()) -> str:
+    """Return the first key in alphabetical order whose value differs, with both values, for a message.
+
+    Args:
+        old: The recipe before.
+        new: The recipe now.
+        ignored: Top-level keys that may differ.
+
+    Returns:
+        The key and the values; empty if both recipes compute the same.
+    """
+    contents = [
+        {key: value for key, value in recipe.result_content.items() if key not in ignored} for recipe in (old, new)
+    ]
+    if contents[0] == contents[1]:
+        return ""
+    before, after = map(_flattened, contents)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
