@@ -45,3 +45,13 @@ def test_so_do_a_run_on_data_that_was_read_before_and_a_run_that_is_opened(tmp_p
     assert len(made) == 1
     comingle.load(tmp_path / "run")
     assert len(made) == 2
+
+
+def test_a_run_records_all_settings_of_its_method(tmp_path: Path) -> None:
+    recipe = parse_recipe(tiny(tmp_path, "fedprox"))
+    metrics = comingle.run(recipe, out=tmp_path / "run").metrics
+    assert metrics["resolved_method_settings"] == methods.settings_of("fedprox")
+    assert "method_settings" not in metrics
+    changed = comingle.run(recipe.with_changes({"method.proximal": 0.5})).metrics
+    assert changed["resolved_method_settings"] == methods.settings_of("fedprox") | {"proximal": 0.5}
+    assert changed["method_settings"] == {"proximal": 0.5}

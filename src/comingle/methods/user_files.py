@@ -32,7 +32,7 @@ FILES = "COMINGLE_PLUGINS"
 """Environment variable that tells subprocesses of a command to load the same files."""
 
 CHANGED = "COMINGLE_CHANGED_PLUGINS"
-"""Environment variable with the changes (OLD-NEW digests) that processes of the command have already warned about."""
+"""Environment variable with the changes (RUN-OLD-NEW digests) that a command's processes have already warned about."""
 
 ORIGIN = "plugins.json"
 """File of a run folder that records the Python file of its method."""
@@ -158,12 +158,18 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
 
 
 def _warn_changed(what: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
-    """Warn that a method's file has changed since the run began, once per command, subprocesses included."""
+    """Warn that a method's file has changed since the run began, once per run and command, subprocesses included."""
     reported = os.environ.get(CHANGED, "").split()  # subprocesses inherit it
-    if (change := f"{old_digest}-{new_digest}") not in reported:
+    run_digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    if (change := f"{run_digest}-{old_digest}-{new_digest}") not in reported:
         os.environ[CHANGED] = " ".join([*reported, change])
-        message = "%s: %s has changed since the run began: %s had sha256 %s, now %s"
-        _log.warning(message, folder, what, file, old_digest, new_digest)
+        is_finished = (folder / "metrics.json").is_file()
+        old_part = "its results are those" if is_finished else "the rounds before the last checkpoint are those"
+        message = (
+            "%s: %s has changed since the run began: %s had sha256 %s, now %s; %s of the old file; --force trains "
+            "again, or use another --out"
+        )
+        _log.warning(message, folder, what, file, old_digest, new_digest, old_part)
 
 
 def _import_file(path: Path, where: str) -> ModuleType:

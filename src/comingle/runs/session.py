@@ -403,14 +403,21 @@ def _recorded_seconds(folder: Path, rounds: int) -> JsonObject:
 
 
 def _settings_entry(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the settings of the method that differ from its defaults, to merge into a run's metrics.
+    """Return the settings of the method, to merge into a run's metrics.
 
     Returns:
-        ``{"method_settings": {...}}``, or an empty dict.
+        ``resolved_method_settings`` with all settings, defaults filled in, and ``method_settings`` with those that
+        differ from the defaults. A key without settings is left out.
     """
-    defaults = settings_of(recipe.method.name) if recipe.method.settings else {}
+    defaults = settings_of(recipe.method.name)
     changed = {key: value for key, value in recipe.method.settings.items() if value != defaults.get(key)}
-    return {"method_settings": changed} if changed else {}
+    # Defaults of a user's own method may be any object.
+    resolved = {
+        key: value if value is None or isinstance(value, str | int | float | list | tuple | dict) else str(value)
+        for key, value in (defaults | recipe.method.settings).items()
+    }
+    entries = {"method_settings": changed, "resolved_method_settings": resolved}
+    return {key: settings for key, settings in entries.items() if settings}
 
 
 def execute(
