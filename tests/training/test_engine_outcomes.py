@@ -151,6 +151,19 @@ def test_mixtures_of_one_kind_are_said(mixtures: list[list[float]], said: str | 
     assert said is None or said in found[0]
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [([0.0, 1.0], "to its local model"), ([1.0, 0.0], "to the global model"), ([0.5, 0.5], None)],
+)
+def test_stacking_says_which_model_has_all_weight(weights: list[float], said: str | None) -> None:
+    mixtures = {"ada": weights, "ben": weights}
+    events: list[Any] = [{"event": "evaluation", "round": done, "mixtures": mixtures} for done in (1, 2)]
+    found = list(_warn_of_mixtures(make("stacking"), Evaluations(events)))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    assert not found or "cluster" not in found[0]
+
+
 def test_measures_that_rise_are_read_the_right_way_round() -> None:
     def judged(before: float | None, after: float | None, measure: str) -> bool:
         def record(value: float | None) -> dict[str, Any]:

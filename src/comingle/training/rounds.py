@@ -142,7 +142,11 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
         next((number for number, weight in enumerate(weights) if weight >= _ALL_WEIGHT), None)
         for weights in mixtures.values()
     }
-    if len(mixtures) > 1 and len(chosen) == 1 and None not in chosen:
+    has_common_choice = len(mixtures) > 1 and len(chosen) == 1 and None not in chosen
+    placement = method.placement
+    if placement.mixture is not None and placement.mixture.at == "predictions":  # of shared and of users' own models
+        return _warn_of_one_model(chosen.pop() or 0, placement.generalists) if has_common_choice else ()
+    if has_common_choice:
         return (
             f"every user gives all its weight to the same of {num_components} components, number {chosen.pop()}, so "
             "the users share one model. Fewer clusters or a lower training.router.learning_rate may help; if the users "
@@ -156,6 +160,18 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
         f"{1 / num_components:.3g}, nearly as at the start, so no user has a mixture of its own. A higher "
         "training.router.learning_rate or more rounds may help",
     )
+
+
+def _warn_of_one_model(number: int, num_shared: int) -> Sequence[str]:
+    """Return a warning that all users of a mixture of shared and local models use the same one.
+
+    Args:
+        number: The number of this model, from 0; the shared models are first.
+        num_shared: The number of shared models.
+    """
+    if number < num_shared:
+        return ("every user gives all its weight to the global model; fedavg trains this model at less cost",)
+    return ("every user gives all its weight to its local model; local trains these models without uploads",)
 
 
 Checkpoint = Callable[[int, Clock], None]
