@@ -140,6 +140,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(recipe: Path, stopped: Path) 
         ({"training.rounds": 5}, "training.rounds was 4 and is 5"),
         ({"method": "local"}, "method.name was 'comigs-1g1s' and is 'local'"),
         ({"method.router_every": 3}, "method.settings.router_every was 2 and is 3"),
+        ({"evaluation.select": "best"}, "evaluation.select was 'last' and is 'best'"),
         ({"evaluation.model": "exchanged"}, "evaluation.model was 'local' and is 'exchanged'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

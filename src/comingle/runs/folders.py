@@ -246,6 +246,9 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
     ]
     if contents[0] == contents[1]:
         return ""
+    # Other keys of the evaluation count only with one of the two values, so this key is the cause.
+    if old.evaluation.select != new.evaluation.select:
+        return f"evaluation.select was {old.evaluation.select!r} and is {new.evaluation.select!r}"
     before, after = map(_flattened, contents)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
