@@ -72,6 +72,20 @@ def test_entries_of_one_method_are_told_apart_by_what_differs(write_run: Any) ->
     assert labels == ["comigs (specialists 1)", "comigs (specialists 1,3)", "local"]
 
 
+def test_all_entries_are_labelled_by_a_setting_in_which_two_runs_differ(write_run: Any) -> None:
+    rates = {"a": ("fedavg", 0.005), "b": ("fedavg", 0.001), "c": ("local", 0.01)}
+    paths = [
+        write_run(name, method, CURVE, recipe={"training": {"experts": {"learning_rate": rate}, "rounds": 2}})
+        for name, (method, rate) in rates.items()
+    ]
+    entries = read_entries(paths)
+    labels = [entry.label for entry in entries]
+    assert labels == ["fedavg (learning_rate 0.005)", "fedavg (learning_rate 0.001)", "local (learning_rate 0.01)"]
+    (notice,) = notices(entries)
+    assert "differ in training.experts.learning_rate, not only in method and seed" in notice
+    assert notices(read_entries(paths[:1])) == []
+
+
 def test_variants_have_the_names_of_their_comparison(write_run: Any) -> None:
     names = ["fedprox", "fedprox:proximal=0.1", "local"]
     settings = [{}, {"proximal": 0.1}, {}]

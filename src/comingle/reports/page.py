@@ -61,6 +61,7 @@ from comingle.reports.runs import (
     common_measures,
     compared,
     cost,
+    differing_settings,
     epsilon_text,
     expert_curves,
     final,
@@ -306,7 +307,8 @@ def notices(entries: Sequence[Entry]) -> list[str]:
 def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
     """Return sentences on why numbers of these entries should not be compared.
 
-    Reasons are different base models, recipes with different test data, and files that changed between runs.
+    Reasons are different base models, recipes with different test data or other settings apart from the method's, and
+    files that changed between runs.
     """
     runs = [run for entry in entries for run in entry.runs]
     lines = []
@@ -321,6 +323,11 @@ def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
         else:
             reason = "have different tasks: their numbers"
         lines.append(f"These runs {reason} may not be comparable.")
+    if keys := differing_settings(runs):
+        lines.append(
+            f"These runs differ in {brief_list(keys, ' and ')}, not only in method and seed: this may be the cause of "
+            "differences between their results."
+        )
     return lines + _changed_inputs(runs)
 
 

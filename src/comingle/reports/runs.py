@@ -342,27 +342,50 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
     """Return a label for each run: its name in a comparison or its method's name, if these names are unique.
 
-    Otherwise the label of each of several runs of a method is ``METHOD (KEY VALUE, ...)``, with the keys in which these
-    runs differ.
+    Otherwise the label is ``METHOD (KEY VALUE, ...)``, with the settings of the method in which its runs differ, and
+    all other keys in which any two runs differ.
     """
     names = {folder: methods_in_table(folder) for folder in {run.folder.parent for run in runs}}
     labels = [_label_in_comparison(run, names[run.folder.parent]) for run in runs]
     if len(set(labels)) == len(labels):
         return labels
+    common_keys = {
+        key
+        for key in _differing_keys([_settings_of(run, full_privacy=False) for run in runs])
+        if not key.startswith("method.")
+    }
     labels = []
     for run in runs:
         same_method = [other for other in runs if other.method == run.method]
         # Settings of privacy are listed only if all these runs have them; else every one would differ.
         all_private = all(other.recipe.get("privacy") for other in same_method)
-        settings = _settings_of(run, full_privacy=all_private)
-        differing_keys: set[str] = set()
-        for other in same_method:
-            other_settings = _settings_of(other, full_privacy=all_private)
-            keys = settings.keys() | other_settings.keys()
-            differing_keys |= {key for key in keys if settings.get(key) != other_settings.get(key)}
-        differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in sorted(differing_keys)]
+        keys = common_keys | _differing_keys([_settings_of(other, full_privacy=all_private) for other in same_method])
+        if "privacy.mechanism" in keys:
+            keys -= {"privacy"}
+        settings = _settings_of(run, full_privacy=False) | _settings_of(run, full_privacy=all_private)
+        differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in sorted(keys)]
         labels.append(f"{run.method} ({', '.join(differing)})" if differing else run.method)
     return labels
+
+
+def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the recipe keys in which runs differ, apart from the base, the method and the data, in order.
+
+    Of privacy only the mechanism counts. A key that a run lacks, as runs of older versions may, does not count.
+    """
+    settings = [_settings_of(run, full_privacy=False) for run in runs]
+    lacking = ("evaluation.model", None)  # in RunRecord.key, if the recipe does not have it
+    in_all = set.intersection(
+        *({key for key, value in of_run.items() if (key, value) != lacking} for of_run in settings)
+    )
+    ignored = ("base", "method.", "data.")
+    return sorted(key for key in _differing_keys(settings) & in_all if not key.startswith(ignored))
+
+
+def _differing_keys(settings: Sequence[Mapping[str, object]]) -> set[str]:
+    """Return the keys that do not have the same value in all settings."""
+    keys = {key for of_run in settings for key in of_run}
+    return {key for key in keys if any(of_run.get(key) != settings[0].get(key) for of_run in settings)}
 
 
 def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
