@@ -11,6 +11,7 @@ import pytest
 
 from comingle.config import Recipe, parse_recipe
 from comingle.data.samples.samples import Split, UserSamples
+from comingle.reports.page import user_records
 from comingle.reports.runs import Entry, final, read_run
 from comingle.runs import api
 from comingle.training.client import finetuned
@@ -59,6 +60,10 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
     metrics = run.metrics
     assert metrics["selected_round"] == lowest["round"]
     assert metrics["mean_test_loss"] == lowest["mean_test_loss"] != found[-1]["mean_test_loss"]
+    assert lowest["mean_valid_loss"] == pytest.approx(mean(lowest["valid_loss"].values()))
+    assert {name: user["valid_loss"] for name, user in metrics["users"].items()} == lowest["valid_loss"]
+    records = user_records([tmp_path / "best"])  # rows of the CSV
+    assert {record["user"]: record["valid_loss"] for record in records} == lowest["valid_loss"]
     changes = {"training.rounds": lowest["round"], "evaluation.select": "last"}
     short = api.run(recipe_of(method).with_changes(changes))
     for name in run.users:  # a tuned model's last batches are drawn for the round after

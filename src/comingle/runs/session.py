@@ -493,6 +493,7 @@ def execute(
         metrics |= federation.server.mechanisms.metrics
         # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
+        evaluations.add_valid_losses(metrics)
         metrics |= outcome_warnings(clients.method, evaluations, metrics)
         metrics |= untrained_entry(clients.plan, clients.steps.local_steps) | _settings_entry(recipe)
         if folder is not None and resume and rounds_done == metrics["rounds"]:  # resumed, but already finished

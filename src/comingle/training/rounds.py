@@ -37,11 +37,13 @@ _ALL_WEIGHT = 0.95
 
 
 class Evaluations:
-    """Observer that keeps the first and the last evaluation event of a run."""
+    """Observer that keeps the first and the last evaluation event of a run, and the validation losses of all."""
 
     def __init__(self, earlier: Iterable[Event] = ()) -> None:
         self.first: JsonMapping | None = None
         self.last: Event | None = None
+        self.valid_losses: dict[int, dict[str, float]] = {}
+        """Validation losses in nats by round and user, with ``evaluation.select: best``."""
         for event in earlier:
             self(event)
 
@@ -49,6 +51,13 @@ class Evaluations:
         """Record one event."""
         if event["event"] == "evaluation":
             self.first, self.last = self.first or event, event
+            self.valid_losses[event["round"]] = event.get("valid_loss", {})
+
+    def add_valid_losses(self, metrics: JsonMapping) -> None:
+        """Add the validation losses of the selected round to the users of a run's metrics, if they are known."""
+        for name, loss in self.valid_losses.get(metrics["selected_round"], {}).items():
+            if name in metrics["users"]:
+                metrics["users"][name]["valid_loss"] = loss
 
 
 def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapping) -> dict[str, list[str]]:

@@ -231,6 +231,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         mean_loss: JsonObject = {}
         if clients.state.best:  # evaluation.select: best
             mean_loss = {"mean_valid_loss": self.report_losses(done, valid_losses)}
+            mean_loss["valid_loss"] = self.merge_users(lambda: valid_losses)  # by user
         report = self.merge_users(lambda: users_report(clients, scores))
         if not self.leads:
             return scores, {}
