@@ -144,6 +144,20 @@ def test_a_population_has_its_distribution_and_its_gains_against_data(write_run:
     assert len(bars.sheet) == 31  # with all of them too, whoever has a bar
 
 
+def test_the_legend_explains_pale_and_hatched_bars(write_run: Any) -> None:
+    results = {"local": {"ann": 10.0, "bob": 10.0}, "fedavg": {"ann": 12.0, "bob": 10.001}}
+    entries = read_entries([write_run(method, method, {2: users}) for method, users in results.items()])
+    panels = figures.users_panels(entries, entries[0])
+    assert panels is not None
+    (legend,) = panels.figure().legends
+    assert [text.get_text() for text in legend.get_texts()] == ["fedavg", "pale: level", "hatched: worse"]
+    better = {"local": {"ann": 10.0}, "fedavg": {"ann": 8.0}}
+    entries = read_entries([write_run(f"b-{method}", method, {2: users}) for method, users in better.items()])
+    panels = figures.users_panels(entries, entries[0])
+    assert panels is not None
+    assert [label for _, label in panels.keys] == ["fedavg"]
+
+
 def test_scores_are_heat_maps_of_layers_and_rounds_for_each_user_and_expert(entries: Any) -> None:
     """No lines on top of each other: every score has a place of its own, whatever the number of layers."""
     axes = figures.scores_figure(entries[-1]).axes

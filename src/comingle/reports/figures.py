@@ -213,6 +213,7 @@ def _heatmap_sheet(experts_of_users: dict[str, list[ExpertCurves]], rounds: dict
 MAX_BARS = 60
 """Largest number of bars in a figure; tables have all users."""
 LEVEL_OPACITY = 0.4
+HATCH = "////"
 """Opacity of the bars of level results."""
 
 Rows = Sequence[tuple[Entry, Sequence[Gain]]]
@@ -247,10 +248,26 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
         columns=1,
         size=(width, 1.1 + 0.17 * len(shown) * (len(rows) + 0.8)),
         sheet=_gain_sheet(rows, baseline),
-        keys=[(Patch(color=by_label[entry.label].colour.light), entry.label) for entry, _ in rows],
+        keys=[
+            *((Patch(color=by_label[entry.label].colour.light), entry.label) for entry, _ in rows),
+            *_verdict_keys([gain for _, gains_of_entry in rows for gain in gains_of_entry if gain.user in shown]),
+        ],
         below=change_label(measure, baseline.label, short=width < 6),
         note=f"whiskers: {INTERVALS}" if has_intervals else "",
     )
+
+
+def _verdict_keys(gains_of_users: Sequence[Gain]) -> list[tuple[Patch, str]]:
+    """Return legend entries for pale and hatched bars, each if the figure has such bars."""
+    levels = [gain for gain in gains_of_users if gain.verdict == "level"]
+    worse = [gain for gain in gains_of_users if _is_hatched(gain)]
+    pale = Patch(facecolor=INK.light, alpha=LEVEL_OPACITY, linewidth=0)
+    hatched = Patch(facecolor=INK.light, edgecolor=PAPER.light, hatch=HATCH, linewidth=0)
+    return [(pale, "pale: level")] * bool(levels) + [(hatched, "hatched: worse")] * bool(worse)
+
+
+def _is_hatched(gain: Gain) -> bool:
+    return gain.verdict != "level" and is_worse(gain.change.mean, gain.measure)
 
 
 def max_users_with_bars(rows: Sequence[object]) -> int:
@@ -332,9 +349,8 @@ def _paint_bars(
         (bar,) = axis.barh(
             place, end - start, height * 0.92, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
         )
-        is_level = gain.verdict == "level"
-        bar.set_alpha(LEVEL_OPACITY if is_level else 1.0)
-        bar.set_hatch("////" if not is_level and is_worse(gain.change.mean, gain.measure) else "")
+        bar.set_alpha(LEVEL_OPACITY if gain.verdict == "level" else 1.0)
+        bar.set_hatch(HATCH if _is_hatched(gain) else "")
     if any(gain.interval for gain in gains):
         intervals = [gain.interval or (gain.change.mean, gain.change.mean) for gain in gains]
         # On the axis of factors the two sides of an interval have different lengths.
