@@ -402,7 +402,7 @@ class Personal:
         """
         raise self._unsupported("export")
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Tensor | str | Path | Sequence[str | Path]) -> Tensor:
         """Return the outputs for inputs; nets only."""
         raise self._unsupported("predict")
 

@@ -77,7 +77,7 @@ class PersonalNet(Personal):
 
     @torch_defaults()
     @torch.no_grad()
-    def predict(self, inputs: Any) -> Float[Tensor, "batch outputs"]:
+    def predict(self, inputs: Tensor | str | Path | Sequence[str | Path]) -> Float[Tensor, "batch outputs"]:
         """Return the outputs for a batch of inputs.
 
         Args:
@@ -93,7 +93,7 @@ class PersonalNet(Personal):
         """
         return self.model(self._as_batch(inputs).to(next(self.model.parameters())))
 
-    def _as_batch(self, inputs: Any) -> Float[Tensor, "batch ..."]:
+    def _as_batch(self, inputs: object) -> Float[Tensor, "batch ..."]:
         """Return the argument of :meth:`predict` as a batch of real numbers in the shape of training."""
         where, shape = f"user {self.name!r}", self.input_shape
         batch_shape = "(batch, ...)" if shape is None else f"(batch, {', '.join(map(str, shape))})"
