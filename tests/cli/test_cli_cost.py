@@ -52,6 +52,45 @@ def test_json_has_what_a_run_then_counts(comingle: Any, recipe_file: Path) -> No
     assert found["comigs_1g1s_minus_fedavg"][-1]["true"] < 0
 
 
+PLAN = """
+base: random:llama?layers=1&dim=32
+participants: [ada, ben, cem, dan]
+network: {min_participants: 3}
+method: fedavg
+training: {rounds: 2, local_steps: 1, batch_size: 2, context: 16}
+"""
+
+
+def test_a_federations_file_is_counted_without_data(comingle: Any, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN + "privacy: {epsilon: 8}\n")
+    found = json.loads(comingle("cost", tmp_path / "plan.yaml", "--json").out)
+    (method,) = found["methods"]
+    assert found["users"] == ["ada", "ben", "cem", "dan"]
+    assert method["privacy"]["epsilon"] == pytest.approx(8, rel=0.01)
+    chats = "data: {kind: conversations}\n"
+    (tmp_path / "chats.yaml").write_text(PLAN.replace(" local_steps: 1,", "") + chats)
+    words = ("cost", tmp_path / "chats.yaml", "--set", "training.batch_size=4", "--json")
+    assert json.loads(comingle(*words).out)["batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("added", "options", "said"),
+    [
+        ("data: {kind: samples}", (), "the clients have the data; got data.kind samples"),
+        ("privacy: {mechanism: example, epsilon: 8}", (), "got privacy.mechanism example.*--set privacy=null"),
+        ("", ("--machines", "2"), "--machines: got a server's file"),
+        ("", ("--set", "trainng.rounds=3"), "--set: unknown key 'trainng'"),
+    ],
+)
+def test_what_of_a_federation_depends_on_data_is_one_line(
+    comingle: Any, tmp_path: Path, added: str, options: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "plan.yaml").write_text(f"{PLAN}{added}\n")
+    answer = comingle("cost", tmp_path / "plan.yaml", *options)
+    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+    assert re.search(said, answer.err)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_comes_with_advice_that_helps(
     comingle: Any, recipe_file: Path, monkeypatch: pytest.MonkeyPatch

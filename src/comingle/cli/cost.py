@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Quiet, RecipePath, Sets, console, finite, method_settings, read_recipe, status
+from comingle.cli.options import (
+    Quiet,
+    RecipePath,
+    Sets,
+    console,
+    finite,
+    method_settings,
+    parse_sets,
+    read_recipe,
+    require_flower,
+    status,
+)
 from comingle.runs import METHODS, ROUNDS, shortened
 from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
+    from comingle.config import Recipe
     from comingle.cost.timing import Cluster
 
 
@@ -110,6 +124,44 @@ def cluster_of(
     )
 
 
+def read_recipe_or_plan(path: Path, sets: list[str] | None) -> tuple[Recipe, tuple[str, ...]]:
+    """Read a recipe, or the file of a federation's server, and apply the changes of ``--set``.
+
+    Args:
+        path: A recipe file, a run folder, or a server's file, which has the key ``participants``.
+        sets: Values of ``--set``.
+
+    Returns:
+        The recipe, and the names of the participants, whose data is elsewhere; none if ``path`` is no server's file.
+
+    Raises:
+        RecipeError: The file or a change is wrong, or costs depend on the participants' data.
+    """
+    from comingle.config.files import read_yaml
+
+    content = read_yaml(path) if path.is_file() else None
+    if not isinstance(content, Mapping) or "participants" not in content:
+        return read_recipe(path, sets), ()
+    require_flower()
+    from comingle.config.settings import protects_examples
+    from comingle.federation.files import load_plan
+    from comingle.training.kinds.base import kind_of
+
+    plan, overrides = load_plan(path), parse_sets(sets)
+    recipe = plan.recipe.with_changes(overrides, where="--set") if overrides else plan.recipe
+    where = f"{path}: the clients have the data; got"
+    if not kind_of(recipe).needs_base:
+        raise RecipeError(
+            f"{where} data.kind {recipe.data.kind}, whose costs depend on it; use a recipe with data.users"
+        )
+    if recipe.privacy is not None and protects_examples(recipe.privacy.mechanism):
+        raise RecipeError(
+            f"{where} privacy.mechanism {recipe.privacy.mechanism}, whose epsilon depends on it; count the other costs "
+            "with --set privacy=null"
+        )
+    return recipe, plan.users
+
+
 def cost(
     recipe: RecipePath,
     method: Annotated[
@@ -132,9 +184,13 @@ def cost(
 ) -> None:
     """Count parameters, bytes, FLOPs and memory of a recipe before training, and say whether it fits.
 
+    RECIPE may also be the file of `comingle server`, whose participants' data is not needed.
+
     With --machines, also estimate time and price of a round and of a run, for populations of several sizes.
     """
-    read = read_recipe(recipe, sets)
+    read, participants = read_recipe_or_plan(recipe, sets)
+    if participants and machines is not None:
+        raise RecipeError("--machines: got a server's file, whose clients have their own machines; leave it out")
     cluster = cluster_of(
         machines,
         gpus=gpus,
@@ -155,7 +211,7 @@ def cost(
     names = split_names(",".join(method)) if method else []  # none: the recipe's method
     for_all = method_settings(sets, names or [read.method.name])  # for every method that has such a setting
     with status("counting"):
-        costs = plan(read, names, users=users, for_all=for_all)
+        costs = plan(read, names, users=users, participants=participants if users is None else (), for_all=for_all)
     costs_record, times = costs.as_dict(), None
     if cluster is not None:
         with status("measuring"):

@@ -368,6 +368,7 @@ def plan(
     methods: Sequence[str] = (),
     *,
     users: int | None = None,
+    participants: Sequence[str] = (),
     for_all: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
     """Return the costs of a recipe with its own method, or with each of several methods, without training.
@@ -376,6 +377,7 @@ def plan(
         recipe: The recipe. Its own method keeps its settings; others have their defaults.
         methods: Names of the methods; empty for the recipe's own.
         users: Number of users, if their data is not available; None reads the users from the recipe.
+        participants: Names of the users of a federation, whose data is on other machines; used in place of ``users``.
         for_all: Settings for every method that has them.
 
     Raises:
@@ -389,6 +391,7 @@ def plan(
         check_recipe(variant)
     if not (kind := kind_of(recipe)).needs_base:
         return plan_nets(recipes, users, participation)
+    users = len(participants) if participants else users
     check_num_users(users)
     _check_passed_objects(recipe, users)
     _check_users_of_private_examples(recipe, users)
@@ -400,7 +403,8 @@ def plan(
     # Costs of language models are counted for text, so other data is replaced with text that costs as much.
     # `too_small` are the names of users that a run would leave out, as they have too little data.
     text_recipes, too_small, note = as_text(kind, recipes, users, load_cached)
-    names = tuple(name for name in user_names(text_recipes[0], users) if name not in too_small)
+    all_names = participants or user_names(text_recipes[0], users)
+    names = tuple(name for name in all_names if name not in too_small)
     free, training = free_bytes(base.device), text_recipes[0].training
     costs = []
     for text_recipe, original in zip(text_recipes, recipes, strict=True):
