@@ -325,7 +325,8 @@ def test_every_figure_has_its_numbers(page: str, accuracies: str) -> None:
     assert ["geometric mean over users", "comigs", "20"] in [row[:3] for row in found["curves-perplexity"]]
     assert "0" not in {row[2] for row in found["curves-perplexity-late"]}
     (ann, _) = found["users-against-local"][1:]
-    assert ann == ["comigs", "local", "ann", "100", "-25.0", "0.0", "-25.0", "-25.0", "gained"]
+    assert (ann[:4], ann[-1]) == (["comigs", "local", "ann", "100"], "gained")
+    assert [float(number) for number in ann[4:-1]] == pytest.approx([-25.0, 0.0, -25.0, -25.0])
     assert found["bytes"][0] == ["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]
     assert found["scores-comigs"][1] == ["ann", "generalist", "0", "2", "0.3", "0.0"]
 

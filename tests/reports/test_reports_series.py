@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.formatting import change
+from comingle.reports.comparisons import compare_with_baseline
+from comingle.reports.formatting import change, interval_text
 from comingle.reports.runs import (
     Entry,
     Evaluation,
@@ -70,12 +71,37 @@ def test_gains_are_paired_by_seed_best_first(write_run: Any) -> None:
     local = entry(write_run, "local", (4.0, 8.0), (8.0, 8.0))
     ours = entry(write_run, "comigs", (5.0, 6.0), (10.0, 4.0))
     found = gains(ours, local)
-    # Of bob -25% and -50% are known: with two seeds the interval reaches from -196% to 121%.
-    assert [(g.user, g.change.mean, g.verdict) for g in found] == [("bob", -37.5, "level"), ("ann", 25.0, "harmed")]
-    assert found[0].interval == pytest.approx((-37.5 - 12.5 * 12.7062, -37.5 + 12.5 * 12.7062))
+    # Of bob -25% and -50% are known; the geometric mean of 0.75 and 0.5 is 0.612.
+    assert [(g.user, g.verdict) for g in found] == [("bob", "level"), ("ann", "harmed")]
+    assert [g.change.mean for g in found] == pytest.approx([100 * (math.sqrt(0.375) - 1), 25.0])
+    half_width = 12.7062 * math.log(0.75 / 0.5) / 2
+    ends = [100 * (math.sqrt(0.375) * math.exp(end) - 1) for end in (-half_width, half_width)]
+    assert found[0].interval == pytest.approx(ends, rel=1e-4)
     assert found[0].change.std == pytest.approx(math.sqrt(2) * 12.5)
-    assert [g.text for g in found] == ["-37.5%", "+25.0%"]
+    assert [g.text for g in found] == ["-38.8%", "+25.0%"]
     assert found[1].change.std == 0.0  # in both seeds the same quarter, though the perplexities differ
+
+
+def test_a_users_interval_is_that_of_a_comparison_of_this_user(write_run: Any) -> None:
+    """A perplexity cannot fall by more than 100%, and the report prints what `comingle compare` would."""
+    seeds = [(4.0, 8.0), (8.0, 8.0), (5.0, 8.0)]
+    local = entry(write_run, "local", *seeds)
+    ours = entry(write_run, "comigs", (9.0, 8.0), (5.0, 8.0), (10.0, 8.0))
+    ann = next(gain for gain in gains(ours, local) if gain.user == "ann")
+    results = {
+        "local": {seed: {"ann": ends[0]} for seed, ends in enumerate(seeds)},
+        "comigs": {0: {"ann": 9.0}, 1: {"ann": 5.0}, 2: {"ann": 10.0}},
+    }
+    compared = compare_with_baseline(results, "perplexity", "local")
+    assert compared is not None
+    (verdict,) = compared.verdicts
+    assert ann.interval is not None
+    assert ann.interval[0] > -100
+    assert (ann.change.mean, *ann.interval) == pytest.approx((verdict.change, verdict.low, verdict.high))
+
+
+def test_long_ends_of_intervals_have_an_exponent() -> None:
+    assert interval_text((-99.9, 3.14e25), "perplexity") == "-99.9 to +3.1e+25"
 
 
 def scored(method: str, **users: dict[str, float | None]) -> Entry:

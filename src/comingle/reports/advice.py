@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.reports.comparisons import interval
-from comingle.reports.formatting import Table, change, change_text
-from comingle.reports.runs import Gain, spread
+from comingle.reports.formatting import Table, additive_difference, interval_text
+from comingle.reports.runs import Gain, gain_over_seeds
 from comingle.reports.tables import sizes
 from comingle.utils.records import MEASURES, measure_of, plural
 from comingle.utils.terminal import printable, words
@@ -157,7 +156,8 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
 def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals: int) -> Gain:
     """Return a method's mean change over users against other runs, paired by seed.
 
-    The mean of relative changes gives each user the same weight. Users whose change is undefined are left out.
+    The mean of log ratios, or of differences of accuracies, gives each user the same weight. Users whose change is
+    undefined are left out.
 
     Args:
         name: The method, which takes the place of a user in the result.
@@ -169,9 +169,9 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
     key, means = f"test_{measure}", []  # one mean per seed
     for seed, other_run in others.items():
         users = other_run["users"]
-        changes = [change(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
-        means.append(fmean(value for value in changes if value is not None))
-    return Gain(user=name, measure=measure, change=spread(means), interval=interval(means, num_intervals=num_intervals))
+        differences = [additive_difference(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
+        means.append(fmean(value for value in differences if value is not None))
+    return gain_over_seeds(name, measure, means, num_intervals=num_intervals)
 
 
 def _gain_of_user(
@@ -185,15 +185,11 @@ def _gain_of_user(
         measure: Name of the measure of the results, such as "perplexity".
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
     """
-    changes = [
-        change(value, baseline, measure) for value, baseline in pairs if value is not None and baseline is not None
-    ]
-    values = [number for number in changes if number is not None]
-    if len(values) < len(pairs):
+    differences = [additive_difference(value, baseline, measure) for value, baseline in pairs]
+    finite = [difference for difference in differences if difference is not None]
+    if len(finite) < len(pairs):
         return None
-    return Gain(
-        user=user, measure=measure, change=spread(values), interval=interval(values, num_intervals=num_intervals)
-    )
+    return gain_over_seeds(user, measure, finite, num_intervals=num_intervals)
 
 
 def _best_method(means: Mapping[str, Gain], measure: str) -> str:
@@ -337,19 +333,20 @@ def _joined_names(names: Sequence[str]) -> str:
 
 def _gain_text(gain: Gain) -> str:
     """Return a mean change with its interval as text, in the unit of its measure."""
-    return change_text(gain.change.mean, gain.measure) + _interval_text(gain)
+    return gain.text + _interval_text(gain)
 
 
 def _interval_text(gain: Gain) -> str:
     """Return an interval in parentheses; empty with one seed."""
-    return "" if gain.interval is None else f" ({gain.interval[0]:+.1f} to {gain.interval[1]:+.1f})"
+    return "" if gain.interval is None else f" ({interval_text(gain.interval, gain.measure)})"
 
 
 def cell(gain: Gain | None) -> str:
     """Return the text of a gain in a table: mean, interval and verdict."""
     if gain is None:
         return "not finite"
-    return f"{gain.change.mean:+.1f}{_interval_text(gain)} {gain.verdict}"
+    mean = gain.text if gain.measure == "loss" else f"{gain.change.mean:+.1f}"  # the title has the unit of others
+    return f"{mean}{_interval_text(gain)} {gain.verdict}"
 
 
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
@@ -372,7 +369,8 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 def render_advice(advice: Advice) -> Table:
     """Return the table of an advice for the terminal: the changes of all users and of their mean against ``local``."""
-    unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
+    units = {"perplexity": "per cent of perplexity", "loss": "as a factor of test loss"}
+    unit = units.get(advice.measure, f"in test {advice.measure}")
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
     title += "; joint confidence of intervals: 95%" if len(advice.seeds) > 1 else ""
     head, rows = rows_of(advice)

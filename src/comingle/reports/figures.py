@@ -367,8 +367,11 @@ def _no_change(measure: str) -> float:
 
 
 def _to_axis(measure: str, change: float) -> float:
-    """Return a change of a measure in the unit of the axis: a finite factor for losses, else unchanged."""
-    return 10 ** max(-300.0, min(change, 300.0)) if measure == "loss" else change
+    """Return a change of a measure in the unit of the axis: a finite factor for losses, else the change itself.
+
+    Ends of whiskers are limited, as they may be too large to draw; the axis ends long before.
+    """
+    return 10 ** max(-300.0, min(change, 300.0)) if measure == "loss" else min(change, 1e9)
 
 
 def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:

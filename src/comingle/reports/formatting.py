@@ -109,6 +109,8 @@ _POINTS = {**dict.fromkeys(SHARES, "percentage points"), "rouge1": "points of 0.
 """Units of differences of measures with values from 0 to 1."""
 _LARGEST_EXPONENT = 700.0
 """Largest logarithm whose exponential is a finite float; ends of intervals can be beyond it."""
+_LONG_END = 1e6
+"""Ends of intervals from which on they are printed with an exponent. With two seeds, an end can have many digits."""
 
 
 def change(value: float, baseline: float, measure: str) -> float | None:
@@ -212,7 +214,7 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
     if measure == "loss":  # powers of ten; an end that is too large for a float is limited
         return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
     digits = 1 if bounds[1] - bounds[0] >= 1 else 2
-    return f"{bounds[0]:+.{digits}f} to {bounds[1]:+.{digits}f}"
+    return " to ".join(f"{end:+.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}" for end in bounds)
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:

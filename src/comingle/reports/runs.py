@@ -6,7 +6,7 @@ import logging
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,7 +24,14 @@ from comingle.reports.comparisons import (
     require_same_users,
     runs_in_table,
 )
-from comingle.reports.formatting import change, change_text, interval_text, is_worse, negligible_change
+from comingle.reports.formatting import (
+    additive_difference,
+    as_change,
+    change_text,
+    interval_text,
+    is_worse,
+    negligible_change,
+)
 from comingle.utils.errors import RunError
 from comingle.utils.records import MEASURES, JsonObject, geometric_mean, measure_of, read_events, read_metrics
 
@@ -469,8 +476,9 @@ class Gain:
     """Change of a user's final test result against a baseline.
 
     ``change`` is in the unit of :func:`comingle.reports.formatting.change`: percentage points of accuracies, per cent
-    of perplexities, powers of ten of losses. ``interval`` is the 95% confidence interval of its mean over seeds
-    (Student's t), None for a single seed.
+    of perplexities, powers of ten of losses. Its mean over seeds is that of :func:`additive_difference`, so for
+    perplexities and losses the ratio of geometric means, as in :mod:`comingle.reports.comparisons`. ``interval`` is the
+    95% confidence interval of this mean (Student's t), None for a single seed.
     """
 
     user: str
@@ -503,6 +511,28 @@ class Gain:
         if self.interval is None:
             return f"{self.user} ({self.text})"
         return f"{self.user} {self.text} ({interval_text(self.interval, self.measure)})"
+
+
+def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, num_intervals: int = 1) -> Gain:
+    """Return the gain of a user, or of a mean over users, from one :func:`additive_difference` per seed.
+
+    Mean and interval are computed of the differences and then converted to changes. So the ends of the interval are
+    possible values: a perplexity cannot fall by more than 100%.
+
+    Args:
+        name: Name of the user.
+        measure: Name of the measure of the results, such as "perplexity".
+        differences: The differences, at least one.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
+    """
+    changes = [as_change(difference, measure) for difference in differences]
+    bounds = interval(differences, num_intervals=num_intervals)
+    return Gain(
+        user=name,
+        measure=measure,
+        change=replace(spread(changes), mean=as_change(statistics.fmean(differences), measure)),
+        interval=None if bounds is None else (as_change(bounds[0], measure), as_change(bounds[1], measure)),
+    )
 
 
 def verdicts(measure: str) -> tuple[str, ...]:
@@ -616,15 +646,13 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
     measure = entry.first.measure
     gains_of_users = []
     for user in entry.first.users:
-        results = [(run.chosen.value(user), reference.chosen.value(user)) for run, reference in pairs]
-        changes = [
-            change(result, reference, measure)
-            for result, reference in results
-            if result is not None and reference is not None
+        differences = [
+            additive_difference(run.chosen.value(user), reference.chosen.value(user), measure)
+            for run, reference in pairs
         ]
-        finite = [value for value in changes if value is not None]
+        finite = [value for value in differences if value is not None]
         if finite and len(finite) == len(pairs):
-            gains_of_users.append(Gain(user=user, measure=measure, change=spread(finite), interval=interval(finite)))
+            gains_of_users.append(gain_over_seeds(user, measure, finite))
     return sorted(gains_of_users, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
 
 
