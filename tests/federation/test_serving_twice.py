@@ -92,9 +92,16 @@ def test_settings_are_those_of_the_named_state_folder(tmp_path: Path, monkeypatc
     for folder, key in (("ann", "a.key"), ("other", "b.key")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "participant.yaml").write_text(f"name: ann\ndata: text.txt\nkey: {key}\nstate: .\n")
-    (found,) = load_participants((), ["ann"], {"state": "other"})
+    said: list[str] = []
+    (found,) = load_participants((), ["ann"], {"state": "other"}, said.append)
+    load_participants((), ["ann"], {}, said.append)
+    assert said == [f"ann: settings from {folder}/participant.yaml" for folder in ("other", "ann")]
+    with pytest.raises(RecipeError, match=r"user 'bob': .*'ann', other; use another --state"):
+        load_participants((), ["bob"], {"state": "other"})
     assert (found.state, found.key) == (str(tmp_path / "other"), str(tmp_path / "other" / "b.key"))
-    (fresh,) = load_participants((), ["ann"], {"state": "empty", "data": "text.txt"})
+    said.clear()
+    (fresh,) = load_participants((), ["ann"], {"state": "empty", "data": "text.txt"}, said.append)
+    assert said == []
     assert (fresh.state, fresh.key) == (str(tmp_path / "empty"), None)  # not the key in the folder ann
 
 

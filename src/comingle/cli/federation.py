@@ -173,8 +173,9 @@ def client(
     if tells is not None and tells not in TELLS:
         raise RecipeError(f"--tells: got {tells!r}; allowed: {', '.join(TELLS)}")
 
-    participants = load_participants(files or (), names or (), options)
-    take_part(participants, say=line_printer(quiet=quiet), stays=stay, supernode=supernode)
+    say = line_printer(quiet=quiet)
+    participants = load_participants(files or (), names or (), options, say)
+    take_part(participants, say=say, stays=stay, supernode=supernode)
 
 
 def _make_absolute(source: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -186,15 +186,21 @@ _OPTIONS_OF_ONE_USER = ("data", "state", "key")
 """Options of a command that several users must not share."""
 
 
-def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapping[str, Any]) -> list[Participant]:
+def load_participants(
+    files: Sequence[Path],
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Participant]:
     """Return the participants of a command line, which names either files of participants or users.
 
     Args:
         files: Files of the participants; empty if users are named.
-        names: Names of the users, whose files are ``NAME/participant.yaml``, or ``participant.yaml`` in the folder of
-            the option ``state``. With a single file, a single name may be
-            given, which replaces that in the file.
+        names: Names of the users, whose files are ``STATE/participant.yaml``, or ``NAME/participant.yaml`` if the
+            options have no state folder. With a single file, a single name may be given, which replaces that in the
+            file.
         options: Options of the command by key, None for those that are not given. They replace values of all files.
+        say: Called with a line for each file that the command line does not name.
 
     Raises:
         RecipeError: There is no participant, a setting is missing or wrong, or an option for a single user, such as
@@ -211,14 +217,14 @@ def load_participants(files: Sequence[Path], names: Sequence[str], options: Mapp
         name = next(iter(names), None)  # None keeps the name in the file
         participants = [load_participant(file, **{**options, "name": name}) for file in files]
     else:
-        participants = [_named_participant(name, options) for name in names]
+        participants = [_named_participant(name, options, say) for name in names]
     if problem := name_problem([one.name for one in participants]):
         raise RecipeError(f"client: {problem}")
     return participants
 
 
-def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
-    """Return the participant whose settings are in its state folder's file or, without this file, in the options.
+def _named_participant(name: str, options: Mapping[str, Any], say: Callable[[str], None]) -> Participant:
+    """Return the participant whose settings are in its state folder or, without this file, in the options.
 
     The state folder is ``NAME``, unless the option ``state`` names another. The file is written by the first command
     for a user, so that later ones need only the name.
@@ -226,13 +232,17 @@ def _named_participant(name: str, options: Mapping[str, Any]) -> Participant:
     Args:
         name: Name of the user.
         options: Options of the command by key, None for those that are not given. They replace values of the file.
+        say: Called with a line if settings are read from the file.
 
     Raises:
-        RecipeError: There is no file, and the options have no data.
+        RecipeError: There is no file, and the options have no data; or the file is another user's.
     """
     file = Path(options.get("state") or as_folder(name)).expanduser() / FILE
     options = {**options, "state": None}  # that of the file, or its folder
     if file.exists():
+        if (owner := read_mapping(file).get("name", name)) != name:
+            raise RecipeError(f"user {name!r}: got the folder of user {owner!r}, {file.parent}; use another --state")
+        say(f"{name}: settings from {file}")
         return load_participant(file, **{**options, "name": name})
     content: dict[str, Any] = {"name": name, "state": str(file.parent.absolute())}
     content |= {key: value for key, value in options.items() if value is not None}
