@@ -94,6 +94,14 @@ def test_a_misspelt_verb_gets_one_hint(comingle: Any) -> None:
     assert said.err.count("Did you mean 'run'?") == 1
 
 
+@pytest.mark.parametrize("verb", ["run", "federate", "data"])
+@pytest.mark.parametrize("words", [("--method", "fedit"), ("--method=fedit",)])
+def test_a_method_in_place_of_a_setting_gets_the_setting(comingle: Any, verb: str, words: tuple[str, ...]) -> None:
+    answer = comingle(verb, "offices.yaml", *words)
+    assert answer.code == 2
+    assert "Did you mean '--set method=fedit'?" in " ".join(answer.err.split())
+
+
 @pytest.mark.parametrize("mistake", SETTINGS)
 def test_a_wrong_setting(
     comingle: Any, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str

@@ -140,4 +140,4 @@ def test_warnings_are_printed_as_they_are(
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     comingle("methods")
     record = logging.LogRecord("comingle", logging.WARNING, "", 0, "user %s is left out", (RED,), None)
-    assert handler.format(record) == f"user {SHOWN} is left out"
+    assert handler.format(record) == f"warning: user {SHOWN} is left out"

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,17 @@ def test_names_and_seeds_are_split() -> None:
 
 
 # ---------------------------------------------------------------- data and methods
+
+
+def test_logged_warnings_of_a_run_are_marked_as_such(recipe_file: Path, tmp_path: Path) -> None:
+    """In a process of its own, as pytest replaces the handlers of the log."""
+    sets = ["method.router_every=9", "training.rounds=1", "training.local_steps=1"]
+    command = [sys.executable, "-m", "comingle", "run", str(recipe_file), "--out", str(tmp_path / "run"), "--quiet"]
+    done = subprocess.run(
+        [*command, *(word for one in sets for word in ("--set", one))], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if "stays untrained" in line]
+    assert [line.startswith("warning: method comigs-1g1s: ") for line in lines] == [True]
 
 
 def test_data_previews_every_user(comingle: Any, recipe_file: Path) -> None:

@@ -245,4 +245,4 @@ def test_a_run_that_ends_before_the_routers_first_step_says_so_once(
             assert f"{rounds * local_steps} local steps" in line, line
             assert "router trains only" in line, line
             assert f"after every {every} local steps" in line, line
-            assert re.search(rf"set method\.router_every .* at most {rounds * local_steps},", line), line
+            assert re.search(rf"set method\.router_every .*`Phase.every`\) to at most {rounds * local_steps}, or", line)

@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import getdoc
 from pathlib import Path
 from types import MappingProxyType
@@ -116,6 +116,32 @@ class CommandGroup(TyperGroup):
         return _build_command(cmd_name, function)
 
 
+class _Command(TyperCommand):
+    """A command whose error for an unknown ``--method`` names the setting, if it has ``--set`` instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options and arguments of a command line."""
+        given = list(args)  # click removes what it has read
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            options = {option for parameter in self.params for option in parameter.opts}
+            # click's class of this error is not public in all versions of typer
+            if getattr(error, "option_name", "") == "--method" and "--set" in options and "--methods" not in options:
+                vars(error).update(possibilities=[f"--set method={_value_after('--method', given)}"])
+            raise
+
+
+def _value_after(option: str, args: Sequence[str]) -> str:
+    """Return the value of an option in the arguments of a command, or ``NAME`` if it has none."""
+    for number, word in enumerate(args):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        if word == option and number + 1 < len(args):
+            return args[number + 1]
+    return "NAME"
+
+
 def _build_command(name: str, function: Callable[..., object], **settings: Any) -> Any:
     """Return the click command of a function, with the option ``--plugin`` added and with help for its arguments.
 
@@ -125,7 +151,8 @@ def _build_command(name: str, function: Callable[..., object], **settings: Any) 
         settings: Settings for typer, which take precedence.
     """
     single_app = typer.Typer(add_completion=False)  # typer builds commands of apps only
-    single_app.command(name, **{"help": _join_lines(getdoc(function) or ""), **settings})(function)
+    help_text = _join_lines(getdoc(function) or "")
+    single_app.command(name, **{"cls": _Command, "help": help_text, **settings})(function)
     command = typer.main.get_command(single_app)
     if not any("--plugin" in parameter.opts for parameter in command.params):
         command.params.append(_plugin_option())
@@ -235,10 +262,11 @@ def _options(
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that escapes control characters, as messages contain names and paths."""
+    """Formatter that marks warnings and escapes control characters, as messages contain names and paths."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), keep="\n\t")
+        prefix = "warning: " if record.levelno == logging.WARNING else ""
+        return prefix + printable(super().format(record), keep="\n\t")
 
 
 _RESUME_HINTS = {

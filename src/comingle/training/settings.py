@@ -251,8 +251,8 @@ def _warn_once(method: str, roles: str, every: int, rounds: int, local_steps: in
     steps = rounds * local_steps
     logger.warning(
         "method %s: this run has %d local steps of a user (%d rounds x %d), but %s trains only after every %d local "
-        "steps, so it stays untrained; set method.router_every (Phase.every of an own method) to at most %d, or train "
-        "longer",
+        "steps, so it stays untrained; set method.router_every (in a method of your own, `Phase.every`) to at most %d, "
+        "or train longer",
         method, steps, rounds, local_steps, roles, every, steps,
     )  # fmt: skip
 
