@@ -104,6 +104,22 @@ def test_it_is_said_before_anything_is_trained(
     assert any(re.match(little, line) for line in caplog.messages)
 
 
+def test_conversations_are_counted_as_such(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def run(*given: Any) -> Any:
+        raise InterruptedError  # training has begun
+
+    monkeypatch.setattr(advise, "_run_and_measure", run)
+    users = {
+        name: [{"prompt": f"{name} {number}?", "response": f"{number}."} for number in range(50)]
+        for name in ("ada", "ben")
+    }
+    chats = {"base": SHORT["base"], "data": {"kind": "conversations"}, "training": {"rounds": 5, "batch_size": 4}}
+    with pytest.raises(InterruptedError):
+        comingle.advise(chats, ["fedavg"], users=users, seeds=[0])
+    (line,) = (line for line in caplog.messages if "little test data" in line)
+    assert re.match(r"advise: little test data \(from \d+ conversations\): ada, ben; ", line)
+
+
 def test_smaller_groups_of_nets_are_of_their_users_alone() -> None:
     users = {
         name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1)) for name in ("ada", "ben", "cem")

@@ -25,7 +25,7 @@ from comingle.utils.records import JsonObject, logger
 _MANY_SEEDS = 5
 """Number of seeds where three would give wide intervals, which hold jointly for all users."""
 
-_FEW_TESTED = {"tokens": 2_000, "samples": 100}
+_FEW_TESTED = {"tokens": 2_000, "conversations": 100, "samples": 100}
 """Test data below which a user's result differs more between seeds than between methods."""
 
 _EQUAL_SHARE = 0.9
@@ -47,7 +47,7 @@ def choose_seeds(recipe: Recipe, run_data: RunData, unit: str) -> tuple[int, ...
     Args:
         recipe: The recipe of the short runs.
         run_data: The base model and the users' data.
-        unit: The unit of the users' data, ``tokens`` or ``samples``.
+        unit: The unit of the users' data, ``tokens``, ``conversations`` or ``samples``.
     """
     if recipe.evaluation.users or (run_data.skipped and recipe.data.seed is None):
         return SEEDS[:1]
@@ -62,7 +62,7 @@ def warnings_before_advice(recipe: Recipe, run_data: RunData, seeds: Sequence[in
         recipe: The recipe of the short runs.
         run_data: The base model and the users' data.
         seeds: The seeds of the runs.
-        unit: The unit of the users' data, ``tokens`` or ``samples``.
+        unit: The unit of the users' data, ``tokens``, ``conversations`` or ``samples``.
     """
     if len(seeds) == 1:
         yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
@@ -186,7 +186,7 @@ def advise_runs(
         run_data = prepare(recipes[LOCAL, first_seed], validates=validates, given=given)
     if len(run_data.users) < 2:
         raise RecipeError(f"data: got {len(run_data.users)} user; allowed: 2 or more")
-    unit = "tokens" if run_data.kind.needs_base else "samples"
+    unit = {"text": "tokens", "conversations": "conversations"}.get(run_data.kind.name, "samples")
     chosen_seeds = choose_seeds(recipe, run_data, unit) if seeds is None else seeds
     recipes = recipes_of(recipe, names, chosen_seeds)
     for line in warnings_before_advice(recipe, run_data, chosen_seeds, unit):
