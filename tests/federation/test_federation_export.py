@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.commands import Answer as CliAnswer
 from tests.federation.direct import federated
 from tests.federation.tiny import tiny
 from transformers import AutoModelForCausalLM
@@ -13,6 +15,22 @@ from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.records import read_metrics
 from exporting import check_same
+
+
+def test_a_clients_own_model_is_shown_without_what_only_the_server_knows(
+    tmp_path: Path, comingle: Callable[..., CliAnswer]
+) -> None:
+    _, channel = federated(tiny(tmp_path, "fedavg"), tmp_path)
+    name = next(iter(channel.nodes))
+    (folder,) = (tmp_path / name).glob("run-*/model")
+    answer = comingle("show", folder)
+    assert (answer.code, answer.err) == (0, "")
+    assert name in answer.out
+    assert "peak memory" in answer.out
+    for absent in ("no training", " 0.0 s", "by round"):
+        assert absent not in answer.out
+    whole = comingle("show", tmp_path / "server")
+    assert "by round" in whole.out
 
 
 def test_a_participants_own_model_is_exported(tmp_path: Path) -> None:

@@ -178,7 +178,9 @@ def _run_tables(run: Path, against: str | None, *, all_users: bool) -> list[Rend
     _refuse_baseline(run, against)
     metrics = read_metrics(run)
     nothing_reported = not metrics["users"] and "untold" in metrics  # a federation whose users keep their results
-    curves = [] if nothing_reported else [render_curve(list(read_events(run)))]
+    events = list(read_events(run))  # a client's model has none: the server has those of the run
+    has_curve = not nothing_reported and any(event["event"] == "evaluation" for event in events)
+    curves = [render_curve(events)] if has_curve else []
     return [render_run(metrics, all_users=all_users), *curves]
 
 

@@ -147,7 +147,10 @@ def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -
 
 
 def _run_circumstances(metrics: JsonObject, unit: str) -> str:
-    """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data."""
+    """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data.
+
+    The model of a federation's client has no speed and no time, which only the server has counted.
+    """
     rate = metrics[f"{unit}_per_second"]
     # In a federation users can keep their results private; "untold" lists those that do.
     has_private_users = metrics.get("untold") or not metrics["users"]
@@ -155,7 +158,9 @@ def _run_circumstances(metrics: JsonObject, unit: str) -> str:
     speed = f"{rate:,.0f} {unit}/s" if rate else without_rate
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
-    return f"{metrics['base']} · {place} · {speed} · {seconds_text(metrics['wall_seconds'])} s · peak memory {peak}"
+    is_counted = rate or has_private_users or not metrics["rounds"]  # not in a client's model
+    times = [speed, f"{seconds_text(metrics['wall_seconds'])} s"] if is_counted else []
+    return " · ".join([metrics["base"], place, *times, f"peak memory {peak}"])
 
 
 def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
