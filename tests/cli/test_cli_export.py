@@ -71,10 +71,22 @@ def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path
     assert weights[0] == weights[1]
 
 
+def test_the_only_user_need_not_be_named(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load(recipe_file.read_text())
+    content["data"]["users"] = {"ann": content["data"]["users"]["ann"]}
+    recipe_file.write_text(yaml.safe_dump({**content, "method": "fedit"}))
+    api.run(recipe_file, out=tmp_path / "run")
+    answer = comingle("export", tmp_path / "run", "--to", tmp_path / "ann", "--format", "peft")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith("ann: ")
+    assert (tmp_path / "ann" / "adapter_config.json").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--user", "bib"), "--user: no user 'bib'"),
+        ((), "--user: got none for 3 users; allowed: ann, bob, cem, or all"),
         (("--user", "bob", "--format", "peft"), "2 experts are chosen token by token; --format transformers is exact"),
         (("--user", "bob", "--method", "fedit"), "with --method comigs-1g1s; omit --method"),
     ],

@@ -9,18 +9,21 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import Force, Quiet, console, status
-from comingle.utils.errors import require_user
+from comingle.utils.errors import RecipeError, list_names, require_user
 from comingle.utils.names import as_folder
 
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
-    user: Annotated[
-        str, typer.Option("--user", metavar="NAME", help='Export this user\'s model; "all" for all users.')
-    ],
     to: Annotated[
         Path, typer.Option("--to", metavar="<path>", help="Write to this folder; with all, to a folder in it per user.")
     ],
+    user: Annotated[
+        str | None,
+        typer.Option(
+            "--user", metavar="NAME", help='Export this user\'s model; "all" for all users (default: the only user).'
+        ),
+    ] = None,
     format: Annotated[
         str,
         typer.Option(
@@ -70,17 +73,23 @@ def export(
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
 
 
-def targets_of(user: str, users: Sequence[str], to: Path) -> dict[str, Path]:
+def targets_of(user: str | None, users: Sequence[str], to: Path) -> dict[str, Path]:
     """Return the folder to which each exported user's model is written, by the user's name.
 
     Args:
-        user: Name of a user, or "all" for all users. If a user is named "all", only that user is exported.
+        user: Name of a user, or "all" for all users. If a user is named "all", only that user is exported. None for the
+            only user of the run.
         users: All users of the run.
         to: Folder to write to; with "all" each user has a folder in it.
 
     Raises:
+        RecipeError: No user is named, and the run has several.
         DataError: There is no such user.
     """
+    if user is None:
+        if len(users) > 1:
+            raise RecipeError(f"--user: got none for {len(users)} users; allowed: {list_names(users)}, or all")
+        return dict.fromkeys(users, to)
     if user == "all" and "all" not in users:
         return {name: to / as_folder(name) for name in users}
     return {require_user(user, users, "--user: "): to}
