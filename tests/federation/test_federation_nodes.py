@@ -233,7 +233,9 @@ def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(monkeypatch: p
 
 
 def test_a_run_that_was_not_joined_is_refused(case: Case, tmp_path: Path) -> None:
-    assert f"run {case.tasks[1].run}: user 'ann'" in refusal(Client(tmp_path, case.own), case.tasks[1])
+    said = refusal(Client(tmp_path, case.own), case.tasks[1])
+    assert f"run {case.tasks[1].run}: user 'ann'" in said
+    assert "it joins again before its next task" in said
 
 
 def wrong_tasks(task: Task) -> dict[str, tuple[Task, str]]:

@@ -203,7 +203,7 @@ def test_too_few_in_a_round_end_the_run_in_one_line_and_the_same_commands_go_on(
             bob.kill()
             assert server.wait(SECONDS) == 2
         assert ann.poll() is None
-        assert re.search(r"round \d+: 1 of 2 .*20 s; needed: 2$", line_of(tmp_path, "server"))
+        assert re.search(r"round \d+: 1 of 2 .*20 s; needed: 2; start .* again", line_of(tmp_path, "server"))
         assert "  bob: " in (tmp_path / "server.txt").read_text()  # when, who, and why
         with (
             command(tmp_path, "bob again", *here.client("bob", here.port)) as again,

@@ -683,7 +683,8 @@ def _require_answers(session: ServerSession, num_answers: int, num_participants:
     if num_answers < needed:
         raise RunError(
             f"round {number}: {num_answers} of {num_participants} participants answered in "
-            f"{session.network.round_timeout:g} s; needed: {needed}"
+            f"{session.network.round_timeout:g} s; needed: {needed}; start the same command again to continue, or "
+            "raise network.round_timeout"
         )
 
 

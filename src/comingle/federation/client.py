@@ -574,7 +574,11 @@ class Client:
             return self._store
         public = known_public(self._folder(run))
         if public is None:
-            raise MessageError(f"run {run}: user {self.own.name!r} has not joined it")
+            # The state folder is new or another one; the server sends a join task before the next task.
+            raise MessageError(
+                f"run {run}: user {self.own.name!r} has no state of it in this folder; it joins again before its next "
+                "task"
+            )
         return self._enter(run, public)
 
     def _enter(self, run: str, public: Public) -> ClientStore:
