@@ -3,16 +3,15 @@
 ``python benchmarks/planned_time.py [CASE ...] [--processes 1,2,3,4] [--turns 3] [--clock wall|processor]`` prints one
 JSON line for each case and number of processes on this machine:
 
-- ``planned_s`` and ``measured_s``: seconds of a round, an evaluation and a checkpoint every three rounds included;
-- ``off``: planned over measured, less 1: the median over turns, each of which measures the parts, then runs;
-- ``least_off``: the same with the least of both over turns, to which other work on the machine adds least;
+- ``planned_s`` and ``measured_s``: seconds of a round, with an evaluation and a checkpoint every three rounds;
+- ``off``: planned over measured, less 1, as the median over turns; each turn measures the parts and then runs;
+- ``least_off``: the same with the minimum of both over turns, which other work on the machine affects least;
 - ``from_2_off``: the same with the parts that were measured in two processes, for more of them;
-- ``shares``: what of the planned round is compute, server, network and disk; ``load``: others' and ours on the machine.
+- ``shares``: shares of compute, server, network and disk in the planned round; ``load``: the machine's load.
 
-Start-up is left out: what is measured lies between two checkpoints, by the clock that they hold. Processes have one
-thread each. On a machine with other work ``--clock processor`` takes every process's own processor time for the clock,
-when the parts are measured and in the run: then a process has a core, and what waits for the network or the disk, and
-for a core, is left out of both.
+Start-up is excluded: times are taken between two checkpoints, from the clock in them. Processes have one thread each.
+On a machine with other work, ``--clock processor`` measures processor time instead of wall time, both for
+the parts and in the run. Waiting for the network, the disk or a core is then excluded from both.
 """
 
 from __future__ import annotations

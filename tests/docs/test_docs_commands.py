@@ -251,10 +251,12 @@ def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path
     from comingle.federation.participant import load_participant
 
     page = DOCS / "federation.md"
-    coordinator, participant = shown(page, "yaml")
+    coordinator, with_conversations, participant = shown(page, "yaml")
+    (place / "chats.yaml").write_text(with_conversations, encoding="utf-8")
     (place / "federation.yaml").write_text(coordinator, encoding="utf-8")
     (place / "participant.yaml").write_text(participant, encoding="utf-8")
     assert load_plan(place / "federation.yaml").users == ("ada", "ben", "cem")
+    assert load_plan(place / "chats.yaml").users == ("north", "south", "west")
     assert load_participant(place / "participant.yaml").state == str(place)
     words = commands(page)[0]
     assert words[0] == "federate"

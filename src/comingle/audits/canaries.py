@@ -799,11 +799,10 @@ SMALL = 1e-18
 
 
 def membership_by_shadows(names: Sequence[str], shadows: Sequence[Shadow]) -> list[Shadowed]:
-    """Measure membership inference: how well attackers identify the windows of a user's data that a run trained on.
+    """Measure how well attackers identify the windows of a user's data in the training data of a run.
 
-    Each run in turn is attacked: its scores are compared with those of the other runs, of which some trained on a
-    window and some did not. There are two attackers, the server, which sees uploads, and other users, who see what the
-    server publishes.
+    Attack each run in turn: compare its scores with those of the other runs. Some of these trained on a window and some
+    did not. There are two attackers: the server, which sees uploads, and other users, who see published models.
 
     Args:
         names: Names of the users.

@@ -436,7 +436,7 @@ def _token_figures(
     """Draw the experts' weights at each token of texts, in a figure for each method and layer.
 
     Args:
-        entries: The runs; an entry has the runs of one method, of which the lowest seed is drawn.
+        entries: The runs; an entry has the runs of one method. The one with the lowest seed is drawn.
         text: Texts or text files; None for the users' test texts.
         users: Names of users, separated by commas; None for the first few.
         length: Number of tokens of each text.

@@ -81,14 +81,14 @@ def add_privacy_forecast(
     *,
     with_real_data: Recipe | None = None,
 ) -> MethodCost:
-    """Add a forecast of the privacy budget that a run spends, if the recipe has privacy, to a method's costs.
+    """Add a forecast of the privacy budget to a method's costs if the recipe has privacy.
 
     The forecast depends on how often users take part. Also check that all rounds have enough participants for the
     recipe's privacy mechanism and for its aggregation rule.
 
     Args:
         cost: Costs of a method.
-        recipe: The recipe by which the costs were counted: all users take part, and data may be replaced with text.
+        recipe: The recipe that the costs are for, with all users taking part; data may be replaced with text.
         names: Names of the users.
         participation: Participation of the user's recipe.
         with_real_data: The recipe with the users' own data; None if ``recipe`` has it.

@@ -49,10 +49,10 @@ class PackedShape(QuantisedLinear):
     """Shapes of a packed linear layer, stored and unpacked, without values and without bitsandbytes."""
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
-        """Create buffers on the meta device that are as large as those of a packed layer.
+        """Create meta buffers of the same sizes as those of a packed layer.
 
         Args:
-            weight: The unpacked weight, of which only the shape and the dtype are used.
+            weight: The unpacked weight; only its shape and dtype are used.
             bias: The bias.
             bits: The format of the packed weight: "8bit" or "4bit".
         """

@@ -776,7 +776,6 @@ def runs_in_table(folder: Path) -> list[tuple[str, int]]:
 
 def _rows_in_table(folder: Path) -> list[JsonObject]:
     try:
-        rows = json.loads((folder / "table.json").read_text(encoding="utf-8"))["methods"]
-        return [row for row in rows if "method" in row]
-    except (OSError, ValueError, TypeError, KeyError):
+        return [{**row} for row in read_comparison(folder)["methods"] if "method" in row]
+    except (RunError, TypeError, KeyError):
         return []

@@ -213,8 +213,9 @@ def _heatmap_sheet(experts_of_users: dict[str, list[ExpertCurves]], rounds: dict
 MAX_BARS = 60
 """Largest number of bars in a figure; tables have all users."""
 LEVEL_OPACITY = 0.4
-HATCH = "////"
 """Opacity of the bars of level results."""
+HATCH = "////"
+"""Pattern of the bars of worse results."""
 
 Rows = Sequence[tuple[Entry, Sequence[Gain]]]
 

@@ -265,11 +265,10 @@ def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Colle
         except (ComingleError, OSError) as error:
             _log.warning("%s: left out of the comparison: %s", path, error)
     ranks = {label: rank for rank, label in enumerate(dict.fromkeys([*finished.values(), *earlier_labels.values()]))}
-    seeds = {path: read_metrics(path)["seed"] for path in members.labels}
 
     def place(path: Path) -> tuple[int, str, int]:
         label = members.labels[path]
-        return ranks.get(label, len(ranks)), label, seeds[path]
+        return ranks.get(label, len(ranks)), label, members.recipes[path].seed
 
     return {path: members.labels[path] for path in sorted(members.labels, key=place)}
 
@@ -303,7 +302,7 @@ class _Members:
         if set(users) != self._users:
             raise RunError(f"its users are {list_names(users)}, those of {self._first.name} {list_names(self._users)}")
         self._check_inputs(path, recipe)
-        label = self._label(path, recipe, labels)
+        label = self._label_of_run(path, recipe, labels)
         for other, other_recipe in self.recipes.items():
             if recipe.fingerprint == other_recipe.fingerprint:
                 raise RunError(f"its recipe and seed are those of {other.name}")
@@ -327,7 +326,7 @@ class _Members:
             check_users(path, inputs, read_inputs(same_seed))
 
     @staticmethod
-    def _label(path: Path, recipe: Recipe, labels: Mapping[str, str]) -> str:
+    def _label_of_run(path: Path, recipe: Recipe, labels: Mapping[str, str]) -> str:
         """Return the label of a run of an earlier command: that in the table, or one that fits the folder's name."""
         stem = path.name.rpartition("-seed")[0] or path.name
         with_settings = _label({"name": recipe.method.name, **recipe.method.settings})

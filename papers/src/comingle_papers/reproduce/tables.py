@@ -328,7 +328,7 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
     Args:
         plan: The table.
         results: The column's results, each user's metric, nested by row, seed and user.
-        baseline: Key of the baseline row, or keys of several rows separated by commas, the best of which is used.
+        baseline: Key of the baseline row, or keys of several rows separated by commas; the best of these is used.
 
     Returns:
         The verdicts for ``table.json``, in which the rows have the labels that the table shows. None if the table's
