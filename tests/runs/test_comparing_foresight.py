@@ -11,7 +11,7 @@ import torch
 
 import comingle
 from comingle.config import Recipe
-from comingle.runs import advise
+from comingle.runs import METHODS_FOR_NETS, advise
 from comingle.runs.advise import choose_seeds, warnings_before_advice
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
@@ -128,3 +128,14 @@ def test_smaller_groups_of_nets_are_of_their_users_alone() -> None:
     recipe = recipe_with({"data": {"loss": "mse"}}, given, base=None, method="fedavg", changes={})
     some = advise.of_users(prepare(recipe, given=given), (0, 2))
     assert [user.name for user in build(recipe, some).clients.users] == ["ada", "cem"]
+
+
+def test_default_methods_for_samples_train_nets(capsys: pytest.CaptureFixture[str]) -> None:
+    users = {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1)) for name in ("ada", "ben")}
+    found = comingle.advise(
+        {"data": {"loss": "mse"}}, users=users, base=lambda: torch.nn.Linear(3, 1), seeds=[0], rounds=2, progress=True
+    )
+    assert tuple(found.methods) == METHODS_FOR_NETS
+    shown = capsys.readouterr().err
+    assert "loading the net and the users' data" in shown
+    assert "base model" not in shown

@@ -22,7 +22,7 @@ from comingle.cli.options import (
     require_flower,
     status,
 )
-from comingle.runs import METHODS, ROUNDS, shortened
+from comingle.runs import METHODS, METHODS_FOR_NETS, ROUNDS, shortened
 from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -231,8 +231,13 @@ def cost(
 def advise(
     recipe: RecipePath,
     methods: Annotated[
-        str, typer.Option("--methods", help="Compare these methods with local, separated by commas.")
-    ] = ",".join(METHODS),
+        str | None,
+        typer.Option(
+            "--methods",
+            help="Compare these methods with local, separated by commas (default: "
+            f"{','.join(METHODS)}; for samples {','.join(METHODS_FOR_NETS)}).",
+        ),
+    ] = None,
     seeds: Annotated[
         str | None,
         typer.Option(
@@ -248,7 +253,7 @@ def advise(
     Runs local and the methods with all users, and the first method with smaller groups: every pair for up to five
     users, all users but one for up to twelve. Writes nothing.
     """
-    read, names = read_recipe(recipe, sets), split_names(methods)
+    read, names = read_recipe(recipe, sets), None if methods is None else split_names(methods)
     seed_numbers = None if seeds is None else split_seeds(seeds)
     from comingle.reports.advice import paragraph, render_advice
     from comingle.runs.advise import advise_runs

@@ -5,6 +5,9 @@ from __future__ import annotations
 METHODS = ("fedavg", "comigs-1g1s")
 """Methods that ``advise`` compares with ``local``; the first of them also trains smaller groups."""
 
+METHODS_FOR_NETS = ("fedavg", "floral")
+"""The same for data of samples, whose users train nets."""
+
 SEEDS = (0, 1, 2)
 
 ROUNDS = 5

@@ -12,13 +12,13 @@ from comingle.data.samples.samples import SPLITS, Samples
 from comingle.data.splits import REPEATED
 from comingle.methods import make
 from comingle.reports.advice import Advice, advise_on
-from comingle.runs import SEEDS
+from comingle.runs import METHODS, METHODS_FOR_NETS, SEEDS
 from comingle.runs.api import changes_for_users
 from comingle.runs.compare import recipes_of
 from comingle.runs.given import NOTHING, Given
-from comingle.runs.progress import LOADING, Reporter
+from comingle.runs.progress import Reporter, loading
 from comingle.runs.session import prepare, run_in
-from comingle.training.kinds.base import RunData
+from comingle.training.kinds.base import RunData, kind_of
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.records import JsonObject, logger
 
@@ -146,7 +146,7 @@ ByMethod = dict[str, dict[int, dict[str, Any]]]
 
 def advise_runs(
     recipe: Recipe,
-    methods: Sequence[str],
+    methods: Sequence[str] | None,
     seeds: Sequence[int] | None,
     reporter: Reporter,
     *,
@@ -160,7 +160,7 @@ def advise_runs(
 
     Args:
         recipe: The recipe of the short runs.
-        methods: Names of methods to compare with ``local``.
+        methods: Names of methods to compare with ``local``. None: ``METHODS``, or ``METHODS_FOR_NETS`` for samples.
         seeds: The seeds of the runs. None: as many as the data needs (:func:`choose_seeds`).
         reporter: The progress reporter.
         grouped_by: The method that also trains smaller groups. None: the first of ``methods``.
@@ -170,6 +170,8 @@ def advise_runs(
         RecipeError: There are fewer than two users, no method shares anything, or a setting is wrong.
         ComingleError: As :func:`comingle.runs.session.prepare`.
     """
+    if methods is None:
+        methods = METHODS if kind_of(recipe).needs_base else METHODS_FOR_NETS
     names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
     # Keys are pairs of a method's label (its name, or NAME:KEY=VALUE) and a seed. One seed suffices to check the
     # recipes; the number of seeds that the data needs is known only once the data is read.
@@ -182,7 +184,7 @@ def advise_runs(
     group_metrics: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}  # by the group's user names and seed
     # All runs of a seed share the data, so it has validation data if any of the methods needs some.
     validates = any(make(run.method.name, **run.method.settings).client.needs_validation for run in recipes.values())
-    with reporter.waiting(LOADING):
+    with reporter.waiting(loading(recipe)):
         run_data = prepare(recipes[LOCAL, first_seed], validates=validates, given=given)
     if len(run_data.users) < 2:
         raise RecipeError(f"data: got {len(run_data.users)} user; allowed: 2 or more")
@@ -193,7 +195,7 @@ def advise_runs(
         logger.warning("advise: %s", line)
     for seed in chosen_seeds:
         if seed != first_seed:
-            with reporter.waiting(LOADING):
+            with reporter.waiting(loading(recipe)):
                 run_data = prepare(recipes[LOCAL, seed], base=run_data.base, validates=validates, given=given)
         for name in (LOCAL, *compared):
             metrics[name][seed] = _run_and_measure(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")

@@ -22,7 +22,7 @@ from comingle.reports.comparisons import (
 )
 from comingle.reports.formatting import html_of
 from comingle.reports.tables import latex, tables_of
-from comingle.runs import METHODS, ROUNDS, SEEDS, shortened
+from comingle.runs import ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
 from comingle.runs.compare import check_baseline, compare_runs, labels_of, recipes_of, write_table
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
@@ -211,7 +211,7 @@ def _metrics_or_raise(result: Run | ComingleError) -> dict[str, Any]:
 @torch_defaults()
 def advise(
     recipe: AnyRecipe | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     *,
     seeds: Sequence[int] | None = None,
     rounds: int = ROUNDS,
@@ -228,7 +228,8 @@ def advise(
 
     Args:
         recipe: As in :func:`run`.
-        methods: Names of methods that share parameters.
+        methods: Names of methods that share parameters. None: ``fedavg`` and ``comigs-1g1s``, or ``fedavg`` and
+            ``floral`` for users with samples.
         seeds: The seeds of each run; intervals need two. None: three or five, depending on the amount of data.
         rounds: The number of rounds of each run, in place of the recipe's.
         users: As in :func:`run`.
