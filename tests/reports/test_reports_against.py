@@ -92,10 +92,24 @@ def test_points_are_told_of_shares_and_factors_of_losses() -> None:
     }
     cells = {measure: rows_of(held(halves, measure))[1][0][1:3] for measure in ("accuracy", "loss", "perplexity")}
     assert cells == {
-        "accuracy": ["-25.0\u00a0points", "-25.00 to -25.00"],
+        "accuracy": ["-25.0\u00a0points", "–"],  # counts may tie
         "loss": ["×0.5", "×0.5 to ×0.5"],
         "perplexity": ["-50.0%", "-50.00 to -50.00"],
     }
+
+
+def test_accuracies_that_tie_are_level_and_count_as_no_proof_for_others() -> None:
+    local = {s: {"a": 0.5 + s / 24} for s in (0, 1, 2)}
+    tied = {s: {"a": 0.25 + s / 24} for s in (0, 1, 2)}
+    other = {s: {"a": 0.75 + s / 20} for s in (0, 1, 2)}
+    against = held({"local": local, "tied": tied, "other": other}, "accuracy")
+    assert verdicts(against) == {"tied": "level", "other": "better"}
+    assert {one.method: one.confidence for one in against.verdicts} == {"tied": None, "other": pytest.approx(0.975)}
+
+
+def test_intervals_of_shares_end_at_100_points() -> None:
+    found = held({"local": {0: {"a": 0.5}, 1: {"a": 0.5}}, "x": {0: {"a": 0.25}, 1: {"a": 0.75}}}, "accuracy")
+    assert [(one.low, one.high) for one in found.verdicts] == [(-100, 100)]
 
 
 @pytest.mark.parametrize("measure", MEASURES)

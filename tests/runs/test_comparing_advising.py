@@ -200,3 +200,24 @@ def test_what_nobody_could_advise_on(methods: tuple[str, ...], users: int, said:
     people = {name: user(0, ALL) for name in ("ann", "bob")[:users]}
     with pytest.raises(RecipeError, match=said):
         advise(people, [0], methods)
+
+
+def accuracies(*values: float) -> dict[int, dict[str, Any]]:
+    sent = {"upload_bytes_per_user_round": 1, "download_bytes_per_user_round": 1}
+    return {
+        seed: {"mean_test_accuracy": value, "rounds": 2, "users": {"ann": {"test_accuracy": value}}, **sent}
+        for seed, value in enumerate(values)
+    }
+
+
+def test_accuracies_that_change_equally_with_all_seeds_give_no_verdict() -> None:
+    """5 and 7 of 24 samples with two seeds, in place of 6 and 8: a difference of rounding remains."""
+    advice = advise_on(accuracies(6 / 24, 8 / 24), {"fedavg": accuracies(5 / 24, 7 / 24)}, {}, "fedavg")
+    for gain in (advice.methods["fedavg"]["ann"], advice.means["fedavg"]):
+        assert (gain.verdict, gain.interval) == ("level", None)
+    assert rows_of(advice)[1][0][1] == "-4.2 level"
+
+
+def test_intervals_of_accuracies_end_at_100_points() -> None:
+    advice = advise_on(accuracies(0.5, 0.5), {"fedavg": accuracies(0.25, 0.75)}, {}, "fedavg")
+    assert advice.methods["fedavg"]["ann"].interval == advice.means["fedavg"].interval == (-100, 100)

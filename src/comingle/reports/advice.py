@@ -2,7 +2,8 @@
 
 All values are changes against ``local`` with the same seed, with an interval of the mean over seeds (Student's t).
 Intervals are simultaneous: all intervals of users together hold with 95%, and so do those of the means over users. If
-an interval contains 0, no advice follows from it.
+an interval contains 0, no advice follows from it; nor does any if accuracies
+change equally with all seeds.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Advice:
         """Return one record for each user of each method and of each smaller group, for a data frame.
 
         Each has ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
-        seeds), the ends ``low`` and ``high`` of its interval (None with one seed), and ``verdict``.
+        seeds), the ends ``low`` and ``high`` of its interval (None with one seed, and if seeds tie), and ``verdict``.
         """
         trainings = [(method, None, gains) for method, gains in self.methods.items()]
         trainings += [(self.grouped_by, group, gains) for group, gains in self.groups.items()]
@@ -143,7 +144,7 @@ def _gains_of_users(runs: Runs, local: Runs, users: Sequence[str], measure: str,
         local: Runs of ``local`` by seed.
         users: The users.
         measure: Name of the measure of the results, such as "perplexity".
-        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     key, gains = f"test_{measure}", {}
     for user in users:
@@ -164,7 +165,7 @@ def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, num_intervals:
         runs: Its runs by seed.
         others: Runs to compare with, by seed.
         measure: Name of the measure of the results, such as "perplexity".
-        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     key, means = f"test_{measure}", []  # one mean per seed
     for seed, other_run in others.items():
@@ -183,7 +184,7 @@ def _gain_of_user(
         user: The user.
         pairs: The user's result and its result of ``local``, for each seed.
         measure: Name of the measure of the results, such as "perplexity".
-        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     differences = [additive_difference(value, baseline, measure) for value, baseline in pairs]
     finite = [difference for difference in differences if difference is not None]
@@ -337,7 +338,7 @@ def _gain_text(gain: Gain) -> str:
 
 
 def _interval_text(gain: Gain) -> str:
-    """Return an interval in parentheses; empty with one seed."""
+    """Return an interval in parentheses; empty with one seed, and if seeds tie."""
     return "" if gain.interval is None else f" ({interval_text(gain.interval, gain.measure)})"
 
 

@@ -37,14 +37,18 @@ from comingle.reports.formatting import (
     is_worse,
     markdown_line,
     rule,
+    within_limits,
     worst_of,
 )
 from comingle.utils.errors import RecipeError, RunError, did_you_mean, list_names
-from comingle.utils.records import GEOMETRIC, JsonMapping, JsonObject, geometric, measure_of, read_metrics
+from comingle.utils.records import GEOMETRIC, SHARES, JsonMapping, JsonObject, geometric, measure_of, read_metrics
 from comingle.utils.terminal import words
 
 ERROR = 0.05
 """Error rate of a family of intervals or of tests."""
+
+_ROUNDING = 1e-10
+"""Largest standard error that counts as 0, as it may come from rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,41 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
         Both ends; None for fewer than two values.
     """
     return None if len(values) < 2 else one_way(values).interval(1 / num_intervals)
+
+
+def has_tied(estimate: Estimate, measure: str) -> bool:
+    """Return whether shares do not differ between seeds, so that their spread is unknown.
+
+    Shares are counts of few test samples, which are often equal by chance. An interval of width 0 would be wrong.
+
+    Args:
+        estimate: The mean over seeds.
+        measure: Name of the measure of the results, such as "perplexity".
+    """
+    return measure in SHARES and estimate.error <= _ROUNDING
+
+
+def interval_of_change(
+    differences: Sequence[float], measure: str, *, num_intervals: int = 1
+) -> tuple[float, float] | None:
+    """Return the 95% confidence interval of a mean change over seeds.
+
+    The interval is computed of the differences and then converted, so its ends are possible values: a perplexity cannot
+    fall by more than 100%.
+
+    Args:
+        differences: One :func:`comingle.reports.formatting.additive_difference` for each seed.
+        measure: Name of the measure of the results, such as "perplexity".
+        num_intervals: As in :func:`interval`.
+
+    Returns:
+        Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and for
+        seeds that tie (:func:`has_tied`).
+    """
+    if len(differences) < 2 or has_tied(estimate := one_way(differences), measure):
+        return None
+    low, high = (within_limits(as_change(end, measure), measure) for end in estimate.interval(1 / num_intervals))
+    return low, high
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
@@ -198,7 +237,8 @@ class Verdict:
 
     ``change`` and its interval are in the unit of :func:`comingle.reports.formatting.change`: per cent of perplexities,
     points of shares, powers of ten of losses. They and ``confidence`` are None if ``verdict`` is :data:`NOT_FINITE` or
-    :data:`ONE_SEED`.
+    :data:`ONE_SEED`. The interval and ``confidence`` are also None if shares do not differ between seeds
+    (:func:`has_tied`); the verdict is then :data:`LEVEL`.
 
     Args:
         method: The method.
@@ -337,7 +377,8 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     arrays = {name: array for name, by_seed in differences.items() if (array := _as_array(by_seed)) is not None}
     estimates = {name: two_way(array) for name, array in arrays.items()}
     # Shares of the error rate, from which the confidence of each method's interval follows.
-    shares = dict(zip(arrays, holm_shares([estimate.p_value for estimate in estimates.values()]), strict=True))
+    p_of_means = [1.0 if has_tied(estimate, measure) else estimate.p_value for estimate in estimates.values()]
+    shares = dict(zip(arrays, holm_shares(p_of_means), strict=True))
     p_values = dict(zip(arrays, holm([signed_rank(array.mean(1).tolist()) for array in arrays.values()]), strict=True))
     num_users = len(next(iter(baseline_results.values())))
     has_p_values = len(arrays) * smallest_signed_rank(num_users) <= ERROR  # else none could be significant
@@ -449,14 +490,17 @@ def _verdict_of(
             confidence of its interval is ``1 - share * ERROR``.
         p_value: Its adjusted p-value over users; None if there are too few users.
     """
+    change = as_change(estimate.mean, measure)
+    if has_tied(estimate, measure):
+        return Verdict(method=name, seeds=seeds, verdict=LEVEL, change=change, p_value=p_value)
     bounds = estimate.interval(share)
     direction = WORSE if is_worse(estimate.mean, measure) else BETTER
-    low, high = (as_change(end, measure) for end in bounds)
+    low, high = (within_limits(as_change(end, measure), measure) for end in bounds)
     return Verdict(
         method=name,
         seeds=seeds,
         verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else direction,
-        change=as_change(estimate.mean, measure),
+        change=change,
         low=low,
         high=high,
         confidence=1 - share * ERROR,

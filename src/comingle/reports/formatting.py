@@ -159,6 +159,18 @@ def as_change(mean: float, measure: str) -> float:
     return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST_EXPONENT))
 
 
+def within_limits(difference: float, measure: str) -> float:
+    """Return the nearest change that the measure allows, for an end of an interval.
+
+    Shares and ROUGE-1 change by -100 to 100 points. Changes of other measures are returned unchanged.
+
+    Args:
+        difference: The change, in the unit of :func:`change`.
+        measure: Name of the measure of the results, such as "perplexity".
+    """
+    return max(-100.0, min(100.0, difference)) if measure in _POINTS else difference
+
+
 def is_worse(difference: float, measure: str) -> bool:
     """Return whether a change is for the worse."""
     return difference < 0 if MEASURES[measure] == "higher" else difference > 0

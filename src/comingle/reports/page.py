@@ -765,7 +765,7 @@ def _has_column(verdict: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> 
     if verdict == "level":
         return True
     is_of_one_seed = "one seed" in verdict
-    return any((gain.interval is None) == is_of_one_seed for _, gains_of_entry in pairs for gain in gains_of_entry)
+    return any((gain.change.std is None) == is_of_one_seed for _, gains_of_entry in pairs for gain in gains_of_entry)
 
 
 def _names_markup(names: list[str], *, last: bool) -> Markup:

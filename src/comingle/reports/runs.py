@@ -19,7 +19,7 @@ from comingle.reports.comparisons import (
     baseline_of,
     compare_with_baseline,
     folder_name,
-    interval,
+    interval_of_change,
     methods_in_table,
     require_same_users,
     runs_in_table,
@@ -478,7 +478,8 @@ class Gain:
     ``change`` is in the unit of :func:`comingle.reports.formatting.change`: percentage points of accuracies, per cent
     of perplexities, powers of ten of losses. Its mean over seeds is that of :func:`additive_difference`, so for
     perplexities and losses the ratio of geometric means, as in :mod:`comingle.reports.comparisons`. ``interval`` is the
-    95% confidence interval of this mean (Student's t), None for a single seed.
+    95% confidence interval of this mean (Student's t), None for a single seed, and for shares that change equally with
+    all seeds.
     """
 
     user: str
@@ -491,8 +492,11 @@ class Gain:
         """One of :func:`verdicts`.
 
         "gained" and "harmed" need several seeds and an interval without 0. A single seed is "lower (one seed)" or
-        "higher (one seed)", or "level" below :func:`comingle.reports.formatting.negligible_change`.
+        "higher (one seed)", or "level" below :func:`comingle.reports.formatting.negligible_change`. Several seeds
+        without an interval are "level".
         """
+        if self.interval is None and self.change.std is not None:
+            return "level"
         if self.interval is None:
             side = "lower" if self.change.mean < 0 else "higher"
             return "level" if abs(self.change.mean) < negligible_change(self.measure) else f"{side} (one seed)"
@@ -516,22 +520,20 @@ class Gain:
 def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, num_intervals: int = 1) -> Gain:
     """Return the gain of a user, or of a mean over users, from one :func:`additive_difference` per seed.
 
-    Mean and interval are computed of the differences and then converted to changes. So the ends of the interval are
-    possible values: a perplexity cannot fall by more than 100%.
+    Mean and interval are computed of the differences and then converted to changes.
 
     Args:
         name: Name of the user.
         measure: Name of the measure of the results, such as "perplexity".
         differences: The differences, at least one.
-        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval`.
+        num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
     changes = [as_change(difference, measure) for difference in differences]
-    bounds = interval(differences, num_intervals=num_intervals)
     return Gain(
         user=name,
         measure=measure,
         change=replace(spread(changes), mean=as_change(statistics.fmean(differences), measure)),
-        interval=None if bounds is None else (as_change(bounds[0], measure), as_change(bounds[1], measure)),
+        interval=interval_of_change(differences, measure, num_intervals=num_intervals),
     )
 
 
