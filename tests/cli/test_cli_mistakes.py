@@ -180,6 +180,21 @@ def test_a_run_folder_is_not_overwritten(comingle: Any, recipe_file: Path, tmp_p
     assert (tmp_path / "run" / "metrics.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_a_run_of_another_recipe_is_not_offered_to_resume(
+    comingle: Any, recipe_file: Path, tmp_path: Path, verb: str
+) -> None:
+    given = {"run": ("--set", "method=pretrained"), "compare": ("--methods", "pretrained", "--seeds", "0")}
+    command = (verb, recipe_file, "--out", tmp_path / "out", *given[verb])
+    assert comingle(*command).code == 0
+    folder = tmp_path / "out" if verb == "run" else tmp_path / "out" / "pretrained-seed0"
+    line = one_line(comingle(*command, "--set", "training.batch_size=3"))
+    assert line.startswith(f"{folder}: exists and belongs to another recipe, training.batch_size was ")
+    assert line.endswith(" and is 3; --force replaces it, --out names another")
+    (folder / "recipe.yaml").write_text("not: a recipe\n")
+    assert one_line(comingle(*command)).startswith(f"{folder}: exists; --resume continues it, ")
+
+
 def test_resume_needs_something_to_resume(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     line = one_line(comingle("run", recipe_file, "--out", tmp_path / "run", "--resume"))
     assert line.startswith(f"{tmp_path / 'run'}: ")

@@ -276,6 +276,19 @@ def test_a_base_that_does_not_fit_is_refused_in_one_line(options: dict[str, Any]
     assert given_of(None, BASE) == NOTHING
 
 
+def test_a_module_in_place_of_a_function_is_refused_with_a_way_out() -> None:
+    class Small(torch.nn.Module):
+        pass
+
+    ends = {
+        "; pass the class Small, or a function that makes one": Small(),
+        "; pass a function that makes one": torch.nn.Sequential(),
+        "a function that returns an nn.Module": 3,
+    }
+    for end, given in ends.items():
+        assert refused(BaseModelError, lambda given=given: given_of(None, given)).endswith(end)
+
+
 # ---------------------------------------------------------------- method
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from comingle.config import Recipe, load_recipe
 from comingle.config.settings import KEY
 from comingle.methods.user_files import ORIGIN, check_origin, write_origin
-from comingle.utils.errors import RunError
+from comingle.utils.errors import ComingleError, RunError
 from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
 from comingle.utils.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
 from comingle.utils.records import DRAFT, FEDERATION, check_name, convert_disk_errors, write_text
@@ -106,7 +106,23 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
     if resume:
         check_recipe(folder, recipe)
     else:
-        _check_replaceable(folder, force, "" if resume is None else "--resume continues it, ")
+        difference = "" if resume is None else _difference_from_run(folder, recipe)
+        hint = "" if resume is None or difference else "--resume continues it, "
+        _check_replaceable(folder, force, hint, difference)
+
+
+def _difference_from_run(folder: Path, recipe: Recipe) -> str:
+    """Return what makes a recipe another than that of the run in a folder, which then cannot be resumed.
+
+    Empty if there is no run, if its recipe is damaged, or if both recipes compute the same.
+    """
+    if not (folder / "recipe.yaml").is_file():
+        return ""
+    try:
+        old_recipe, new_recipe = load_recipe(folder), with_bos_of_run(folder, recipe, resume=True)
+    except ComingleError:  # a damaged recipe; --resume says what is wrong
+        return ""
+    return "" if old_recipe.fingerprint == new_recipe.fingerprint else first_difference(old_recipe, new_recipe)
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:
@@ -156,20 +172,22 @@ def with_bos_of_run(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
     return recipe.with_changes({f"data.{BOS}": old})
 
 
-def _check_replaceable(folder: Path, force: bool, resume_hint: str) -> None:
+def _check_replaceable(folder: Path, force: bool, resume_hint: str, difference: str) -> None:
     """Check that a new run may be written to a folder: it is empty, or ``force`` is set and it has only a run's files.
 
     Args:
         folder: The run folder.
         force: Whether to replace what is in the folder.
         resume_hint: The beginning of the hint in the error; empty if the run cannot be resumed.
+        difference: What makes the recipe another than that of the run in the folder; empty if they are equal.
 
     Raises:
         RunError: The folder is not empty, or has files that ``force`` must not delete.
     """
     names = _run_file_names(folder) if folder.exists() else set()
     if names and not force:
-        raise RunError(f"{folder}: exists; {resume_hint}--force replaces it, --out names another")
+        of_another = f" and belongs to another recipe, {difference}" if difference else ""
+        raise RunError(f"{folder}: exists{of_another}; {resume_hint}--force replaces it, --out names another")
     # Drafts, such as ".metrics.json.x1.draft", are temporary files of a run that was killed while it wrote a file.
     draft_prefixes = tuple(f".{run_file}." for run_file in RUN_FILES)
     foreign = sorted(name for name in names if name not in RUN_FILES and not name.startswith(draft_prefixes))

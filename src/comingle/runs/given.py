@@ -157,7 +157,21 @@ def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, los
         return Given(users=users, method=method, loss=loss, loaded=(base[0], base[1]))
     if callable(base) and not isinstance(base, nn.Module):
         return Given(users=users, method=method, loss=loss, net=base)
-    raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}")
+    raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}{_way_out(base)}")
+
+
+def _way_out(base: object) -> str:
+    """Return what to pass in place of a net, as the end of an error message; empty for other objects."""
+    # Without transformers the name PreTrainedModel stands for nn.Module.
+    is_language_model = PreTrainedModel is not nn.Module and isinstance(base, PreTrainedModel)
+    if not isinstance(base, nn.Module) or is_language_model:
+        return ""
+    needs_arguments = type(base).__module__.startswith("torch.")
+    return (
+        "; pass a function that makes one"
+        if needs_arguments
+        else (f"; pass the class {type(base).__name__}, or a function that makes one")
+    )
 
 
 def recipe_with(
