@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -75,3 +76,26 @@ def test_advice_needs_something_that_is_shared(comingle: Any, recipe: Path) -> N
     said = comingle("advise", recipe, "--methods", "local")
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert said.err.startswith("comingle: --methods: got only local; ")
+
+
+def test_a_newcomer_with_a_net_is_told_of_the_net(comingle: Any, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for name in ("ada", "ben", "eve"):
+        np.savez(tmp_path / f"{name}.npz", x=draw.random((40, 6), dtype=np.float32), y=np.arange(40) % 2)
+    recipe = {
+        "data": {"kind": "samples", "users": {name: str(tmp_path / f"{name}.npz") for name in ("ada", "ben")}},
+        "base": "net:linear",
+        "method": "fedavg",
+        "training": {"rounds": 2, "batch_size": 8},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    ran = comingle("run", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "--quiet")
+    assert ran.code == 0, ran.err
+    said = comingle(
+        "join", tmp_path / "run", "--name", "eve", "--data", tmp_path / "eve.npz", "--out", tmp_path / "out"
+    )
+    assert said.code == 0, said.err
+    assert "loading the net and the users' data" in said.progress
+    assert "the net with its initial weights" in said.out
+    assert said.out.rstrip().endswith("a run with eve only, for comingle.load in Python")
+    assert "base" not in said.out + "".join(said.progress)

@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from comingle.reports.formatting import axis_label, byte_unit, change, change_label, change_text, is_worse, rule, tick
+from comingle.reports.formatting import (
+    axis_label,
+    byte_unit,
+    change,
+    change_label,
+    change_text,
+    interval_text,
+    is_worse,
+    rule,
+    tick,
+)
 from comingle.utils.records import MEASURES, number
 
 
@@ -81,3 +91,9 @@ def test_the_ends_of_the_axis_are_where_the_measure_has_them() -> None:
 def test_few_bytes_are_counted_one_by_one() -> None:
     assert byte_unit(0) == byte_unit(9_999) == (1.0, "B")
     assert byte_unit(10_000) == (1e6, "MB")
+
+
+@pytest.mark.parametrize(("measure", "text"), [("accuracy", "+0.0\u00a0points"), ("perplexity", "+0.0%")])
+def test_no_change_has_no_minus_sign(measure: str, text: str) -> None:
+    assert change_text(-0.04, measure) == text
+    assert interval_text((-0.04, 2.0), measure) == "+0.0 to +2.0"

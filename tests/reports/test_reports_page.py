@@ -188,6 +188,14 @@ def losses(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return render_page(net_entries(write_run, "loss", ends, mixtures=MIXED["mixtures"]))
 
 
+def test_curves_of_other_runs_cite_no_paper(write_run: Any) -> None:
+    curve = {0: {"ada": 0.25}, 2: {"ada": 0.75}}
+    options = {"measure": "accuracy", "recipe": {"data": {"kind": "samples"}}, "base": "net:cnn"}
+    text = prose(render_page(read_entries([write_run("local", "local", curve, **options)])))
+    assert "Test accuracy during training, against local iterations." in text
+    assert "CoMiGS" not in text
+
+
 @pytest.mark.slow
 def test_a_page_of_accuracies_speaks_of_accuracies(accuracies: str) -> None:
     page, text = accuracies, prose(accuracies)

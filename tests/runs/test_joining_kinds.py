@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,6 +85,7 @@ def test_somebody_with_images(method: Any, tmp_path: Path) -> None:
     opened = join(tmp_path / "run", name="eve", data=images(3, classes=(0, 1)))
     assert in_hand.rows == opened.rows
     assert list(in_hand.rows) == ROWS
+    assert "the net with its initial weights" in in_hand._repr_html_()
     assert in_hand.rows["joined"]["train_samples"] == in_hand.rows["local"]["train_samples"] == 3 * 48
     eve = cast(PersonalNet, load(tmp_path / "eve").user("eve"))
     assert eve.model(images(4)[0].double()).shape == (60, 3)
@@ -102,6 +104,22 @@ def pictures(folder: Path, seed: int, *names: str) -> Path:
             pixels[order.index(name)] = 250
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
     return folder
+
+
+@pytest.mark.parametrize("method", ["local", {"name": "floral", "clusters": 2}], ids=str)
+def test_a_net_is_scored_on_its_own_test_data_without_an_argument(method: Any, tmp_path: Path) -> None:
+    places = {name: str(pictures(tmp_path / name, i, "cat", "dog")) for i, name in enumerate(("ann", "bob"))}
+    content = {**SAMPLES, "data": {"kind": "samples", "users": places, "grayscale": True}, "method": method}
+    trained = run(content, out=tmp_path / "run")
+    opened = load(tmp_path / "run")
+    for name in ("ann", "bob"):
+        scored = trained.metrics["users"][name]
+        for score in (found.user(name).evaluate() for found in (trained, opened)):
+            assert score.samples == scored["test_samples"] > 0
+            assert (score.accuracy, score.mean_loss) == pytest.approx((scored["test_accuracy"], scored["test_loss"]))
+    shutil.rmtree(tmp_path / "ann")
+    with pytest.raises(DataError, match="ann"):
+        load(tmp_path / "run").user("ann").evaluate()
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def join(
     from comingle.runs.given import NOTHING
     from comingle.runs.join import join_run, newcomer
     from comingle.runs.progress import reporting
+    from comingle.training.kinds.base import kind_of
     from comingle.utils.names import as_folder
     from comingle.utils.terminal import words
 
@@ -107,4 +108,5 @@ def join(
         # Programs can pass Python objects in place of names and paths of the recipe; the command line passes none.
         joined = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)
     console.print(render_joined(name, joined.measure, joined.rows))
-    console.print(words(f"{folder}/  a run with {name} only, for export, chat and serve", "dim"))
+    use = "export, chat and serve" if kind_of(new_user.recipe).needs_base else "comingle.load in Python"
+    console.print(words(f"{folder}/  a run with {name} only, for {use}", "dim"))

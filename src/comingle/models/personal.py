@@ -406,7 +406,7 @@ class Personal:
         """Return the outputs for inputs; nets only."""
         raise self._unsupported("predict")
 
-    def evaluate(self, samples: object) -> SampleScore:
+    def evaluate(self, samples: object = None) -> SampleScore:
         """Return the mean loss and the accuracy; nets only."""
         raise self._unsupported("evaluate")
 

@@ -346,7 +346,7 @@ def cell(gain: Gain | None) -> str:
     """Return the text of a gain in a table: mean, interval and verdict."""
     if gain is None:
         return "not finite"
-    mean = gain.text if gain.measure == "loss" else f"{gain.change.mean:+.1f}"  # the title has the unit of others
+    mean = gain.text if gain.measure == "loss" else f"{gain.change.mean:+z.1f}"  # the title has the unit of others
     return f"{mean}{_interval_text(gain)} {gain.verdict}"
 
 

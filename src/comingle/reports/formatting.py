@@ -210,10 +210,10 @@ def factor_text(factor: float) -> str:
 
 
 def change_text(difference: float, measure: str) -> str:
-    """Return a change as text, with its unit."""
+    """Return a change as text, with its unit; never "-0.0"."""
     if measure == "loss":
         return factor_text(10**difference)
-    return f"{difference:+.1f}\u00a0points" if measure in _POINTS else f"{difference:+.1f}%"
+    return f"{difference:+z.1f}\u00a0points" if measure in _POINTS else f"{difference:+z.1f}%"
 
 
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
@@ -226,7 +226,7 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
     if measure == "loss":  # powers of ten; an end that is too large for a float is limited
         return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
     digits = 1 if bounds[1] - bounds[0] >= 1 else 2
-    return " to ".join(f"{end:+.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}" for end in bounds)
+    return " to ".join(f"{end:+z.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}" for end in bounds)
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:

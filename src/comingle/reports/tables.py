@@ -401,6 +401,7 @@ _DESCRIPTIONS_OF_MODELS = {
     "shared": "shared model of the federation, before any training",
     "joined": "after joining",
 }
+_INITIAL_NET = "the net with its initial weights"
 
 
 def render_joined(name: str, measure: str, rows: Mapping[str, JsonMapping]) -> Table:
@@ -409,8 +410,8 @@ def render_joined(name: str, measure: str, rows: Mapping[str, JsonMapping]) -> T
     Args:
         name: The user's name.
         measure: Name of the measure of the results, such as "perplexity".
-        rows: Results by model: the base (``pretrained``), the user's own training (``local``), the federation's model
-            before (``shared``) and after training on the user's data (``joined``).
+        rows: Results by model: the base or the initial net (``pretrained``), the user's own training (``local``), the
+            federation's model before (``shared``) and after training on the user's data (``joined``).
     """
     unit = next(key for key in rows["joined"] if key.startswith("train_"))  # train_tokens or train_samples
     title = f"{printable(name)}: test {measure} ({rule(measure)})"
@@ -420,6 +421,8 @@ def render_joined(name: str, measure: str, rows: Mapping[str, JsonMapping]) -> T
     table.add_column("")
     for model, description in _DESCRIPTIONS_OF_MODELS.items():
         result = rows[model]
+        if model == "pretrained" and unit == "train_samples":
+            description = _INITIAL_NET
         table.add_row(model, number(result[f"test_{measure}"], measure), f"{result[unit]:,}", words(description, "dim"))
     return table
 

@@ -25,7 +25,7 @@ from comingle.reports.tables import render_joined
 from comingle.runs.api import load, of_one_user
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import AnyBase, Given, Loss, given_of
-from comingle.runs.progress import LOADING, Reporter, reporting
+from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
 from comingle.training.backends.launched import require_alone
@@ -290,7 +290,7 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
         The newcomer's run and the four test results.
     """
     base = getattr(run.federation.clients.model, "base", None)
-    with reporter.waiting(LOADING):
+    with reporter.waiting(loading(new_user.recipe)):
         run_data = prepare(new_user.recipe, base=base, given=replace(given, users=new_user.passed))
     _check_alike(run, new_user, run_data)
     federation = build(new_user.recipe, run_data, store="memory")

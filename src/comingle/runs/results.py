@@ -99,7 +99,9 @@ class Run:
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
         kind = kind_of(self.recipe)
         personal = kind.with_inputs(kind.personal(name, model, tensors, trainer), self.recipe, self.settings)
-        return replace(personal, about=self._model_info(name)) if isinstance(personal, PersonalModel) else personal
+        if isinstance(personal, PersonalModel):
+            return replace(personal, about=self._model_info(name))
+        return kind.with_test_data(personal, lambda: clients.users[self.users.index(name)].test)
 
     def _model_info(self, name: str) -> ModelInfo:
         """Return facts about a user's language model, and a function that validates it.

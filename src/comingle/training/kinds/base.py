@@ -270,6 +270,10 @@ class Kind(ABC):
         """
         return personal
 
+    def with_test_data(self, personal: Personal, test_data: Callable[[], Any]) -> Personal:
+        """Return the model of a user with a function that reads the user's test data, if it can use one."""
+        return personal
+
     def settings(self, run_data: RunData) -> JsonObject:
         """Return what a run folder stores besides names and digests, so that the run opens without its data."""
         return {}

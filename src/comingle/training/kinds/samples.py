@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -70,6 +70,8 @@ class PersonalNet(Personal):
     """Shape of one input in training; None if it is unknown."""
     image_format: ImageFormat | None = None
     """Size and colours of images in training; None if the run did not read image files."""
+    test_data: Callable[[], Samples] | None = None
+    """Reads the user's own test data; None if the net does not come from a run."""
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
@@ -117,17 +119,20 @@ class PersonalNet(Personal):
         return batch
 
     @torch_defaults()
-    def evaluate(self, samples: Any) -> SampleScore:
+    def evaluate(self, samples: Any = None) -> SampleScore:
         """Return the mean loss, and the accuracy if targets are classes; NaN without samples.
 
         Args:
             samples: A map-style ``torch.utils.data.Dataset`` of ``(input, target)``, a pair of arrays or tensors, or
-                :class:`comingle.data.samples.samples.Samples`.
+                :class:`comingle.data.samples.samples.Samples`. None: the user's own test data, as the run reads it.
 
         Raises:
-            DataError: The type is not supported, or targets do not fit the task of the net.
+            DataError: The type is not supported, targets do not fit the task of the net, or the user's own test data
+                cannot be read.
         """
         like, where = next(self.model.parameters()), f"user {self.name!r}: samples"
+        if samples is None and self.test_data is not None:
+            samples = self.test_data()
         samples = read_samples(samples, where)
         if not self.loss.classes and not samples.targets.is_floating_point():  # integers as targets of a regression
             samples = Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
@@ -262,6 +267,10 @@ class NetKind(Kind):
             input_shape=None if shape is None else tuple(shape),
             image_format=image_format_of(data) if settings.get("labels") and isinstance(data, SamplesSection) else None,
         )
+
+    def with_test_data(self, personal: Personal, test_data: Callable[[], Any]) -> Personal:
+        """Return the net of a user with a function that reads the user's test data."""
+        return replace(cast(PersonalNet, personal), test_data=test_data)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
         """Refuse a number of users without their data: costs depend on the users' samples.
