@@ -180,3 +180,43 @@ def test_measures_that_rise_are_read_the_right_way_round() -> None:
     assert judged(80.0, None, "perplexity")
     assert not judged(80.0, 80.0, "perplexity")
     assert not judged(None, 80.0, "perplexity")
+
+
+def test_nets_that_learn_nothing_say_that_they_are_at_chance(caplog: pytest.LogCaptureFixture) -> None:
+    def of_class(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        classes = torch.arange(60) % 3
+        noise = torch.randn(60, 3, generator=torch.Generator().manual_seed(seed))
+        return 4 * torch.eye(3)[classes] + noise, classes
+
+    def made(bias: float) -> torch.nn.Module:
+        first, last = torch.nn.Linear(3, 8), torch.nn.Linear(8, 3)
+        torch.nn.init.constant_(first.bias, bias)
+        torch.nn.init.zeros_(last.weight)
+        torch.nn.init.zeros_(last.bias)
+        return torch.nn.Sequential(first, torch.nn.ReLU(), last)
+
+    def trained(bias: float, method: str = "fedavg") -> dict[str, Any]:
+        training = {"rounds": 5, "batch_size": 6, "experts": {"name": "sgd", "learning_rate": 0.01}}
+        users = {name: of_class(seed) for seed, name in enumerate("ab")}
+        return comingle.run({"training": training}, users=users, base=lambda: made(bias), method=method).metrics
+
+    dead_relu = -100.0
+    (warning,) = trained(dead_relu)["warnings"]
+    assert warning.startswith("all users' models are at chance: test losses are within 1% of ln 3, ")
+    assert "training.experts.learning_rate" in warning
+    assert f"fedavg: {warning}" in caplog.messages
+    assert "warnings" not in trained(0.0)
+    assert "warnings" not in trained(dead_relu, "pretrained")
+
+
+def test_an_accuracy_above_chance_is_not_at_chance() -> None:
+    def judged(accuracy: float, loss: float | None, num_classes: int | None = 10) -> bool:
+        users = {"a": {"test_accuracy": accuracy, "test_loss": loss}}
+        metrics = {"measure": "accuracy", "rounds": 5, "selected_round": 5, "users": users}
+        return bool(outcome_warnings(make("fedavg"), Evaluations(), metrics, num_classes=num_classes))
+
+    assert judged(0.1, 2.31)
+    assert not judged(0.2, 2.31)
+    assert not judged(0.1, 2.2)
+    assert not judged(0.1, None)
+    assert not judged(0.1, 2.31, None)

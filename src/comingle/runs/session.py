@@ -22,6 +22,7 @@ from comingle.methods import make, own_errors, settings_of
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import keep_buffers, torch_defaults
+from comingle.models.scoring import CROSS_ENTROPY
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -367,12 +368,14 @@ def run_in(
         federation = building(recipe, run_data, method=method)
         run_observers = observers(federation.clients) if federation.leads else ()
         settings = run_data.kind.settings(run_data)
+        num_classes = settings["classes"] if settings.get("loss") == CROSS_ENTROPY.name else None
         if folder is None:
-            return replace(execute(federation, recipe, None, observers=run_observers), settings=settings)
+            done = execute(federation, recipe, None, observers=run_observers, num_classes=num_classes)
+            return replace(done, settings=settings)
         inputs = _merged_inputs(federation, run_data, recipe)
         pooled = method.placement.pooled
         entering(contexts, open_folder(folder, recipe, inputs, resume=resume, force=force, pooled=pooled))
-        done = execute(federation, recipe, folder, resume=resume, observers=run_observers)
+        done = execute(federation, recipe, folder, resume=resume, observers=run_observers, num_classes=num_classes)
     return replace(done, settings=settings)
 
 
@@ -427,6 +430,7 @@ def execute(
     *,
     resume: bool = False,
     observers: Sequence[Observer] = (),
+    num_classes: int | None = None,
 ) -> Run:
     """Run the rounds of a federation and write its events, checkpoints and metrics.
 
@@ -439,6 +443,7 @@ def execute(
         folder: The run folder, which is open; without one nothing is written.
         resume: Whether to resume from the newest checkpoint in the folder.
         observers: Functions that are called with each event.
+        num_classes: Number of classes that nets tell apart by cross-entropy; None for other models.
 
     Returns:
         The run, with its events if there is no folder for them.
@@ -494,7 +499,7 @@ def execute(
         # The confidence interval of the mean, if only a sample of the users was evaluated.
         metrics |= sample_entry(clients, metrics_of_users, metrics["measure"]) if federation.leads else {}
         evaluations.add_valid_losses(metrics)
-        metrics |= outcome_warnings(clients.method, evaluations, metrics)
+        metrics |= outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes)
         metrics |= untrained_entry(clients.plan, clients.steps.local_steps) | _settings_entry(recipe)
         if folder is not None and resume and rounds_done == metrics["rounds"]:  # resumed, but already finished
             metrics |= _recorded_seconds(folder, rounds_done)

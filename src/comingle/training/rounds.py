@@ -32,6 +32,12 @@ logger = logging.getLogger("comingle")
 _UNIFORM = 0.98
 """Mean entropy of mixtures, relative to ln C, from which they count as uniform; weights 0.58, 0.42 for C = 2."""
 
+_NEAR_CHANCE = 0.01
+"""Relative distance to ln C, with C classes, up to which a loss counts as that of chance."""
+
+_CHANCE_ACCURACY = 1.25
+"""Mean accuracy over users, relative to 1 / C, up to which it counts as that of chance."""
+
 _ALL_WEIGHT = 0.95
 """Weight of one component from which a user counts as using it alone."""
 
@@ -60,21 +66,50 @@ class Evaluations:
                 metrics["users"][name]["valid_loss"] = loss
 
 
-def outcome_warnings(method: Method, evaluations: Evaluations, metrics: JsonMapping) -> dict[str, list[str]]:
+def outcome_warnings(
+    method: Method, evaluations: Evaluations, metrics: JsonMapping, *, num_classes: int | None = None
+) -> dict[str, list[str]]:
     """Return warnings about the outcome of a finished run, to merge into its metrics.
 
-    Warns if test results got worse, or if learned mixtures stayed uniform or are all of the same single component.
+    Warns if test results got worse, if all trained nets are at chance, or if learned mixtures stayed uniform or are all
+    of the same single component.
 
     Args:
         method: Method of the run.
         evaluations: First and last evaluation events of the run.
         metrics: Metrics of the finished run.
+        num_classes: Number of classes that nets tell apart by cross-entropy; None for other models.
 
     Returns:
         ``{"warnings": [...]}``, or an empty dict.
     """
     found = [*_warn_if_worse(evaluations.first, metrics), *_warn_of_mixtures(method, evaluations)]
+    if method.trains and num_classes is not None:
+        found += _warn_of_chance(metrics, num_classes)
     return {"warnings": found} if found else {}
+
+
+def _warn_of_chance(metrics: JsonMapping, num_classes: int) -> Sequence[str]:
+    """Return a warning if every user's model predicts all classes with about the same probability; otherwise nothing.
+
+    The test loss of each user is then close to ln C with C classes, and the mean accuracy close to ``1 / C``.
+
+    Args:
+        metrics: Metrics of the finished run.
+        num_classes: Number of classes C.
+    """
+    results = [(user.get("test_loss"), user.get("test_accuracy")) for user in metrics["users"].values()]
+    finite = [(loss, accuracy) for loss, accuracy in results if loss is not None and accuracy is not None]
+    if num_classes < 2 or metrics["selected_round"] == 0 or not finite or len(finite) < len(results):
+        return ()
+    chance_loss, mean_accuracy = math.log(num_classes), sum(accuracy for _, accuracy in finite) / len(finite)
+    has_chance_loss = all(abs(loss - chance_loss) <= _NEAR_CHANCE * chance_loss for loss, _ in finite)
+    if not has_chance_loss or mean_accuracy > _CHANCE_ACCURACY / num_classes:
+        return ()
+    return (
+        f"all users' models are at chance: test losses are within 1% of ln {num_classes}, mean test accuracy is "
+        f"{number(mean_accuracy, 'accuracy')}. A lower training.experts.learning_rate or more rounds may help",
+    )
 
 
 def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[str]:
