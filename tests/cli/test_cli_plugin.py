@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from comingle.config import load_recipe
@@ -89,6 +90,34 @@ def test_the_process_that_measures_rounds_loads_it(place: Path) -> None:
     words = ["cost", "recipe.yaml", "--plugin", "near.py", "--method", "near", "--machines", "1"]
     found = comingle(place, *words)
     assert (found.returncode, "Traceback" in found.stderr) == (0, False), found.stderr
+
+
+NET = """
+from math import prod
+from torch import nn
+from comingle.models.nets import NETS
+
+NETS.register("small", lambda shape, outputs: nn.Linear(prod(shape), outputs))
+"""
+
+
+@pytest.mark.slow
+def test_every_process_of_a_command_loads_a_file_with_a_net(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for name in ("ada", "ben"):
+        np.savez(tmp_path / f"{name}.npz", x=draw.random((20, 6), dtype=np.float32), y=np.arange(20) % 2)
+    users = "{ada: ada.npz, ben: ben.npz}"
+    recipe = f"base: net:small\nmethod: fedavg\ndata: {{kind: samples, users: {users}}}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe + "training: {rounds: 1, batch_size: 4}\nruntime: {threads: 1}\n")
+    (tmp_path / "net.py").write_text(NET)
+    for words in (
+        ["cost", "recipe.yaml", "--method", "floral", "--machines", "1"],
+        ["compare", "recipe.yaml", "--methods", "fedavg,local", "--seeds", "0", "--jobs", "2", "--out", "c"],
+        ["run", "recipe.yaml", "--processes", "2", "--out", "p"],
+        ["federate", "recipe.yaml", "--out", "f"],
+    ):
+        done = comingle(tmp_path, *words, "--plugin", "net.py")
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.slow
