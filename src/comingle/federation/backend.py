@@ -568,6 +568,8 @@ class NetworkBackend(Backend[ClientReports]):
         event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
         if not silent and (losses := validation_losses(self.session, answers, done)):
             event["mean_valid_loss"] = self._compare_validation_losses(losses, done)
+            # Only of users that report their scores; the others keep their metrics private.
+            event["valid_loss"] = {name: loss for name, loss in losses.items() if name in reported}
         return reported or None, event | routing_event(self.session, reported)
 
     def _compare_validation_losses(self, losses: dict[str, float], done: int) -> float:

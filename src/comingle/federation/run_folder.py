@@ -319,9 +319,10 @@ def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, ev
         session: The session.
         folder: The run folder, with the events of all processes of the run.
         metrics: Metrics of the users and the run, which are changed.
-        evaluations: First and last evaluation events of the run.
+        evaluations: First and last evaluation events of the run, and the validation losses of all.
     """
     metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
+    evaluations.add_valid_losses(metrics)
     metrics |= outcome_warnings(session.context.method, evaluations, metrics)
     metrics |= untrained_entry(session.context.plan, session.local_steps)
     if without_metrics := [name for name in session.public.users if name not in metrics["users"]]:
