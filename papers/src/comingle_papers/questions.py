@@ -421,16 +421,17 @@ def _find_file(name: str, path: Path) -> Path:
 def _read_hub_rows(
     name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
 ) -> Iterator[tuple[str, Row]]:
-    """Yield the hub's rows of each language in the format of local files, each after its place for error messages.
+    """Yield rows of a set of questions on the hub, in the format of local files.
 
-    Local files also have the columns ``id`` and ``lang``, so these are added.
+    Local files have the columns ``id`` and ``lang``, which are added here. Each row is yielded in a pair, after a text
+    for error messages that says where the row is.
 
     Args:
         name: A key of :data:`QUESTIONS`.
         source: The set on the hub.
         setting: The set's defaults.
         languages: The languages to read.
-        asked_for: Whether the user gave this source; otherwise an error names the alternatives to the hub.
+        asked_for: Whether the recipe names this source; if not, an error also names the alternatives to the hub.
 
     Raises:
         DataError: The hub or a language cannot be read.

@@ -65,10 +65,9 @@ def table_of(planned: Plan, outcomes: dict[str, Outcome], baseline: str | None) 
         if outcome.diverged
     ]
     metric, cells = planned.experiment.metric, planned.cells
-    results_by_user = results(outcomes, cells, metric)
-    return build_table(
-        planned, scores(outcomes, cells, metric), diverged=failed, results=results_by_user, baseline=baseline
-    )
+    means_over_users = scores(outcomes, cells, metric)  # what the paper prints
+    results_by_user = results(outcomes, cells, metric)  # for intervals of the differences between methods
+    return build_table(planned, means_over_users, diverged=failed, results=results_by_user, baseline=baseline)
 
 
 def print_table(table: PaperTable) -> None:

@@ -89,7 +89,10 @@ def _require_packages() -> None:
 
 
 def render(rows: list[Row]) -> Table:
-    """Return a table with a heading per scheme and, for each statement about it, measured value, bound and instances.
+    """Return the terminal table of ``comingle theory``: the papers' statements with measured values and bounds.
+
+    Each algorithm ("scheme") has a heading, then a line for each statement about it. A line has the measured value and
+    the bound of the random problem ("instance") closest to its bound, and the number of instances that obey the bound.
 
     Args:
         rows: The statements over all instances, ordered so that rows of the same scheme follow each other.
@@ -106,7 +109,8 @@ def render(rows: list[Row]) -> Table:
             scheme = row.scheme
             table.add_row(words(scheme, "bold"))
         relation = "" if row.bound is None else ("≥" if row.at_least else "≤")
-        style = "" if row.held == row.covered else "red"
+        holds_where_it_applies = row.held == row.covered
+        style = "" if holds_where_it_applies else "red"
         bound = "none" if row.bound is None else number(row.bound)
         table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count_instances(row), style=style)
     table.caption = (

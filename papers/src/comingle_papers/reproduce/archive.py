@@ -348,20 +348,24 @@ def add_runs(path: Path, name: str, selection: RunSelection, out: Path, waiting:
 
 
 def _check_columns(path: Path, records: Records, name: str, selection: RunSelection, cache: InputCache) -> None:
-    """Check that archived runs read the base model and data that are on this machine, for one run of each column.
+    """Check that archived runs read the base model and data that are on this machine.
+
+    To save time, only one archived run of each column of the table is checked.
 
     Args:
         path: The archive, for error messages.
         records: The records of the archive.
         name: The experiment, as ``comigs/table1``.
-        selection: The columns to check, and options that determine the runs; rows and seeds are those of the archive.
+        selection: Options that determine the runs. Its columns are checked; rows and seeds are those of the archive.
         cache: Cache of the inputs on this machine.
 
     Raises:
         RunError: The inputs of an archived run differ.
     """
     seeds = sorted({record.computed["seed"] for record in records.values()})
-    cells = plan(name, replace(selection, methods=None, seeds=seeds)).cells if seeds else ()
+    if not seeds:  # the archive is empty
+        return
+    cells = plan(name, replace(selection, methods=None, seeds=seeds)).cells
     one_per_column = {cell.column: cell for cell in cells if cell.folder in records}
     for cell in one_per_column.values():
         check_same_inputs(f"{path}: {cell.folder}", records[cell.folder].inputs, cache.input_digests(cell))

@@ -209,11 +209,11 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
 
 
 def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Mapping[tuple[str, str], Usage]) -> Figure:
-    """Draw test results against a method's usage, with one line per method.
+    """Draw test results against the usage of methods, with one line per method.
 
-    The usage is how many numbers (entries of tensors) a method stores or sends, in multiples of the net's. Panels form
-    a row for each kind of usage and a column for each of the plan's columns. A mark's area grows with the number of
-    models or the size of the net.
+    The usage is how many numbers (entries of tensors) a method stores or sends, in multiples of the number of the net's
+    parameters. The figure has a row of panels for each kind of usage, and in each row a panel for each column of the
+    table. A mark's area grows with the number of models or the size of the net.
 
     Args:
         plan: The figure's plan.
@@ -228,7 +228,8 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Map
     lines = _group_rows_by_line(plan)
     methods = [plan.experiment.rows[rows[0]].method for rows in lines.values()]
     styles_of_lines = dict(zip(lines, styles(methods), strict=True))
-    measure = next(iter(entries.values())).first.measure
+    any_entry = next(iter(entries.values()))
+    measure = any_entry.first.measure  # all runs of a table have the same metric
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for number, axis in enumerate(axes):
@@ -246,7 +247,8 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Entry], used: Map
         _draw_legend(figure, {name: styles_of_lines[name] for name in drawn_lines})
 
     has_one_panel = len(kinds) * len(plan.columns) == 1
-    return draw(len(kinds), len(plan.columns), (4.6, 3.2) if has_one_panel else (3.3, 2.5), paint)
+    panel_inches = (4.6, 3.2) if has_one_panel else (3.3, 2.5)  # width and height
+    return draw(len(kinds), len(plan.columns), panel_inches, paint)
 
 
 def _group_rows_by_line(plan: Plan) -> dict[str, list[str]]:

@@ -162,10 +162,10 @@ def _task_work(recipe: Recipe, method: Method) -> float:
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
-    """Return the number of users and samples of a task without reading its images; numbers of samples are estimates.
+    """Estimate how many samples each user of a task has, without reading the task's images.
 
     Returns:
-        The number of users, and the numbers of train and test samples of each user.
+        The number of users, which is exact, and the estimated numbers of train and test samples of each user.
     """
     setting = TASKS[task.name]
     users = task.users or setting.users
@@ -174,8 +174,9 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
         train, test = setting.train, setting.test
     else:
         train, test = (ceil(n / users) for n in num_images)
-    kept = min(train, max(REDUCED_MINIMUM, round(task.fraction * train)))
-    return users, kept, task.test_samples or test
+    # ``fraction`` of the train samples, but at least REDUCED_MINIMUM if there are as many.
+    kept_train = min(train, max(REDUCED_MINIMUM, round(task.fraction * train)))
+    return users, kept_train, task.test_samples or test
 
 
 @cache

@@ -489,11 +489,12 @@ def _local_paths(data: DataSet) -> list[str]:
 
 
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe's section ``data`` for a data set, and the users' names.
+    """Return the recipe's section ``data`` for a data set of a paper, and the users' names.
 
-    Text comes from the folder if there is one, else from the hub; or all users get the study's demo texts. Text is
-    limited to the paper's numbers of tokens, a list with one number per user for each split. Images and questions come
-    from the folder if it has them, else from the hub.
+    * Images and questions come from the folder if it has them, else from the hub.
+    * Text comes from the folder if there is one, else from the hub. For each split the section has a list with the
+      paper's number of tokens of each user.
+    * With ``demo`` the users of a text data set get the study's demo texts instead.
 
     Args:
         study: The settings that all experiments of the paper share, with the demo texts.
@@ -505,11 +506,12 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         The section, and the users' names in the order of the lists of token numbers; no names for tasks and questions.
     """
     if data.task is not None or data.questions is not None:
+        key, settings = ("task", data.task) if data.task is not None else ("questions", data.questions or {})
+        section = dict(settings)
         path = _find_in_folder(data, folder) if data.images or data.questions else None
-        section = {**(data.task or data.questions or {})}
         if path is not None:
             section["path"] = str(path)
-        return {"questions" if data.task is None else "task": section}, []
+        return {key: section}, []
     if demo:
         section = {"users": dict(zip(data.users, study.demo, strict=True))}
         if "held_out" in data.local:

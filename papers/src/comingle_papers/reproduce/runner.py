@@ -204,11 +204,12 @@ class Estimate:
 
 
 def unique_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells without those that compute the same result as an earlier one."""
-    first: dict[str, Cell] = {}
+    """Drop duplicates from a table's cells: of runs with equal results, keep the first."""
+    cell_by_folder: dict[str, Cell] = {}
     for cell in cells:
-        first.setdefault(cell.folder, cell)  # the folder's name has a digest of what is computed
-    return list(first.values())
+        # The folder's name has a digest of all settings that determine the result.
+        cell_by_folder.setdefault(cell.folder, cell)
+    return list(cell_by_folder.values())
 
 
 def title_of(cell: Cell) -> str:
@@ -358,9 +359,11 @@ class InputCache:
     def input_digests(self, cell: Cell) -> dict[str, str]:
         """Return the digests of a cell's base model and data, as :func:`digest_inputs` makes them."""
         run_data = self.run_data(cell)
-        if self._digests is None or self._digests[0] is not run_data:
-            self._digests = run_data, digest_inputs(describe(run_data, cell.recipe))
-        return self._digests[1]
+        digested_data, digests = self._digests or (None, {})
+        if digested_data is not run_data:  # the cell has other inputs than the cell before
+            digests = digest_inputs(describe(run_data, cell.recipe))
+            self._digests = run_data, digests
+        return digests
 
     def run_data(self, cell: Cell) -> RunData:
         """Return a cell's base model and data.

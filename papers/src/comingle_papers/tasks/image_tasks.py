@@ -302,9 +302,11 @@ def make_shifted(
     shift: Shift | None,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """Deal images out to users, and rotate the images or renumber the labels of each cluster by its own shift.
+    """Divide images among users in clusters, and make the clusters' data differ.
 
-    User k is in cluster k mod ``clusters``. Without a shift each cluster gets images of its own labels only.
+    User k is in cluster k mod ``clusters``. With the shift "rotate" each cluster has its own angle, by which its images
+    are rotated; with "labels" each cluster has its own number, which is added to its labels. Without a shift each
+    cluster gets images of its own labels only.
 
     Args:
         name: The task.
@@ -319,8 +321,9 @@ def make_shifted(
     Raises:
         RecipeError: There are more users than images.
     """
-    if users > (most := min(len(images) for images in images_of_split.values())):
-        raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image per split and user")
+    max_users = min(len(images) for images in images_of_split.values())
+    if users > max_users:
+        raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {max_users}, one image per split and user")
     dealt: dict[str, list[Samples]] = {}
     for split, images in images_of_split.items():
         stream = generator("task", name, seed, split)

@@ -129,7 +129,7 @@ def _make_user(
     """Return the samples of one user, in float32.
 
     Args:
-        kind: The regression.
+        kind: The task: linear, mlp or mlp-norm.
         truth: The true models.
         user: Index of the user, which determines its random streams.
         cluster: The user's cluster.
@@ -160,10 +160,11 @@ def _draw_inputs(kind: Kind, seed: int, user: int, purpose: str, count: int) -> 
     Targets are computed in float64, and belong exactly to the inputs, which are stored in float32.
 
     Args:
-        kind: The regression.
+        kind: The task: linear, mlp or mlp-norm.
         seed: Seed of all draws.
         user: Index of the user.
-        purpose: Name of the random stream: "fixed" or "fresh".
+        purpose: Name of the random stream: "fixed" for the user's train and test samples, "fresh" for new test samples
+            that replace its test samples.
         count: Number of inputs.
     """
     source = generator("synthetic", kind, seed, "user", user, purpose)

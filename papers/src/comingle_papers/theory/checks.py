@@ -343,17 +343,18 @@ def _legend_entries(place: Axes) -> Any:
 
 
 def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
-    """Draw the measured residuals of one scheme on a logarithmic axis.
+    """Draw the measured residuals of one algorithm on random problems ("instances"), on a logarithmic axis.
 
-    The first instance with a proved rate is drawn with all its predicted rates, the others as thin grey lines. The rate
-    ``LOCAL`` is not a proved one: it is the slope that curves approach near the solution.
+    A residual is the distance from the solution, or the excess of the objective. The first instance with a proved rate
+    of convergence is drawn with all its predicted rates, the others as thin grey lines. The rate ``LOCAL`` is not a
+    proved rate: it is the slope that curves approach near the solution.
 
     Args:
         axes: The panel.
-        curves: The instances of the scheme.
+        curves: One curve per instance.
     """
     chosen = next((curve for curve in curves if set(curve.rates) - {LOCAL}), curves[0])
-    num_residuals = max(3, _count_visible(chosen))
+    num_residuals = max(3, _count_visible(chosen))  # so that lines of predicted rates have some length
     for curve in curves:
         if curve is not chosen:
             num_thin = max(2, _count_visible(curve))  # a line needs two points
@@ -367,8 +368,8 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     measured = _relative_residuals(chosen)[:num_residuals]
     for name, rate in chosen.rates.items():
         colour, dashes = STYLES[name]
-        # The slope near the solution is drawn through the last residual that rounding does not distort (above TOUCHES),
-        # other rates through the first residual.
+        # The slope near the solution is drawn through the last residual that is large enough (above TOUCHES) not to be
+        # distorted by rounding; other rates are drawn through the first residual.
         start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL else 0
         prediction = [measured[start] * rate ** (k - start) for k in range(num_residuals)]
         axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=name)

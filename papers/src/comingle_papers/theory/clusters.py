@@ -62,7 +62,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """The expected squared error of the aggregated gradient at given models, and the constants of its bound (eq. 31).
+    """Expected squared error of the aggregated gradient at given models, and constants of its bound (FLoRAL, eq. 31).
 
     ``adaptors`` are the sigma_c^2 of eq. 27, ``base`` the sigma^2 of eq. 28, ``heterogeneity`` the Delta^2 of eq. 29,
     ``moment`` G^2; all are the largest, or the mean that the assumption names, over the models of all clients.
@@ -79,7 +79,7 @@ def sharing_bound(
     problem: Shared, guessed: Joint, *, moment: float, adaptors: Float[np.ndarray, " clusters"], base: float,
     heterogeneity: float,
 ) -> float:  # fmt: skip
-    """Return the bound of eq. 31 on the expected squared error of the aggregated gradient.
+    """Return the bound of FLoRAL's eq. 31 on the expected squared error of the aggregated gradient.
 
         2 G^2 sum_k p(k) |delta^k|_1^2 + 2 sum_c p(c) |p(.|c)|^2 sigma_c^2 + 4 sigma^2 sum_kc p(k, c)^2 + 4 Delta^2
 
@@ -106,12 +106,12 @@ def sharing_bound(
 
 
 def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "clients clusters size"]) -> Errors:
-    """Return the expected squared error of the aggregated gradient (eq. 25, 26), and the constants of its bound.
+    """Return the expected squared error of the aggregated gradient, and the constants of its bound.
 
-    The error is ``E |g_bar - g~|^2``: ``g_bar`` is the mean of exact gradients, weighted by the true routers; ``g~``
-    is the mean of drawn gradients, weighted by the estimated routers. For each client, cluster and part of the model
-    (base, adaptors), one client is drawn that computes the gradient. The expectation over the draws is a closed form:
-    squared bias plus variance.
+    The gradient is that of FLoRAL, eq. 25 and 26. The error is ``E |g_bar - g~|^2``: ``g_bar`` is the mean of exact
+    gradients, weighted by the true routers; ``g~`` is the mean of drawn gradients, weighted by the estimated routers.
+    For each client, cluster and part of the model (base, adaptors), one client is drawn that computes the gradient. The
+    expectation over the draws is a closed form: squared bias plus variance.
 
     Args:
         problem: Clients and their true routers: ``amounts`` are the clients' shares p(k) of the data, ``joint`` is
@@ -355,7 +355,7 @@ def _squared_norms(vectors: Points) -> Numbers:
 
 
 def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.2 (eq. 15) on the aggregated gradient's expected squared error, for each step.
+    """Return the bound of FLoRAL, Lemma A.2, on the expected squared error of the aggregated gradient, for each step.
 
     It is ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2`` with the variance sigma^2 and the second moment G^2 of a client's
     gradient, the true weights p of the clients and the mismatch ``delta = p_hat - p`` of the estimated ones.
@@ -364,7 +364,7 @@ def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
 
 
 def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.3 on the clients' mean squared distance from their average, for each step.
+    """Return the bound of FLoRAL, Lemma A.3, on the clients' mean squared distance from their average, for each step.
 
     The bound is ``4 eta^2 H^2 G^2`` with step size eta, H local steps and second moment G^2 of the gradients.
 
@@ -376,7 +376,9 @@ def drift_bound(run: Descent, local_steps: int) -> Float[np.ndarray, " steps"]:
 
 
 def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.4 on ``E |w~_(t+1) - w*|^2``, the squared distance to the minimum after each step.
+    """Return the bound of FLoRAL, Lemma A.4, on the squared distance to the minimum after each step.
+
+    The bound on ``E |w~_(t+1) - w*|^2`` is
 
         (1 - eta mu) |w~ - w*|^2 + eta^2 (4 sigma^2 |p|^2 + 4 G^2 |delta|_1^2) + 8 L eta^3 H^2 G^2
             + eta sum_k (4 L eta p^k - p_hat^k) (f_c(w^k) - f_c*)
@@ -400,9 +402,10 @@ def descent_bound(run: Descent, cluster: Cluster, local_steps: int) -> Float[np.
 def routed_descent_bound(
     run: Descent, cluster: Cluster, local_steps: int, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``, the squared distance to the minimum after each step.
+    """Return the bound of FLoRAL, Lemma A.7, on the squared distance to the minimum after each step.
 
-    Unlike :func:`descent_bound` it does not use the mismatch ``delta``. For K clients and C clusters it is
+    Unlike :func:`descent_bound` it does not use the mismatch ``delta``. For K clients and C clusters the bound on
+    ``E |w~_(t+1) - w*|^2`` is
 
         (1 - eta mu) |w~ - w*|^2 - eta / 2 sum_k p_hat^k [f_c(w^k) - f_c*]
             + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
@@ -425,10 +428,11 @@ def routed_descent_bound(
 
 
 def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
-    """Return ``16 G^2 log(K C)``, the term of Lemma A.7 in place of ``4 G^2 |delta|_1^2`` of Lemma A.4.
+    """Return ``16 G^2 log(K C)``, the bound of FLoRAL, Lemma A.7, on the error from wrong routers.
 
-    G^2 is the second moment of the gradients. Lemma A.6 bounds the squared mismatch ``|delta|_1^2`` of the weights of K
-    clients in one of C clusters by ``4 log(K C)`` and smaller terms.
+    G^2 is the second moment of the gradients, for K clients and C clusters. Lemma A.4 has ``4 G^2 |delta|_1^2``
+    instead, with the mismatch ``delta`` of the clients' weights in the cluster. Lemma A.7 replaces ``|delta|_1^2`` by
+    ``4 log(K C)``, the main term of its bound in Lemma A.6.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -459,10 +463,10 @@ def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps
 
 
 def uniformity(weights: Weights, start: Weights) -> float:
-    """Return U_c of eq. 24: how far estimated weights of a cluster's clients may fall below the true weights p.
+    """Return how far a cluster's estimated client weights fall below the true weights p, as a factor U.
 
-    It is the largest U in (0, 1] with ``p_hat >= U p`` in every entry, for all estimates ``p_hat`` on the line from
-    ``start`` to p.
+    U (FLoRAL, eq. 24) is the largest number in (0, 1] with ``p_hat >= U p`` in every entry, for all estimates ``p_hat``
+    on the line from ``start`` to p.
 
     Args:
         weights: The true weights p of the clients.
@@ -473,16 +477,17 @@ def uniformity(weights: Weights, start: Weights) -> float:
 
 
 def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.ndarray, " steps"]:
-    """Return the corrected bound of Theorem A.10, after each step, on the loss of the average model above the minimum.
+    """Return the bound of FLoRAL, Theorem A.10, as corrected here, on the excess loss of the average model.
 
-    The average is of all ``w~`` so far with weights ``(t + s)^2``. After T steps ``eta_t = 3 / (mu (t + s))`` it is
+    The excess loss is the loss minus its minimum. The average is of all the clients' mean models ``w~`` so far, with
+    weights ``(t + s)^2``. After T steps of sizes ``eta_t = 3 / (mu (t + s))`` with shift s the bound is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the start's distance from the
-    minimum. sigma^2 and G^2 are variance and second moment of gradients, ``delta_t = p_hat - p`` the mismatch of the
-    weights. It holds for ``s >= max(H, 24 kappa / U)`` with ``kappa = L / mu`` and U the largest factor for which all
-    ``p_hat >= U p`` (:func:`uniformity`).
+    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2`` and ``B = 8 L H^2 G^2``. D is the start's distance from the
+    minimum, H the number of local steps. mu and L are the smallest and largest curvature of the loss. sigma^2 and G^2
+    are variance and second moment of gradients. ``delta_t = p_hat - p`` is the mismatch of the clients' estimated and
+    true weights. The bound holds for ``s >= max(H, 24 kappa / U)`` with ``kappa = L / mu`` and U of :func:`uniformity`.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -490,20 +495,19 @@ def rate_bound(run: Descent, cluster: Cluster, schedule: Schedule) -> Float[np.n
         schedule: Step sizes and local steps.
     """
     noise = 4 * run.variance * _squared_norms(cluster.weights) + 4 * run.moment * run.mismatch**2
-    return _rate_bound_of(run, cluster, schedule, noise, drifts=8)
+    return _rate_bound_of(run, cluster, schedule, noise, drift_factor=8)  # 8 L H^2 G^2 is the drift term of Lemma A.4
 
 
 def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, clusters: int) -> Float[np.ndarray, " steps"]:
-    """Return the corrected bound of Theorem A.9 on the excess loss of the average model, after each step.
+    """Return the bound of FLoRAL, Theorem A.9, as corrected here, on the excess loss of the average model.
 
-    The excess loss is the loss minus its minimum. After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is,
-    with the symbols and corrections of :func:`rate_bound`,
+    The excess loss is the loss minus its minimum. After T steps of sizes ``eta_t = 3 / (mu (t + s))`` the bound is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with D the start's distance from the minimum, but with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and
-    ``B = 9 L H^2 G^2`` from Lemma A.7 instead of A.4, for K clients and C clusters. It does not depend on the mismatch
-    of the estimated weights, so it holds for all routers.
+    with ``A_t = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2`` for K clients and C clusters. The other
+    symbols are those of :func:`rate_bound`. The bound does not contain the mismatch of the clients' estimated and true
+    weights, so it holds for all routers.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -512,39 +516,42 @@ def routed_rate_bound(run: Descent, cluster: Cluster, schedule: Schedule, cluste
         clusters: Number of clusters, C.
     """
     noise = 4 * run.variance * _squared_norms(cluster.weights) + _router_noise(run, cluster, clusters)
-    return _rate_bound_of(run, cluster, schedule, np.full(len(run.rates), noise), drifts=9)
+    return _rate_bound_of(run, cluster, schedule, np.full(len(run.rates), noise), drift_factor=9)  # as in Lemma A.7
 
 
 def _rate_bound_of(
-    run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
+    run: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drift_factor: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound that the corrected Theorems A.9 and A.10 share, on the average model's loss above the minimum.
+    """Return the bound on the average model's excess loss that FLoRAL's Theorems A.9 and A.10, as corrected, share.
+
+    The excess loss is the loss minus its minimum. The bound is
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    after T steps ``eta_t = 3 / (mu (t + s))``, with ``B = drifts L H^2 G^2`` and D the distance of the start from the
-    minimum. It sums the inequality of a single step (Lemma A.4 or A.7) over all steps with weights ``(t + s)^2``.
+    after T steps ``eta_t = 3 / (mu (t + s))``, with ``B = drift_factor L H^2 G^2`` and D the distance of the start from
+    the minimum. It sums the inequality of a single step (Lemma A.4 or A.7) over all steps with weights ``(t + s)^2``.
 
     Args:
         run: Measured quantities of the run, for each step; ``moment`` is G^2, ``squared[0]`` is D^2.
         cluster: The cluster whose clients take part, with moduli mu and L.
         schedule: Step sizes, shift s and local steps H.
         noise: A_t, the noise term of the inequality of step t.
-        drifts: Factor of ``L H^2 G^2`` in the drift term B.
+        drift_factor: Factor of ``L H^2 G^2`` in the drift term B.
     """
     mu, smoothness = cluster.moduli
     times = np.arange(len(run.rates)) + schedule.shift
-    drift = drifts * smoothness * schedule.local_steps**2 * run.moment  # B
+    drift = drift_factor * smoothness * schedule.local_steps**2 * run.moment  # B
     start = schedule.shift**2 * (schedule.shift - 3) * mu * run.squared[0] / 3
     steps = np.arange(1, len(times) + 1)
     return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * steps * drift / mu**2)
 
 
 def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: float) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.10 as printed, on the average model's loss above the minimum; it can be violated.
+    """Return the bound of FLoRAL, Theorem A.10, as printed, on the excess loss of the average model.
 
-    It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``. :func:`rate_bound` is the correction.
-    After T steps, with ``P = sigma^2 |p|^2``, first mismatch ``D = |delta_0|_1^2`` and its decay beta, it is
+    The printed theorem is false: a run can exceed this bound. :func:`rate_bound` is the correction and explains the
+    symbols. The theorem is about step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U)``. After T steps the
+    bound is, with ``P = sigma^2 |p|^2``, the first squared mismatch ``D = |delta_0|_1^2`` and its decay beta,
 
         12 P (1 / (mu T) + (2 s - 1) / (mu T^2)) + 48 G^2 D / (mu T^(1 + beta))
             + 24 G^2 (s - 1 + 2 D / s^beta) s^2 / (mu T^3) + 48 L H^2 G^2 / (mu^2 T^2).
@@ -569,10 +576,12 @@ def printed_rate(run: Descent, cluster: Cluster, schedule: Schedule, decay: floa
 def printed_routed_rate(
     run: Descent, cluster: Cluster, schedule: Schedule, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.9 as printed, on the average model's loss above the minimum; it can be violated.
+    """Return the bound of FLoRAL, Theorem A.9, as printed, on the excess loss of the average model.
 
-    It is for step sizes ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``, and for all routers.
-    :func:`routed_rate_bound` is the correction. After T steps, with ``P = 8 sigma^2 |p|^2 + 32 G^2 log(K C)``, it is
+    The printed theorem is false: a run can exceed this bound. :func:`routed_rate_bound` is the correction and explains
+    the symbols. The theorem is about step sizes ``1 / (mu (t + s))`` with
+    ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))`` and about all routers. After T steps the bound is, with
+    ``P = 8 sigma^2 |p|^2 + 32 G^2 log(K C)``,
 
         P (1 / (mu T) + (2 s - 1) / (mu T^2)) + 18 L H^2 G^2 / (mu^2 T^2) + 24 (s - 1) s^2 G^2 / (mu T^3).
 
@@ -608,7 +617,7 @@ class Recursion:
 
 
 def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
-    """Draw random sequences to test Lemma A.8, for step sizes ``eta_t = 1 / (mu (t + s))``.
+    """Draw random sequences to test FLoRAL's Lemma A.8, for step sizes ``eta_t = 1 / (mu (t + s))``.
 
     They obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. The lemma bounds the sum of all b_t
     (:func:`sum_bound`). The last b_t is as large as a non-negative ``a_(t+1)`` allows, which makes the sum equal to its
@@ -632,7 +641,7 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
 
 
 def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
-    """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``.
+    """Return the bound of FLoRAL, Lemma A.8, on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``.
 
     It holds for non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
 
@@ -649,7 +658,7 @@ Shares = Float[np.ndarray, "*users clusters"]
 
 
 def router(losses: Losses, inverse_temperature: float) -> Shares:
-    """Return users' weights of the clusters by eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``.
+    """Return users' weights of the clusters by FLoRAL's eq. 5: ``pi_c`` in proportion to ``exp(-eta f(w_c))``.
 
     In the paper eta is a step size and f the cluster's loss f_c. By this formula all users have the same router right
     after aggregation, when all have the same models. Appendix C.1 derives the formula with the user's own loss f^k.
@@ -662,7 +671,7 @@ def router(losses: Losses, inverse_temperature: float) -> Shares:
 
 
 def aggregation_weights(shares: Float[np.ndarray, "users clusters"], amounts: Float[np.ndarray, " users"]) -> Shares:
-    """Return the weights with which users' models are averaged in each cluster (eq. 2).
+    """Return the weights with which users' models are averaged in each cluster (FLoRAL, eq. 2).
 
     ``p(k|c)`` is in proportion to ``N^k pi_c^k``: the user's amount of data times its router's share of the cluster.
 
@@ -680,7 +689,7 @@ def aggregation_weights(shares: Float[np.ndarray, "users clusters"], amounts: Fl
 def mismatch_bound(
     rate: float, true_temperature: float, gap: float, lowest: float, users: int, clusters: int, drift: float
 ) -> float:
-    """Return the bound of Lemma A.6 on ``|delta_c|_1^2``, the mismatch of estimated and true weights p(k|c).
+    """Return the bound of FLoRAL, Lemma A.6, on ``|delta_c|_1^2``, the mismatch of estimated and true weights p(k|c).
 
     The bound is ``4 eta gap + eta_bar f_c* + 4 log(K C) + 10 L eta^3 H^2 G^2``. For ``K C >= 3`` it says nothing: the
     squared L1 distance of two distributions is at most 4, and the term ``4 log(K C)`` alone exceeds 4.
@@ -721,7 +730,7 @@ def logit_gradient(
     models: Float[np.ndarray, "clusters size"],
     shares: Float[np.ndarray, " clusters"],
 ) -> Float[np.ndarray, " clusters"]:
-    """Return the gradient of a mixed model's loss with respect to the router's logits (Appendix C.2).
+    """Return the gradient of a mixed model's loss with respect to the router's logits (FLoRAL, Appendix C.2).
 
     For the mixture ``w_hat = sum_c pi_c w_c`` it is ``pi_c <grad f(w_hat), w_c - w_hat>`` in entry c.
 
@@ -739,12 +748,12 @@ def logit_step(
     models: Float[np.ndarray, "clusters size"],
     rate: float,
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
-    """Return two routers: that of a gradient step on the logits, and that of eq. 5, which approximates it (eq. 35).
+    """Return two routers: that of a gradient step on the logits, and FLoRAL's router, which approximates it (eq. 35).
 
-    The gradient step is on the loss of the mixed model ``sum_c pi_c w_c``, from equal shares ``pi_c = 1 / C``. Eq. 5 is
-    ``softmax(-eta f(w_c))``, here with ``eta = rate / C``. Both are equal if the loss f is affine. Otherwise entry c of
-    their logits differs, up to a constant, by at most ``rate / C * L / 2 * |w_c - mean w|^2`` with L the largest
-    curvature of f.
+    The gradient step is on the loss of the mixed model ``sum_c pi_c w_c``, from equal shares ``pi_c = 1 / C``. FLoRAL's
+    router is (eq. 5) ``softmax(-eta f(w_c))``, here with ``eta = rate / C``. Both are equal if the loss f is affine.
+    Otherwise entry c of their logits differs, up to a constant, by at most ``rate / C * L / 2 * |w_c - mean w|^2`` with
+    L the largest curvature of f.
 
     Args:
         loss: The user's loss.
@@ -866,7 +875,7 @@ def cluster_curve(
 
 
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
-    """Check Theorems A.9 and A.10 as printed on one client, from a start in the direction of least curvature.
+    """Check FLoRAL's Theorems A.9 and A.10 as printed on one client, from a start in the direction of least curvature.
 
     Local SGD of one client is gradient descent without noise. The loss of the average model, above the minimum, then
     falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` after T steps, with s = 4 kappa and D the distance of the start from the
@@ -894,9 +903,8 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
         claim_of_a9 = replace(claim_of_a9, bound=None)
     claim_of_a10 = _tightest_claim(PRINTED, run.averaged, printed_rate(run, cluster, schedule, settings.decay))
     claims = [claim_of_a10, claim_of_a9]
-    return _make_curve(
-        scheme, 0, run, claims, {"shift": schedule.shift, "kappa": settings.condition}
-    )  # 0: the only one
+    only_instance = 0
+    return _make_curve(scheme, only_instance, run, claims, {"shift": schedule.shift, "kappa": settings.condition})
 
 
 def _descend_by_settings(
@@ -909,17 +917,17 @@ def _descend_by_settings(
     rng: np.random.Generator,
     steps_factor: int = 1,
 ) -> Descent:
-    """Run local SGD on one cluster (:func:`descend`) with the decay and the number of steps of the settings.
+    """Run local SGD on one cluster (:func:`descend`), with decay and number of steps from the settings of the checks.
 
     Args:
         cluster: The cluster whose clients take part.
         schedule: Step sizes and local steps.
-        settings: Gives the exponent with which the routers' error decays, and the number of steps.
+        settings: Settings of the checks: ``decay`` says how fast the estimated weights approach the true ones.
         guessed: First estimate of the clients' weights p(k|c).
         start: First model of all clients.
         replicas: Number of independent runs that are averaged.
         rng: Generator of the drawn clients.
-        steps_factor: Take this many times the settings' number of steps.
+        steps_factor: Factor of the settings' number of steps.
     """
     return descend(
         cluster,
@@ -941,7 +949,7 @@ def _check_sharing(
     mismatch: float,
     rng: np.random.Generator,
 ) -> Claim:
-    """Check the bound of eq. 31 on the aggregated gradient's error at drawn models.
+    """Check the bound of FLoRAL's eq. 31 on the aggregated gradient's error at drawn models.
 
     The bound (:func:`sharing_bound`) has terms for wrong routers, for gradient noise, and for clusters that share a
     base: the first half of the entries of both clusters' models. Its constants are measured at the same models.
@@ -978,7 +986,7 @@ def _check_mismatch(
     shares: Float[np.ndarray, " clients"],
     rng: np.random.Generator,
 ) -> list[Claim]:
-    """Check Lemma A.6, and Pinsker's inequality, with which its proof begins, at drawn models.
+    """Check FLoRAL's Lemma A.6, and Pinsker's inequality, with which its proof begins, at drawn models.
 
     Both bound the squared mismatch ``|p_hat - p|_1^2`` of the estimated and the true weights p(k|c) of clients in a
     cluster: Pinsker's inequality by ``2 KL(p | p_hat)``, Lemma A.6 by the formula of :func:`mismatch_bound`. Each
@@ -1026,7 +1034,7 @@ def _cluster_loss(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) ->
 
 
 def _check_sums(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
-    """Check Lemma A.8 on sequences that are drawn with ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
+    """Check FLoRAL's Lemma A.8 on random sequences with ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
 
     The lemma bounds ``sum_t b_t`` by ``(s - 1) mu a_0 + sum_t eta_t c_t`` for steps ``eta_t = 1 / (mu (t + s))``.
 

@@ -113,7 +113,7 @@ Vector = Float[np.ndarray, " size"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProblem:
-    """One user's samples and the two weights of eq. 25: ``decay`` (alpha) and ``coupling`` (mu)."""
+    """One user's samples and the two weights of CoMiGS, eq. 25: ``decay`` (alpha) and ``coupling`` (mu)."""
 
     inputs: Inputs
     targets: Float[np.ndarray, " samples"]
@@ -133,12 +133,14 @@ class Point:
 
 
 def gates(problem: LinearProblem, router: Weights) -> Shares:
-    """Return the router's softmax weights of the experts for each sample, ``pi_Phi(x)`` of eq. 20."""
+    """Return the router's softmax weights of the experts for each sample, ``pi_Phi(x)`` of CoMiGS, eq. 20."""
     return _softmax(problem.inputs @ router)
 
 
 def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the mean loss of the routed experts plus weight decay (eq. 21), the objective before shares are decoupled.
+    """Return the mean loss of the routed experts plus weight decay (CoMiGS, eq. 21).
+
+    Here the router's gates mix the experts. :func:`decoupled_objective` replaces the gates by free variables.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -150,11 +152,11 @@ def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights)
 
 
 def decoupled_objective(problem: LinearProblem, point: Point) -> float:
-    """Return the objective F (eq. 25), in which each sample's shares of the experts are variables of their own.
+    """Return the objective F (CoMiGS, eq. 25), in which each sample's shares of the experts are variables of their own.
 
-    It is the mean loss with these shares, plus weight decay, plus mu times the mean KL divergence from the shares to
-    the router's gates. The weight is mu / n as in eq. 25 and 26; eq. 23 prints mu / (2 n). With the gates as shares it
-    equals :func:`coupled_objective`.
+    F is the mean loss with these shares, plus weight decay, plus mu times the mean KL divergence from the shares to the
+    router's gates. If the shares are the gates, F equals :func:`coupled_objective`. For n samples the divergences are
+    summed with weight mu / n, as in eq. 25 and 26; eq. 23 of the paper prints mu / (2 n).
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -172,11 +174,12 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
 
 
 def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Shares:
-    """Return the shares of every sample that minimise the objective F (eq. 25), the first line of eq. 28.
+    """Return the shares of every sample that minimise the objective F (CoMiGS, eq. 25), for given experts and router.
 
-    Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with ``a = Theta^T x``, ``b = Phi^T x`` and
-    the output ``t = <lambda, a>``. So each sample's t solves one scalar equation, ``t - <softmax(b - l'(t) a / mu), a>
-    = 0``. The left side increases in t, since l' does, and has its only root between the smallest and the largest a_j.
+    This is the first line of eq. 28. Stationarity on the simplex gives ``lambda = softmax(b - l'(t) a / mu)`` with
+    ``a = Theta^T x``, ``b = Phi^T x`` and the output ``t = <lambda, a>``. So each sample's t solves one scalar
+    equation, ``t - <softmax(b - l'(t) a / mu), a> = 0``. The left side increases in t, since l' does, and has its only
+    root between the smallest and the largest a_j.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -218,7 +221,7 @@ def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: S
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Return the router that minimises the objective F (eq. 25) for given shares (second line of eq. 28).
+    """Return the router that minimises the objective F (CoMiGS, eq. 25) for given shares (second line of eq. 28).
 
     This is multinomial logistic regression with the shares as targets and weight decay, which is strongly convex.
 
@@ -239,7 +242,7 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
 
 
 def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
-    """Return the experts that minimise the objective F (eq. 25) for given shares (third line of eq. 28).
+    """Return the experts that minimise the objective F (CoMiGS, eq. 25) for given shares (third line of eq. 28).
 
     The output is linear in Theta, ``<lambda, Theta^T x> = <x lambda^T, Theta>``. For the squared loss this is ridge
     regression in closed form; for the logistic loss it is a convex problem that is solved numerically.
@@ -267,19 +270,20 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
 
 
 def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
-    """Return the gradient of the objective F (eq. 25) in the router's weights Phi, shape (features, experts).
+    """Return the gradient of the objective F (CoMiGS, eq. 25) in the router's weights Phi, shape (features, experts).
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         router: Weights Phi of the router, (features, experts).
     """
-    divergence_gradient = problem.inputs.T @ (gates(problem, router) - shares)  # of the KL term, summed over samples
-    return problem.coupling / len(shares) * divergence_gradient + problem.decay * router
+    # F has mu times the mean KL divergence over samples, and the weight decay alpha / 2 |Phi|^2.
+    summed_divergence_gradient = problem.inputs.T @ (gates(problem, router) - shares)
+    return problem.coupling / len(shares) * summed_divergence_gradient + problem.decay * router
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of the objective F (eq. 25) in the router's weights Phi, row-major.
+    """Return the Hessian of the objective F (CoMiGS, eq. 25) in the router's weights Phi, row-major.
 
     It is ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I`` with the Kronecker product ``(x)`` and the
     gates pi_i of sample i.
@@ -297,20 +301,21 @@ def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarra
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """Iterates of eq. 28: ``points[k]`` is ``(Theta_k, Phi_k, Lambda_{k+1})`` and ``values[k]`` its objective."""
+    """Iterates of the alternation (CoMiGS, eq. 28).
+
+    ``points[k]`` is ``(Theta_k, Phi_k, Lambda_{k+1})``, and ``values[k]`` is the objective at this point.
+    """
 
     points: list[Point]
     values: list[float]
 
 
 def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: int) -> Descent:
-    """Minimise the objective F (eq. 25) in its blocks of variables in turn (eq. 28): shares, then router and experts.
+    """Minimise the objective F (CoMiGS, eq. 25) by alternation (eq. 28): shares, then router and experts, and so on.
 
-    For given shares, the best router and the best experts do not depend on each other.
-
-    The objective is recorded after each optimisation of the shares. Its first value then is of a point with optimal
-    shares, as required by Theorem F.2, whose bound after k steps has the exponent 2k. The run ends before ``steps`` if
-    shares no longer change.
+    For given shares, the best router and the best experts do not depend on each other. The result has the point and its
+    objective after each optimisation of the shares. So the shares of the first point are already optimal, which Theorem
+    F.2 of the paper requires. The alternation ends before ``steps`` if the shares no longer change.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -319,7 +324,7 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
         steps: Largest number of steps.
 
     Raises:
-        DivergenceError: A convex step failed.
+        DivergenceError: The best router or the best experts were not found.
     """
     points = [_point_at_best_shares(problem, experts, router)]
     for _ in range(steps):
@@ -333,18 +338,19 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
 
 
 def minimum(problem: LinearProblem, near: Point) -> Point:
-    """Return the minimum of the objective F (eq. 25) to machine precision, from a point near it.
+    """Return the minimum of the objective F (CoMiGS, eq. 25) to machine precision, from a point near it.
 
-    Take up to 500 more steps of eq. 28, then find a root of the gradient of ``min_Lambda F`` in (Theta, Phi), which is
-    the gradient of F at the best shares. If F is strongly convex the point is its only minimiser; otherwise it is a
-    stationary point to which the steps converge.
+    Take up to 500 more steps of :func:`alternate`, then find a root of the gradient of ``min_Lambda F`` in (Theta,
+    Phi), which is the gradient of F at the best shares. If F is strongly convex the point is its only minimiser;
+    otherwise it is a stationary point to which the steps converge.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
         near: A point close to the minimum, such as the last of a descent.
 
     Raises:
-        DivergenceError: A convex step failed, or the objective at the stationary point is above that of the steps.
+        DivergenceError: The best router or the best experts were not found, or the objective at the stationary point is
+            above that of the steps.
     """
     for _ in range(_MAX_APPROACHES):  # of ten steps each
         nearer = alternate(problem, near.experts, near.router, 10).points[-1]
@@ -369,7 +375,7 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
 
 
 def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
-    """Return the point of these experts and this router with the shares that minimise the objective F (eq. 25).
+    """Return the point of these experts and this router with the shares that minimise the objective F (CoMiGS, eq. 25).
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -380,7 +386,9 @@ def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weig
 
 
 def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
-    """Return the gradient of the objective F (eq. 25) in (Theta, Phi) for fixed shares, as one row-major vector.
+    """Return the gradient of the objective F (CoMiGS, eq. 25) in experts and router, for fixed shares.
+
+    The result is one vector: the gradient in Theta, then that in Phi, both row-major.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -444,7 +452,7 @@ def _softmax(scores: Shares) -> Shares:
 
 
 def _decay_penalty(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the weight decay in the objective F (eq. 25), ``alpha / 2 (|Theta|^2 + |Phi|^2)``.
+    """Return the weight decay in the objective F (CoMiGS, eq. 25), ``alpha / 2 (|Theta|^2 + |Phi|^2)``.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -477,7 +485,7 @@ def draw_linear(
         num_experts: Number of experts.
         loss: Loss of the problem.
         decay: Weight decay of experts and router.
-        coupling: Weight mu of the divergence between shares and gates in eq. 25.
+        coupling: Weight mu of the divergence between shares and gates in CoMiGS, eq. 25.
     """
     inputs = rng.standard_normal((samples, features))
     chosen = (inputs @ rng.standard_normal((features, num_experts))).argmax(1)
@@ -492,8 +500,9 @@ def draw_linear(
 
 
 def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """Return the smallest weight decay alpha that Proposition 1 allows (eq. 27): ``2 |x|^2 max(mu, rho^2 / mu)``.
+    """Return the smallest weight decay alpha that Proposition 1 of CoMiGS allows (eq. 27).
 
+    It is ``2 |x|^2 max(mu, rho^2 / mu)``.
     The paper defines rho as a bound on the loss's derivative, but the proposition needs a bound on its absolute value.
 
     Args:
@@ -505,7 +514,7 @@ def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
 
 
 def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
-    """Return the weight decay alpha above which one sample's objective (eq. 26) is strongly convex.
+    """Return the weight decay alpha above which one sample's objective (CoMiGS, eq. 26) is strongly convex.
 
     It is ``|x|^2 (rho^2 + mu^2) / (2 mu)``, at most half of what the paper asks for (:func:`printed_decay`).
 
@@ -551,18 +560,18 @@ class LinearConstants:
 
     @property
     def printed_decay(self) -> float:
-        """Eq. 27 for the sample with the largest norm."""
+        """CoMiGS, eq. 27, for the sample with the largest norm."""
         return printed_decay(self.feature_norm, self.slope, self.coupling)
 
     @property
     def modulus_weights(self) -> float:
-        """m_Y: lower bound on the curvature of F in experts and router, whatever the shares.
+        """m_Y: lower bound on the curvature of the objective F (CoMiGS, eq. 25) in experts and router, for all shares.
 
-        F is strongly convex in experts and router if the bound is positive; otherwise nothing is proved.
-        It is ``alpha - (rho^2 + mu^2) / (2 mu) * feature_scale`` with weight decay alpha, largest slope rho of the
-        loss, weight mu of the divergence and ``feature_scale``, the largest eigenvalue of ``X^T X / n``.
+        If the bound is positive, F is strongly convex in experts and router; otherwise nothing is proved. The bound is
+        ``alpha - (rho^2 + mu^2) / (2 mu) * feature_scale``. Here alpha is the weight decay, rho the largest slope of
+        the loss, mu the weight of the divergence, and ``feature_scale`` the largest eigenvalue of ``X^T X / n``.
         """
-        return self.decay - self._squared_slopes * self.feature_scale / (2 * self.coupling)
+        return self.decay - self._rho2_plus_mu2 * self.feature_scale / (2 * self.coupling)
 
     @property
     def modulus_shares(self) -> float:
@@ -571,11 +580,13 @@ class LinearConstants:
         It is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with weight decay alpha, largest slope rho of the loss,
         weight mu of the divergence, n samples and their largest norm ``|x|``.
         """
-        return (2 * self.coupling - self._squared_slopes * self.feature_norm**2 / self.decay) / self.num_samples
+        return (2 * self.coupling - self._rho2_plus_mu2 * self.feature_norm**2 / self.decay) / self.num_samples
 
     @property
     def modulus(self) -> float:
-        """Modulus m of strong convexity in all variables (mu of Theorem F.2); not positive if nothing is proved.
+        """Modulus m of strong convexity in all variables (mu of CoMiGS, Theorem F.2).
+
+        If m is not positive, nothing is proved.
 
         F has the modulus m if F minus ``m / 2`` times the squared norm of all variables is convex. This difference has
         the weight decay ``alpha - m``. The result is the largest m for which the proof of :attr:`modulus_shares` still
@@ -586,7 +597,7 @@ class LinearConstants:
         """
         n = self.num_samples
         linear = n * self.decay + 2 * self.coupling
-        constant = 2 * self.coupling * self.decay - self._squared_slopes * self.feature_norm**2
+        constant = 2 * self.coupling * self.decay - self._rho2_plus_mu2 * self.feature_norm**2
         product = 4 * n * constant
         # The smaller root of the quadratic equation, in a form without cancellation.
         return product / (2 * n * (linear + float(np.sqrt(linear**2 - product))))
@@ -613,7 +624,7 @@ class LinearConstants:
 
     @property
     def smoothness(self) -> float:
-        """L of Theorem F.2, a bound on the curvature of F in all variables.
+        """L of CoMiGS, Theorem F.2: a bound on the curvature of F in all variables.
 
         The curvature of a convex function of two blocks of variables is at most the sum of the blocks' curvatures.
         """
@@ -621,7 +632,9 @@ class LinearConstants:
 
     @property
     def theorem_rate(self) -> float | None:
-        """Bound ``(1 - mu / L)^2`` on the contraction factor of ``F - F*`` per step (Theorem F.2); None if unproved.
+        """Bound ``(1 - mu / L)^2`` on the contraction factor of ``F - F*`` per step (CoMiGS, Theorem F.2).
+
+        None if unproved.
 
         mu is here the modulus of strong convexity of F in all variables and L the largest curvature.
         """
@@ -640,13 +653,13 @@ class LinearConstants:
         return (1 - self.modulus_weights / self.smoothness_weights) * shares_factor
 
     @property
-    def _squared_slopes(self) -> float:
+    def _rho2_plus_mu2(self) -> float:
         """``rho^2 + mu^2`` with the loss's largest slope rho and the weight mu of the divergence."""
         return self.slope**2 + self.coupling**2
 
 
 def constants(problem: LinearProblem, experts: Weights, router: Weights) -> LinearConstants:
-    """Return the constants that hold on every descent from these experts and this router.
+    """Return the constants of the bounds on how fast :func:`alternate` descends from these experts and this router.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -654,7 +667,8 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
         router: The initial router.
     """
     start = _point_at_best_shares(problem, experts, router)
-    # The objective only decreases and contains the weight decay alpha / 2 |(Theta, Phi)|^2.
+    # No step increases F, and no term of F is negative. So the weight decay alpha / 2 |(Theta, Phi)|^2 stays below F at
+    # the start, which bounds the norm |(Theta, Phi)|.
     radius = float(np.sqrt(2 * decoupled_objective(problem, start) / problem.decay))
     feature_norm = float(linalg.norm(problem.inputs, axis=1).max())
     return LinearConstants(
@@ -671,7 +685,7 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
 
 
 def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the smallest weight decay alpha that satisfies eq. 27, the condition of Proposition 1.
+    """Return the smallest weight decay alpha that satisfies CoMiGS, eq. 27, the condition of Proposition 1.
 
     The condition ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)`` contains rho, a bound on the loss's slope along the descent
     from the initial point. rho depends on alpha, since more decay keeps the descent's outputs smaller. So alpha is the
@@ -696,10 +710,10 @@ Matrix = Float[np.ndarray, "rows columns"]
 
 
 def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
-    """Return the Hessian of the objective F (eq. 25) in (Theta, Phi, Lambda), row-major.
+    """Return the Hessian of the objective F (CoMiGS, eq. 25) in (Theta, Phi, Lambda), row-major.
 
     Shares are free variables here, although they must sum to one (:func:`tangent_hessian`). With one sample this is the
-    Hessian of eq. 26. In a direction (H, G, h) of (Theta, Phi, lambda) the loss contributes
+    Hessian of the paper's eq. 26. In a direction (H, G, h) of (Theta, Phi, lambda) the loss contributes
     ``l'' (<h, Theta^T x> + <lambda, H^T x>)^2 + 2 l' <h, H^T x>`` with its derivatives l' and l'' at the output. The
     paper's proof of Proposition 1 lacks two factors of 2: that of the last term and that of the square's cross term.
 
@@ -730,14 +744,15 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """Return the contraction factor of ``F - F*`` per step of the alternation (eq. 28), close to a solution.
+    """Return the contraction factor of ``F - F*`` per step of the alternation (CoMiGS, eq. 28), close to a solution.
 
-    By Example 2 distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the solution's Hessian
-    (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by ``r^2``.
+    By Example 2 of the paper distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the
+    solution's Hessian (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by
+    ``r^2``.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
-        solution: The fixed point of eq. 28.
+        solution: The fixed point of the alternation.
     """
     whole = tangent_hessian(problem, solution)
     weights_size = 2 * solution.experts.size
@@ -755,7 +770,7 @@ def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " sample
 
 
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of the objective F (eq. 25) in the experts Theta, row-major.
+    """Return the Hessian of the objective F (CoMiGS, eq. 25) in the experts Theta, row-major.
 
     It is ``mean(l'' z z^T) + alpha I``, where z is the matrix ``x lambda^T`` of a sample as a vector: the output is the
     scalar product of z and Theta. l'' is the loss's second derivative, alpha the weight decay.
@@ -770,11 +785,12 @@ def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
 
 
 def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the mixed second derivatives of the objective F (eq. 25): rows (Theta, Phi), columns Lambda, row-major.
+    """Return the mixed second derivatives of the objective F (CoMiGS, eq. 25) in weights and shares.
 
-    For a sample x, its feature d, the weight's expert e and the share's expert f they are, divided by the number of
-    samples, ``l' x_d [e = f] + l'' x_d lambda_e a_f`` in Theta, with the experts' outputs a, and ``-mu x_d [e = f]`` in
-    Phi.
+    Rows are the entries of Theta and Phi, columns the entries of Lambda, all row-major. Take a sample x, its feature d,
+    the expert e of the weight and the expert f of the share. The derivative is
+    ``l' x_d [e = f] + l'' x_d lambda_e a_f`` in Theta and ``-mu x_d [e = f]`` in Phi, both divided by the number of
+    samples. a are the experts' outputs.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
@@ -794,7 +810,7 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
 
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
-    """Return the Hessian of the objective F (eq. 25) in Lambda, row-major: a block for each sample.
+    """Return the Hessian of the objective F (CoMiGS, eq. 25) in Lambda, row-major: a block for each sample.
 
     The block of a sample is ``(l'' a a^T + mu diag(1 / lambda)) / n`` with the experts' outputs a, the loss's second
     derivative l'', the sample's shares lambda and the number n of samples.
