@@ -674,10 +674,10 @@ class QuestionsKind(AnswersKind):
         return choose_languages(questions.name, questions.languages)
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Replace questions by text as long as the context, with as many steps as there are batches of questions.
+        """Return recipes that train on text instead of questions, for counting costs without reading the questions.
 
-        Costs are then counted without reading the questions. This gives an upper bound: a batch is as wide as its
-        longest question, and none is wider than the context.
+        The new recipes take as many steps as there are batches of questions, and each sequence of text fills the
+        context. Questions are at most as long, so the costs of the new recipes are upper bounds.
 
         Args:
             recipes: Recipes of several methods with the same questions.
@@ -689,7 +689,8 @@ class QuestionsKind(AnswersKind):
         questions = section(recipes[0])
         num_train = questions.train or QUESTIONS[questions.name].train
         num_train_of_users = dict.fromkeys(self.names_of(recipes[0]), num_train)
-        return [as_text_recipe(recipe, num_train_of_users) for recipe in recipes], set(), NOTE
+        users_left_out: set[str] = set()
+        return [as_text_recipe(recipe, num_train_of_users) for recipe in recipes], users_left_out, NOTE
 
 
 def section(recipe: Recipe) -> QuestionsSection:

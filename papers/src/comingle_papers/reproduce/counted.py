@@ -129,7 +129,7 @@ def _reduce_samples(user: UserSamples) -> UserSamples:
 def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
     """Count how many numbers a method stores and sends (its usage), for each row and column of a plan.
 
-    The unit is what a user of FedAvg stores, which is one copy of the column's net.
+    The result is in multiples of what a user of FedAvg stores, which is one copy of the column's net.
 
     Raises:
         DataError: The images of a task cannot be read.
@@ -139,21 +139,21 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
         cells = _cells_of_column(plan, column)
         if not cells:
             continue
-        first = next(iter(cells.values())).recipe
-        assert first.data.kind == "task", f"{plan.name}: usage is counted on nets"
-        task = prepare(first).common
-        fedavg_recipe = with_method(first, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
-        unit = count_usage(fedavg_recipe, task).client  # one copy of the net
-        usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
+        any_recipe = next(iter(cells.values())).recipe  # all recipes of a column have the same task
+        assert any_recipe.data.kind == "task", f"{plan.name}: usage is counted on nets"
+        task = prepare(any_recipe).common
+        fedavg_recipe = with_method(any_recipe, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
+        net_copy = count_usage(fedavg_recipe, task).client
+        usage |= {(row, column): count_usage(cell.recipe, task).over(net_copy) for row, cell in cells.items()}
     return usage
 
 
 def column_net(plan: Plan, column: str) -> str:
-    """Return the name of the net that a column's rows train unless a row names its own base."""
+    """Return the name of a column's net. Rows of the column train this net unless they name another base."""
     cells = _cells_of_column(plan, column)
-    # If every row names its own base, the column's base, or the scale's stand-in for it.
-    bases_of_column = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    base = bases_of_column[0] if bases_of_column else plan.scaled.stand_in(plan.column_of(column).base)
+    bases = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
+    # If every row names another base, take the column's published base, or what the scale trains in its place.
+    base = bases[0] if bases else plan.scaled.stand_in(plan.column_of(column).base)
     return base.removeprefix(NETS)
 
 
@@ -170,15 +170,18 @@ def _cells_of_column(plan: Plan, column: str) -> dict[str, Cell]:
 
 
 def draw_usage(plan: Plan, entries: Mapping[tuple[str, str], Entry], folder: Path) -> Iterator[tuple[str, Figure]]:
-    """Yield the figure of test results against the numbers that a method stores or sends, with its file name's suffix.
+    """Write ``usage.md`` and ``usage.json``, and yield a figure of test results against the numbers in these files.
 
-    It has a row of panels for each kind of usage (``server``, ``communicate``, ``client``) and a panel for each column.
-    Also write these numbers, ``usage.md`` and ``usage.json``, to ``folder``. Without finished runs do nothing.
+    The numbers count what a method stores or sends. The figure has a row of panels for each kind of usage (``server``,
+    ``communicate``, ``client``) and a panel for each column.
 
     Args:
         plan: The figure's plan.
-        entries: The finished runs, by row and column.
-        folder: Where the numbers are written.
+        entries: The finished runs, by row and column; without any, nothing is written or yielded.
+        folder: Where the files are written.
+
+    Yields:
+        The suffix of the figure's file name, and the figure.
     """
     if not entries:
         return

@@ -455,7 +455,8 @@ def _find_in_folder(data: DataSet, folder: Path | None) -> Path | None:
 
     Args:
         data: The data set.
-        folder: The folder with local data; None if there is none.
+        folder: The folder with local data; None if there is none. ``ASSUMED_FOLDER`` is a placeholder that need not
+            exist and counts as a folder with all data.
     """
     if folder is None:
         return None

@@ -64,12 +64,15 @@ def write_measured(folder: Path, cell: Cell) -> None:
 
 
 def is_measured(folder: Path) -> bool:
-    """Return whether a folder holds a finished run: whether it has ``measured.json``, which is then checked.
+    """Return whether a folder holds a finished run, which is marked by the file ``measured.json``.
 
     Raises:
-        RunError: The folder holds another run's result, or is damaged.
+        RunError: The file belongs to another run, or is damaged.
     """
-    return (folder / MEASURED).exists() and bool(read_measured(folder))
+    if not (folder / MEASURED).exists():
+        return False
+    read_measured(folder)  # raises
+    return True
 
 
 def read_diverged(folder: Path) -> str:
@@ -110,7 +113,7 @@ def _provenance() -> dict[str, str]:
 
 def _commit() -> str:
     """Return the commit of a checkout, with "-dirty" if files are changed; empty for an installed package."""
-    root = Path(comingle.__file__).parents[2]
+    root = Path(comingle.__file__).parents[2]  # of src/comingle/__init__.py in a checkout
     if not (root / ".git").exists():
         return ""
     command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
@@ -225,13 +228,15 @@ def run_cells(
     observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
     waiting: Waiting = nullcontext,
 ) -> Iterator[Outcome]:
-    """Run every cell below ``out/runs``, in order; consecutive cells with equal inputs share text and base model.
+    """Run the cells of a table in order, each in a folder below ``out/runs``; yield the outcome of each cell.
 
-    A run whose training diverges is recorded as such and does not stop the others. Checkpoints of tasks are deleted at
-    the end: a copy of every user's net would fill the disk, and no report reads them.
+    A finished run is not repeated without ``force``, and an interrupted run is resumed. A run whose training diverges
+    is recorded as diverged and does not stop the others. Checkpoints of nets are deleted at the end of a run: a copy of
+    every user's net would fill the disk, and no report reads them.
 
     Args:
-        cells: The cells, neighbours with the same inputs side by side.
+        cells: The runs of the table, one for each row, column and seed. Consecutive cells with the same inputs load
+            their data and base model once.
         out: The folder that contains ``runs``.
         force: Run again what has been run.
         observers: Returns the observers of a cell's run.
@@ -248,8 +253,8 @@ def run_cells(
             yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
             continue
         begun = (folder / "recipe.yaml").exists()
-        # Restart if text or base model now have other paths: checkpoints belong to a recipe with the same paths, as
-        # told by its fingerprint.
+        # Restart if text or base model now have other paths: a checkpoint can only be resumed with the same paths,
+        # which are part of the recipe's fingerprint.
         resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
         run_data = cache.run_data(cell)
         started = time.perf_counter()
@@ -259,9 +264,8 @@ def run_cells(
         try:
             run_in(folder, cell.recipe, run_data, resume=resume, force=restart, observers=partial(observers, cell))
         except DivergenceError as error:
-            write_text(
-                folder / DIVERGED, f"{error.__cause__ or error}\n"
-            )  # the cause, as its text has no checkpoint path
+            reason = error.__cause__ or error  # the cause, as its text has no checkpoint path
+            write_text(folder / DIVERGED, f"{reason}\n")
         if not run_data.kind.needs_base:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         write_measured(folder, cell)

@@ -477,7 +477,7 @@ def column_verdicts(table: PaperTable) -> list[tuple[str, BaselineComparison]]:
 
 
 def render(table: PaperTable) -> Table:
-    """Return a table for the terminal, with the reference's numbers dimmed."""
+    """Return a table for the terminal. The published numbers are dimmed, ours are not."""
     head, rows = _text_grid(table)
     rendered = Table(title="\n".join([table["title"], *_subtitle_lines(table)]), title_justify="left", box=None)
     for i, name in enumerate(head):

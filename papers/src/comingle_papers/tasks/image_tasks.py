@@ -359,7 +359,7 @@ def _deal_evenly(
     order = torch.randperm(len(labels), generator=generator)
     if clusters is None:
         return list(order.tensor_split(users))
-    parts = [order[:0]] * users
+    parts = [order[:0]] * users  # empty; each is replaced below
     for cluster in range(clusters):
         cluster_images = order[labels[order] % clusters == cluster]
         cluster_users = range(cluster, users, clusters)
@@ -427,8 +427,8 @@ def make_skewed(
         seed: Seed of the partition.
         users: Number of users.
         clusters: Number of clusters.
-        alpha: Concentration of the Dirichlet shares; None deals evenly.
-        labels_per_cluster: Labels of each cluster; None puts every label into one cluster.
+        alpha: Concentration of the Dirichlet distribution of each label's shares among users; None deals evenly.
+        labels_per_cluster: Number of labels of each cluster; None divides all labels among the clusters.
         fraction: Share of their train images that users keep, at least one of each label.
         test_samples: Largest number of test images per user; None for no limit.
 
@@ -451,8 +451,9 @@ def make_skewed(
             UserSamples(
                 name=names[k],
                 train=_samples_at(images, train, setting),
-                valid=_samples_at(images, train[:0], setting),
+                valid=_samples_at(images, train[:0], setting),  # validation samples are held out later
                 test=_samples_at(images, test[:test_samples], setting),
+                # In tasks with the partition "personal" all users are in one group, which is no cluster.
                 cluster=None if setting.partition == "personal" else group_of_user[k],
             )
         )

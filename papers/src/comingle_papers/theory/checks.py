@@ -183,10 +183,10 @@ def quadratic_curve(
 
 
 def _linear_curves(seed: int, settings: LinearSettings) -> Iterator[Curve]:
-    """Yield the curve of each loss, weight decay and instance of the linear experts.
+    """Yield the curve of a run on random problems with linear experts, for each loss, weight decay and problem.
 
-    Settings give the decay as a multiple of the smallest decay that satisfies eq. 27. The smallest decay depends on the
-    problem, so the decay is set after the problem is drawn.
+    Settings give the decay as a multiple of the smallest decay that satisfies the condition of CoMiGS's Proposition 1
+    (eq. 27). The smallest decay depends on the problem, so the decay is set after the problem is drawn.
 
     Args:
         seed: Seed of the random streams.
@@ -220,7 +220,7 @@ def linear_curve(
     router: linear.Weights,
     steps: int,
 ) -> Curve:
-    """Alternate between shares, router and experts on one problem (eq. 28), and check Theorem F.2 and Proposition 1.
+    """Alternate between shares, router and experts on one problem, and check CoMiGS's Theorem F.2 and Proposition 1.
 
     The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares. The
     claims are: bounds on its contraction factor per step, from each block's constants and from joint ones (F.2);
@@ -231,13 +231,13 @@ def linear_curve(
     Args:
         scheme: Name of the scheme.
         instance: Number of the instance.
-        problem: The samples and weights of eq. 25.
+        problem: The samples, the loss, and the weights alpha and mu of the objective F (CoMiGS, eq. 25).
         experts: The initial experts.
         router: The initial router.
         steps: Number of steps.
 
     Raises:
-        DivergenceError: scipy failed on a convex step, or found no minimum.
+        DivergenceError: scipy found no minimum.
     """
     bounds = linear.constants(problem, experts, router)
     descent = linear.alternate(problem, experts, router, steps)

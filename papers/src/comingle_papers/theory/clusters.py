@@ -443,14 +443,17 @@ def _router_noise(run: Descent, cluster: Cluster, clusters: int) -> float:
 
 
 def local_sgd_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
-    """Return local SGD's bound (Stich 2019, Lemma 3.1) on ``E |w~_(t+1) - w*|^2``, for each step.
+    """Return the bound of local SGD (Stich 2019, Lemma 3.1) on the squared distance to the minimum, for each step.
 
-    It holds without mismatch (``p_hat = p``, Corollary A.5) and for ``eta <= 1 / (4 L)``:
+    FLoRAL's Corollary A.5 uses the bound for clients whose estimated weights are the true ones. The bound on
+    ``E |w~_(t+1) - w*|^2`` is, for step sizes ``eta <= 1 / (4 L)``,
 
         (1 - mu eta) |w~ - w*|^2 + eta^2 E |g - g_bar|^2 - eta (f_c(w~) - f_c*) / 2 + 2 eta L E |w~ - w^k|^2
 
-    with g the mean of the clients' drawn gradients, g_bar that of the exact ones and w~ the mean of their models w^k.
-    Here the clients' mean of ``f_c(w^k) - f_c*`` replaces ``f_c(w~) - f_c*``. It is no smaller, since f_c is convex.
+    with w^k the clients' models and w~ their mean, g the mean of the clients' drawn gradients and g_bar the mean of
+    their exact gradients. mu and L are the smallest and largest curvature of the cluster's loss f_c, whose minimum is
+    at w*. The code has the clients' mean of ``f_c(w^k) - f_c*`` in place of ``f_c(w~) - f_c*``. This mean is no
+    smaller, since f_c is convex.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -833,7 +836,7 @@ def draw_clients(
 def cluster_curve(
     scheme: str, instance: int, mismatch: float, settings: ClusterSettings, rng: np.random.Generator
 ) -> Curve:
-    """Draw clients of two clusters, run local SGD on the first cluster, and check the paper's statements on the run.
+    """Draw clients of two clusters, run local SGD on the first cluster, and check FLoRAL's statements on the run.
 
     Checked are bounds on the run's quantities in each step (Lemmas A.2 to A.5 and A.7) and on its convergence (Theorems
     A.9 and A.10 as corrected). Three further statements are checked on newly drawn models or sequences instead of the
@@ -841,7 +844,7 @@ def cluster_curve(
 
     Args:
         scheme: Name of the scheme.
-        instance: Number of the instance.
+        instance: Number of the random problem.
         mismatch: How far the initial routers are from the true ones: 0 are the true ones, 1 uniform routers.
         settings: Settings of the clusters.
         rng: Source of the draws.
@@ -849,7 +852,7 @@ def cluster_curve(
     hessians, centres = draw_clients(rng, settings.clients, settings.size, settings.condition)
     amounts = rng.dirichlet(np.full(settings.clients, 4.0))  # clients' shares of the data, moderately unequal
     shares = rng.uniform(0.05, 0.95, settings.clients)  # of the first cluster in each client's router
-    weights = amounts * shares / (amounts @ shares)
+    weights = amounts * shares / (amounts @ shares)  # p(k|c) of the clients in the first cluster
     cluster = Cluster(hessians=hessians, centres=centres, weights=weights)
     guessed = weights + mismatch * (amounts - weights)  # uniform routers give the weights ``amounts``
     mu, smoothness = cluster.moduli

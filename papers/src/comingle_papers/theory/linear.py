@@ -632,9 +632,9 @@ class LinearConstants:
 
     @property
     def theorem_rate(self) -> float | None:
-        """Bound ``(1 - mu / L)^2`` on the contraction factor of ``F - F*`` per step (CoMiGS, Theorem F.2).
+        """Bound ``(1 - mu / L)^2`` on the factor by which a step multiplies ``F - F*`` (CoMiGS, Theorem F.2).
 
-        None if unproved.
+        ``F - F*`` is the objective's excess over its minimum. None if mu is not positive, so that nothing is proved.
 
         mu is here the modulus of strong convexity of F in all variables and L the largest curvature.
         """
@@ -642,10 +642,11 @@ class LinearConstants:
 
     @property
     def block_rate(self) -> float | None:
-        """Bound on the contraction factor of ``F - F*`` per step, from each block's own constants; None if unproved.
+        """Bound on the factor by which a step multiplies ``F - F*``, the objective's excess over its minimum.
 
-        It is ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` with the moduli m of strong convexity and the largest curvatures L in
-        experts and router (Y) and in the shares (X). The second factor counts only if m_X is positive.
+        The bound is ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` with the moduli m of strong convexity and the largest
+        curvatures L of the objective F (CoMiGS, eq. 25): in experts and router (Y), and in the shares (X). If m_X is
+        not positive, the second factor is 1. If m_Y is not positive, nothing is proved, and the result is None.
         """
         if self.modulus_weights <= 0:
             return None
@@ -744,7 +745,7 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
 
 
 def local_rate(problem: LinearProblem, solution: Point) -> float:
-    """Return the contraction factor of ``F - F*`` per step of the alternation (CoMiGS, eq. 28), close to a solution.
+    """Return the factor by which a step of the alternation (CoMiGS, eq. 28) multiplies ``F - F*`` near a solution.
 
     By Example 2 of the paper distances shrink by ``r = |A^-1/2 C^T B^-1/2|^2`` with A, B, C the blocks of the
     solution's Hessian (experts and router; shares; mixed). The objective is quadratic there, so ``F - F*`` shrinks by
@@ -755,7 +756,7 @@ def local_rate(problem: LinearProblem, solution: Point) -> float:
         solution: The fixed point of the alternation.
     """
     whole = tangent_hessian(problem, solution)
-    weights_size = 2 * solution.experts.size
+    weights_size = 2 * solution.experts.size  # experts and router have equal shapes
     # |L_a^-1 C^T L_b^-T| with Cholesky factors L of A and B equals the norm with symmetric roots.
     lower_a = linalg.cholesky(whole[:weights_size, :weights_size], lower=True)
     lower_b = linalg.cholesky(whole[weights_size:, weights_size:], lower=True)

@@ -76,28 +76,31 @@ class Coupled:
 
     @property
     def modulus(self) -> float:
-        """Lower bound mu on the strong convexity in y, for every x (Assumption 2); proves nothing if not positive."""
+        """Lower bound mu on the strong convexity in y, for every x (the earlier version's Assumption 2).
+
+        It proves nothing if it is not positive.
+        """
         return self.decay - self.max_negative_curvature
 
     @property
     def lipschitz(self) -> float:
-        """Bound ``L_A L_B / mu`` on the Lipschitz constant of the minimiser u_1(x) (eq. 14)."""
+        """Bound ``L_A L_B / mu`` on the Lipschitz constant of the minimiser u_1(x) (the earlier version's eq. 14)."""
         return self.left_lipschitz * self.right_lipschitz / self.modulus
 
 
 def minimiser(problem: Coupled, x: Left) -> Right:
-    """Return ``u_1(x)``, the y that minimises f_1 for a given x.
+    """Return the y that minimises ``f(x, y) = decay / 2 |y|^2 + <A(x), R tanh(S y)>`` for a given x.
 
     It is the only root of the gradient ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``, found numerically.
 
     Args:
-        problem: f_1, strongly convex in y.
+        problem: The function f, strongly convex in y.
         x: The given x.
 
     Raises:
         DivergenceError: scipy found no root.
     """
-    coefficients = problem.outer_right.T @ problem.left(x)  # R^T A(x): f_1 has the term <R^T A(x), tanh(S y)>
+    coefficients = problem.outer_right.T @ problem.left(x)  # R^T A(x): f has the term <R^T A(x), tanh(S y)>
     inner = problem.inner_right  # S
 
     def gradient(y: Right) -> Right:
@@ -119,7 +122,9 @@ def minimiser(problem: Coupled, x: Left) -> Right:
 def alternate_coupled(
     first: Coupled, second: Coupled, x: Left, steps: int
 ) -> Float[np.ndarray, "steps_and_start left"]:
-    """Minimise two functions in turn (eq. 7), ``y = u_1(x)``, then ``x = u_2(y)``; return the initial and each new x.
+    """Minimise two functions in turn (CoMiGS, eq. 7); return the initial x and the x after each step.
+
+    A step is ``y = u_1(x)``, then ``x = u_2(y)`` with the minimisers u_1 and u_2 of the two functions.
 
     Args:
         first: f_1, minimised in y for a given x.
@@ -135,31 +140,34 @@ def alternate_coupled(
 
 
 def draw_coupled(rng: np.random.Generator, left: int, right: int, meeting: int, lipschitz: float) -> Coupled:
-    """Draw ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>`` with random matrices of norm 1 in A and B.
+    """Draw ``f(x, y) = decay / 2 |y|^2 + <A(x), B(y)>`` with ``A(x) = P sin(Q x)`` and ``B(y) = R tanh(S y)``.
 
-    The decay is chosen so that the minimiser in y has the wanted bound on its Lipschitz constant as a function of x.
+    P, Q, R and S are random matrices of norm 1. The y that minimises f is a function u(x). The decay is chosen so that
+    the bound on the Lipschitz constant of u (an earlier version of CoMiGS's paper, eq. 14) has the wanted value.
 
     Args:
         rng: Source of the draws.
         left: Number of entries of x.
         right: Number of entries of y.
-        meeting: Number of entries of A(x) and of B(y), which is the same, as they meet in a scalar product.
+        meeting: Number of entries of A(x), and likewise of B(y), since f contains their scalar product.
         lipschitz: The wanted bound (:attr:`Coupled.lipschitz`).
     """
 
-    def draw_map(rows: int, columns: int) -> Matrix:
+    def draw_matrix(rows: int, columns: int) -> Matrix:
         matrix = rng.standard_normal((rows, columns))
         return matrix / _spectral_norm(matrix)
 
-    maps = {
-        "outer_left": draw_map(meeting, left),
-        "inner_left": draw_map(left, left),
-        "outer_right": draw_map(meeting, right),
-        "inner_right": draw_map(right, right),
+    matrices = {
+        "outer_left": draw_matrix(meeting, left),  # P
+        "inner_left": draw_matrix(left, left),  # Q
+        "outer_right": draw_matrix(meeting, right),  # R
+        "inner_right": draw_matrix(right, right),  # S
     }
-    without_decay = Coupled(**maps, decay=0.0)
-    modulus = without_decay.left_lipschitz * without_decay.right_lipschitz / lipschitz  # mu, by eq. 14
-    return Coupled(**maps, decay=without_decay.max_negative_curvature + modulus)
+    without_decay = Coupled(**matrices, decay=0.0)
+    # The bound is L_A L_B / mu, with the Lipschitz constants of A and B and the strong convexity mu of f in y.
+    wanted_convexity = without_decay.left_lipschitz * without_decay.right_lipschitz / lipschitz
+    # The scalar product may curve f down by ``max_negative_curvature``, for which the decay makes up.
+    return Coupled(**matrices, decay=without_decay.max_negative_curvature + wanted_convexity)
 
 
 def _spectral_norm(matrix: Matrix) -> float:
@@ -212,7 +220,7 @@ def coupled_curve(
     settings: CoupledSettings,
     rng: np.random.Generator,
 ) -> Curve:
-    """Minimise two functions in turn (eq. 7), and check Propositions 1 and 2 of an earlier version of CoMiGS's paper.
+    """Minimise two functions in turn, and check Propositions 1 and 2 of an earlier version of CoMiGS's paper.
 
     Proposition 1 bounds the Lipschitz constant of a minimiser, here measured on random pairs of points. Proposition 2
     bounds the factor by which the distance of x from the fixed point shrinks in one step. The curve's residual is that
@@ -221,14 +229,14 @@ def coupled_curve(
     Args:
         scheme: Name of the scheme.
         instance: Number of the random problem.
-        first: f_1, minimised in y.
-        second: f_2, minimised in x.
+        first: The function that is minimised in y.
+        second: The function that is minimised in x.
         start: The initial x.
         settings: Steps, sizes and number of pairs.
         rng: Generator of the random pairs.
 
     Raises:
-        DivergenceError: scipy failed on a convex step.
+        DivergenceError: scipy did not find a minimiser.
     """
     rate = first.lipschitz * second.lipschitz  # Proposition 2's bound, if below 1
     points = alternate_coupled(first, second, start, settings.steps)
@@ -258,11 +266,12 @@ def largest_quotient(problem: Coupled, settings: CoupledSettings, rng: np.random
         rng: Source of the draws.
     """
     quotients = []
-    for number in range(settings.pairs):
+    for pair in range(settings.pairs):
+        distance = 0.01 if pair % 2 else 1.0
         x = rng.standard_normal(settings.size)
-        other = x + (0.01 if number % 2 else 1.0) * rng.standard_normal(settings.size)
-        minimiser_difference = minimiser(problem, x) - minimiser(problem, other)
-        quotients.append(np.linalg.norm(minimiser_difference) / np.linalg.norm(x - other))
+        other_x = x + distance * rng.standard_normal(settings.size)
+        minimiser_difference = minimiser(problem, x) - minimiser(problem, other_x)
+        quotients.append(np.linalg.norm(minimiser_difference) / np.linalg.norm(x - other_x))
     return float(max(quotients))
 
 
@@ -299,7 +308,7 @@ class Quadratic:
 
 
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
-    """Return ``u_1``: the router that minimises the validation objective for given experts (first line of eq. 12).
+    """Return ``u_1``: the router that minimises the validation objective for given experts (CoMiGS, eq. 12).
 
     It is ``phi* - B^-1 C (theta - theta*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its Hessian
     ``[[A, C^T], [C, B]]``.
@@ -314,7 +323,7 @@ def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Flo
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
-    """Return ``u_2``: the experts that minimise the training objective for a given router (second line of eq. 12).
+    """Return ``u_2``: the experts that minimise the training objective for a given router (CoMiGS, eq. 12).
 
     They are ``theta* - A^-1 C^T (phi - phi*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its
     Hessian ``[[A, C^T], [C, B]]``.
@@ -331,7 +340,7 @@ def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Floa
 def alternate(
     valid: Quadratic, train: Quadratic, experts: Float[np.ndarray, " experts"], steps: int
 ) -> tuple[Float[np.ndarray, "steps_and_start experts"], Float[np.ndarray, "steps router"]]:
-    """Minimise by router and by experts in turn (eq. 12), from given experts.
+    """Minimise by router and by experts in turn (CoMiGS, eq. 12), from given experts.
 
     In each step the router minimises the validation objective, then the experts minimise the training objective.
 
@@ -352,11 +361,12 @@ def alternate(
 
 
 def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "experts experts"]:
-    """Return the matrix of one whole step from experts to experts, ``T = u_2 u_1`` without its constant part (eq. 18).
+    """Return the matrix of one whole step from experts to experts, ``T = u_2 u_1`` without its constant part.
 
-    u_1 takes experts to the router that is best on the validation objective, u_2 this router to the experts that are
-    best on the training objective. The matrix is ``A^-1 C^T B^-1 C`` with A, the curvature in the experts, and C^T of
-    the training objective, and B, the curvature in the router, and C, the mixed one, of the validation objective.
+    u_1 maps experts to the router that is best on the validation objective. u_2 maps a router to the experts that are
+    best on the training objective. The matrix (CoMiGS, eq. 18) is ``A^-1 C^T B^-1 C`` with A, the curvature in the
+    experts, and C^T of the training objective, and B, the curvature in the router, and C, the mixed one, of the
+    validation objective.
     """
     inner = linalg.solve(valid.router_block, valid.cross_block, assume_a="pos")
     return linalg.solve(train.experts_block, train.cross_block.T @ inner, assume_a="pos")
@@ -365,12 +375,12 @@ def composition(valid: Quadratic, train: Quadratic) -> Float[np.ndarray, "expert
 def fixed_point(
     valid: Quadratic, train: Quadratic
 ) -> tuple[Float[np.ndarray, " experts"], Float[np.ndarray, " router"]]:
-    """Return experts and router that a step of eq. 12 does not change (Assumption 1, eq. 5 and 15).
+    """Return experts and router that a step of the alternation does not change (CoMiGS, Assumption 1, eq. 5 and 15).
 
-    A step takes the best router for the experts, ``u_1(Theta)``, then the best experts for it, ``T(Theta) =
+    A step takes the best router for the experts, ``u_1(Theta)``, then the best experts for this router, ``T(Theta) =
     u_2(u_1(Theta))``. T is affine, so the fixed experts solve ``(I - matrix of T) Theta = T(0)``. A contraction always
-    has such a point, so where Theorem F.1 applies, Assumption 1 asks for nothing more. If both objectives have the same
-    minimiser, the point is that minimiser. Otherwise it minimises neither, contrary to the text below eq. 5.
+    has a fixed point, so where Theorem F.1 applies, Assumption 1 asks for nothing more. If both objectives have the
+    same minimiser, the fixed point is that minimiser. Otherwise it minimises neither, contrary to the text below eq. 5.
 
     Args:
         valid: The validation objective, which the router minimises.
@@ -384,7 +394,7 @@ def fixed_point(
 
 @dataclass(frozen=True, kw_only=True)
 class QuadraticConstants:
-    """The constants of Theorem F.1 and of Example 1.
+    """The constants of CoMiGS's Theorem F.1 and Example 1.
 
     ``router_lipschitz`` and ``experts_lipschitz`` are lambda_1 and lambda_2 of eq. 6 in the norms ``|Theta|_A`` (A of
     train) and ``|Phi|_B`` (B of valid); the two ``euclidean_...`` are the same in Euclidean norms. ``smallest`` and
@@ -401,8 +411,9 @@ class QuadraticConstants:
 
     @property
     def rate(self) -> float:
-        """Bound ``lambda_1 lambda_2`` (Theorem F.1) on the contraction factor of distances per step; useful below 1.
+        """Bound ``lambda_1 lambda_2`` (CoMiGS, Theorem F.1) on the factor by which a step multiplies distances.
 
+        The bound proves convergence if it is below 1.
         lambda_1 and lambda_2 are the Lipschitz constants of the best router, as a function of the experts, and of the
         best experts, as a function of the router. With one function for both steps the bound is the spectral radius of
         a whole step's matrix (:func:`composition`), so it cannot be improved.
@@ -411,37 +422,39 @@ class QuadraticConstants:
 
     @property
     def example_rate(self) -> float | None:
-        """Bound ``(L - mu) / L`` of Example 1 on a step's contraction; None if the two objectives differ.
+        """Bound ``(L - mu) / L`` of CoMiGS, Example 1, on the factor by which a step multiplies the experts' distance.
 
-        A step multiplies the experts' offset by ``T = A^-1 M`` with ``M = C^T B^-1 C`` (:func:`composition`). The paper
-        states the bound for the spectral norm of T, by ``|A^-1 M| = |A^-1/2 M A^-1/2|``. But ``A^-1 M`` and
-        ``A^-1/2 M A^-1/2`` are only similar matrices, which share eigenvalues, not norms. The bound holds for the
-        spectral radius of T. It also holds in the norm ``|Theta|_A``, in which the norm of T is that of
-        ``A^-1/2 M A^-1/2``. In the Euclidean norm a step may even expand.
+        mu and L are the smallest and the largest eigenvalue of the objective's Hessian ``[[A, C^T], [C, B]]``. The
+        example has one objective for both half steps; None if the two objectives differ.
 
-        mu and L are the smallest and the largest eigenvalue of the objective's Hessian.
+        A step multiplies the experts' offset from the solution by ``T = A^-1 M`` with ``M = C^T B^-1 C``. The paper
+        states the bound for the spectral norm of T, which it takes to be that of ``A^-1/2 M A^-1/2``. But these two
+        matrices are only similar: they share eigenvalues, not norms. So the bound holds for the spectral radius of T,
+        and for the norm of T that belongs to ``|Theta|_A = sqrt(<A Theta, Theta>)``. In the Euclidean norm a step may
+        even increase the distance.
         """
         return 1 - self.smallest / self.largest if self.same_function else None
 
     @property
     def wielandt_rate(self) -> float | None:
-        """Bound ``((L - mu) / (L + mu))^2`` on a step's contraction; None if the two objectives differ.
+        """Bound ``((L - mu) / (L + mu))^2`` on the factor by which a step multiplies distances.
 
-        It follows from Wielandt's inequality, and is the best bound that the extreme curvatures mu and L alone allow.
+        The bound follows from Wielandt's inequality. It is the best bound that follows from the smallest curvature mu
+        and the largest curvature L alone. None if the two objectives differ.
         """
         return ((self.largest - self.smallest) / (self.largest + self.smallest)) ** 2 if self.same_function else None
 
 
 def quadratic_constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
-    """Return the constants in the bounds of Theorem F.1 and Example 1, from the Hessians of two quadratic objectives.
+    """Return the constants in the bounds of CoMiGS's Theorem F.1 and Example 1, from the Hessians of two objectives.
 
-    Each Hessian is ``[[A, C^T], [C, B]]``, with the curvature A in the experts and B in the router. A is that of train
-    and B that of valid here, since experts minimise train and the router minimises valid.
+    Each Hessian is ``[[A, C^T], [C, B]]``, with the curvature A in the experts and B in the router. Here A is from the
+    training objective, which the experts minimise, and B from the validation objective, which the router minimises.
 
     - ``router_lipschitz`` is lambda_1, the norm of ``B^-1 C`` with C of valid. This matrix maps a change of the experts
       to the change of the best router.
-    - ``experts_lipschitz`` is lambda_2, the norm of ``A^-1 C^T`` with C of train. It maps a change of the router to the
-      change of the best experts.
+    - ``experts_lipschitz`` is lambda_2, the norm of ``A^-1 C^T`` with C of train. This matrix maps a change of the
+      router to the change of the best experts.
     - Both norms are operator norms between ``|Theta|_A = sqrt(<A Theta, Theta>)`` and ``|Phi|_B``. So lambda_1 is the
       spectral norm of ``B^1/2 (B^-1 C) A^-1/2 = B^-1/2 C A^-1/2``, and lambda_2 that of ``A^-1/2 C^T B^-1/2``.
     - ``euclidean_router_lipschitz`` and ``euclidean_experts_lipschitz`` are the spectral norms of ``B^-1 C`` and ``A^-1
