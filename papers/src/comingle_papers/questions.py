@@ -656,8 +656,11 @@ class QuestionsKind(AnswersKind):
     name = "questions"
 
     def reader(self, request: DataRequest) -> QuestionReader | None:
-        """Return a reader that yields one language (user) after another; None if a program passes users."""
-        if request.given is not None:  # the caller then raises an error, as users come from the recipe only
+        """Return a reader that yields one user after another, so that not all users' questions are in memory.
+
+        Each user has one language. None if a caller of the Python interface passes data of its own.
+        """
+        if request.given is not None:  # the caller of this method raises an error: users come from the recipe only
             return None
         recipe = request.recipe
         return QuestionReader(

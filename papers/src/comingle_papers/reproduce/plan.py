@@ -134,11 +134,12 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
 
 
 def _task_work(recipe: Recipe, method: Method) -> float:
-    """Estimate the work of a run on a net, in multiply-adds: forward and backward passes, optimiser steps, evaluations.
+    """Estimate the work of a run on a net, in multiply-adds.
 
-    Forward and backward pass together cost three forward passes. A step has a cost per user and a fixed cost. The fixed
-    cost counts once for all participants of a round, since they are trained in one batch. If a method mixes several
-    models or adapters with a pass through each, the work is multiplied by their number.
+    A forward and a backward pass together cost three forward passes. An optimiser step has a cost per user and a fixed
+    cost. The fixed cost counts once for all participants of a round, since they are trained in one batch. An evaluation
+    is a forward pass over the test samples of all users. If a method mixes several models or adapters and needs a pass
+    through each, the work is multiplied by their number.
     """
     task = cast(TaskDataSection, recipe.data).task
     training, (users, train, test) = recipe.training, count_samples(task)
@@ -154,11 +155,13 @@ def _task_work(recipe: Recipe, method: Method) -> float:
     has_pass_per_component = mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
     components = mixture.clusters if mixture is not None and has_pass_per_component else 1
     steps = training.local_epochs * ceil(train / training.batch_size)
-    user_work = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER_COST * parameters
-    evaluation_work = users * test * per_sample
+    passes_of_user = 3 * training.local_epochs * train * per_sample  # 3: forward and backward
+    user_work = passes_of_user + steps * _PARAMETER_COST * parameters
     rounds = training.rounds if method.trains else 0
     training_work = rounds * (steps * _STEP_COST + participants * user_work)
-    return components * (training_work + evaluation_work * (1 + rounds // _evaluation_interval(recipe)))
+    evaluations = 1 + rounds // _evaluation_interval(recipe)  # 1: before training
+    evaluation_work = evaluations * users * test * per_sample
+    return components * (training_work + evaluation_work)
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
@@ -184,16 +187,21 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
 def net_size(task: str, net: str = "") -> tuple[int, int]:
     """Return the multiply-adds of one sample and the number of parameters of a net.
 
-    Colour images are taken to be 32 x 32, grey ones 28 x 28.
+    The net is run once on a blank sample. Colour images are taken to be 32 x 32, grey images 28 x 28.
 
     Args:
         task: Name of the task, which determines the shapes of inputs and outputs.
         net: Name of the net; empty for the task's own.
     """
     setting = TASKS[task]
-    shape = (DIMENSION,) if not setting.hub else (3, 32, 32) if setting.coloured else (1, 28, 28)
-    outputs_of_synthetic = {str(kind): size for kind, size in OUTPUTS.items()}
-    outputs = setting.classes if setting.hub else outputs_of_synthetic[task]
+    is_on_images = bool(setting.hub)  # synthetic regressions are not on the hub
+    shape: tuple[int, ...]
+    if is_on_images:
+        shape = (3, 32, 32) if setting.coloured else (1, 28, 28)
+        outputs = setting.classes
+    else:
+        shape = (DIMENSION,)
+        outputs = {str(kind): size for kind, size in OUTPUTS.items()}[task]
     multiply_adds: list[int] = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:

@@ -529,16 +529,20 @@ MAX_PROMPT_TOKENS = 160
 
 
 def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Entry]) -> Iterator[tuple[str, Figure]]:
-    """Yield pairs of a file name's suffix and a figure: the study's prompts with each token coloured by its expert.
+    """Yield figures of the study's prompts, with each token coloured by the expert to which it is routed.
 
-    The models are those of each column's and row's first seed. Without ``plot.own`` there is one figure per layer.
+    The figures show the models of the first seed of each row and column.
 
     Args:
-        plan: The figure's plan.
+        plan: The figure's plan. With ``plot.own`` there is one figure with each prompt in one user's model, otherwise
+            one figure per layer with each prompt in every user's model.
         entries: The runs of all seeds, by (row, column).
 
+    Yields:
+        The suffix of the figure's file name, and the figure.
+
     Raises:
-        RunError: The users are not those that the prompts are written for.
+        RunError: There are not as many prompts as users.
     """
     from comingle.reports.page import own_texts_figure, tokens_figure
 

@@ -454,7 +454,11 @@ def markdown(table: PaperTable) -> str:
 
 
 def latex(table: PaperTable) -> str:
-    """Return a table as LaTeX ``table`` environments: ours beside the paper's, and the verdicts of each column."""
+    """Return a table in LaTeX: our numbers beside the paper's, then comparisons of the methods with a baseline.
+
+    The comparisons are a ``table`` environment for each column that has them. They say whether each method is better
+    than the baseline, level with it or worse.
+    """
     head, rows = _text_grid(table)
     body = tabular(
         [escape_latex(name) for name in head],

@@ -158,7 +158,7 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
 def group_by_labels(
     labels: Int64[Tensor, " n"], chosen: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
 ) -> list[Int64[Tensor, " _"]]:
-    """Return the indices of each cluster's images, those of its labels.
+    """Return the indices of each cluster's images: the images whose labels the cluster has.
 
     Clusters that have a label in common get disjoint parts of its images, in proportion to their numbers of users.
 
@@ -174,8 +174,9 @@ def group_by_labels(
         clusters = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
         images = _shuffle((labels == label).nonzero().flatten(), *key, "label", label)
         num_users = torch.tensor([float(sizes[cluster]) for cluster in clusters], dtype=torch.float64)
-        borders = (num_users.cumsum(0) / num_users.sum() * len(images)).round().long()
-        for cluster, part in zip(clusters, images.tensor_split(borders[:-1]), strict=True):
+        ends = (num_users.cumsum(0) / num_users.sum() * len(images)).round().long()
+        inner_borders = ends[:-1]  # the last part ends with the last image
+        for cluster, part in zip(clusters, images.tensor_split(inner_borders), strict=True):
             groups[cluster].append(part)
     return [torch.cat(parts) for parts in groups]
 

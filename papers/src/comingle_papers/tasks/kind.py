@@ -370,8 +370,8 @@ def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Tas
     Args:
         name: The task.
         path: The folder or hub name of the images; None for the default places.
-        **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`. For a task in domains,
-            ``clusters`` is replaced by the number of its domains.
+        **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`. In a task whose users differ in
+            their images' domain, each domain is a cluster, and the argument ``clusters`` is ignored.
     """
     setting = TASKS[name]
     if setting.partition == "domain":
@@ -519,10 +519,10 @@ class TaskKind(NetKind):
     name = "task"
 
     def read(self, request: DataRequest) -> RunData:
-        """Make the task that the recipe names and return its users and net; no base model is loaded.
+        """Return the users and the net of the task that the recipe names; no base model is loaded.
 
         Raises:
-            DataError: A program passes users.
+            DataError: A caller of the Python interface passes data of its own, which tasks do not take.
         """
         recipe = request.recipe
         if request.given is not None:
@@ -550,7 +550,7 @@ class TaskKind(NetKind):
 
         Args:
             base: The base model; None for a net.
-            users: The users; their samples are read on first use (``unread``).
+            users: The users. Their samples are not in memory (``unread``) but are read from disk on first use.
             settings: The task's attributes besides its users, as :meth:`settings` returned them.
             net: Ignored, since the settings name the net.
         """

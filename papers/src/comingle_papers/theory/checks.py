@@ -78,7 +78,7 @@ def check_all(
         clusters: Settings of the clusters.
 
     Raises:
-        DivergenceError: scipy failed on a convex step.
+        DivergenceError: scipy did not find a minimum.
     """
     with threadpool_limits(1):  # matrices are so small that waiting for a second thread takes most of the time
         return [
@@ -107,10 +107,11 @@ def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
 
 
 def _quadratic_curves(seed: int, settings: QuadraticSettings) -> Iterator[Curve]:
-    """Yield the curve of each mismatch and instance of two quadratics.
+    """Minimise random pairs of quadratics in turn, and yield the curve of each pair and mismatch.
 
-    ``mismatch`` says how much the training objective differs from the validation objective. An instance has the same
-    random stream, and so the same validation objective and start, for all mismatches.
+    A curve has the distance from the solution before every step. The mismatch says how much the training objective
+    differs from the validation objective. A pair ("instance") has the same random stream, and so the same validation
+    objective and start, for all mismatches.
 
     Args:
         seed: Seed of the random streams.
@@ -135,16 +136,16 @@ def quadratic_curve(
     start: Float[np.ndarray, " experts"],
     steps: int,
 ) -> Curve:
-    """Minimise two quadratics by router and experts in turn (eq. 12), and check Theorem F.1 and Example 1 of CoMiGS.
+    """Minimise two quadratics by router and experts in turn, and check Theorem F.1 and Example 1 of CoMiGS.
 
-    The theorem bounds the contraction factor of distances from the fixed point per step, in the norms of the two
+    The theorem bounds the factor by which a step multiplies distances from the fixed point, in the norms of the two
     objectives' curvatures. The curve's residual is the experts' distance in the norm of the training objective. If both
-    objectives are one function, Example 1 bounds the same factor, as does Wielandt's inequality, more tightly; as
-    printed, Example 1 also bounds the spectral norm of a step's matrix.
+    objectives are one function, Example 1 bounds the same factor. Wielandt's inequality bounds the factor more tightly.
+    As printed, Example 1 also bounds the spectral norm of a step's matrix.
 
     Args:
         scheme: Name of the scheme.
-        instance: Number of the instance.
+        instance: Number of the random problem.
         valid: The validation objective.
         train: The training objective.
         start: The initial experts.
@@ -155,7 +156,7 @@ def quadratic_curve(
     experts, router = quadratics.fixed_point(valid, train)
     expert_distances = quadratics.energy_norms(thetas - experts, train.experts_block)
     router_distances = quadratics.energy_norms(phis - router, valid.router_block)
-    rate = bounds.rate if bounds.rate < 1 else None  # Theorem F.1 requires a contraction
+    rate = bounds.rate if bounds.rate < 1 else None  # Theorem F.1 is about contractions, whose factor is below 1
     measured = largest_step_ratio(expert_distances)
     claims = [
         Claim(statement=f"{F1}, experts", measured=measured, bound=rate),
@@ -230,7 +231,7 @@ def linear_curve(
 
     Args:
         scheme: Name of the scheme.
-        instance: Number of the instance.
+        instance: Number of the random problem.
         problem: The samples, the loss, and the weights alpha and mu of the objective F (CoMiGS, eq. 25).
         experts: The initial experts.
         router: The initial router.
@@ -299,11 +300,11 @@ SETTINGS: dict[Any, Any] = {"svg.hashsalt": "comingle", "svg.fonttype": "none", 
 
 
 def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
-    """Write ``residuals.png`` and ``residuals.svg``, with one panel for each scheme.
+    """Write ``residuals.png`` and ``residuals.svg``, with one panel for each algorithm ("scheme").
 
-    A panel's curves show the residual (distance from the solution, or excess of the objective) before every step,
-    relative to the first residual. The first instance with a bound is drawn with its predicted rates, the others as
-    thin lines.
+    A panel has a curve for each random problem ("instance"). The curve shows the residual (distance from the solution,
+    or excess of the objective) before every step, relative to the first residual. The first instance with a bound is
+    drawn with its predicted rates, the others as thin lines.
 
     Args:
         curves: The curves of all schemes.
@@ -329,10 +330,14 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
             axes.set_axis_off()
         lines = {label: line for axes in grid.flat for line, label in zip(*_legend_entries(axes), strict=True)}
         figure.legend(
-            lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, 2 * columns), frameon=False
+            lines.values(),
+            lines.keys(),
+            loc="outside lower center",
+            ncols=min(4, 2 * columns),  # two below each column of panels, but at most four
+            frameon=False,
         )
         paths = [folder / f"residuals.{kind}" for kind in ("png", "svg")]
-        for path in paths:
+        for path in paths:  # without date, so that equal results give equal files
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     return paths
 

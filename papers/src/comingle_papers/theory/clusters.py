@@ -801,9 +801,10 @@ class ClusterSettings:
 
 
 def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
-    """Yield the curve of each drawn cluster and start of the routers, and that of one client without gradient noise.
+    """Yield a curve for each random cluster of clients and each initial error of the routers, and a counterexample.
 
-    The curve of the single client is a counterexample to the rates as printed in the paper.
+    A curve has the excess loss of the average model before every step of local SGD. The counterexample is a single
+    client without gradient noise, whose excess loss is above FLoRAL's bounds as printed.
 
     Args:
         seed: Seed of the random streams.

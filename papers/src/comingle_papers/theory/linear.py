@@ -575,10 +575,11 @@ class LinearConstants:
 
     @property
     def modulus_shares(self) -> float:
-        """m_X: modulus of strong convexity in the shares along the simplex, for all experts and routers.
+        """m_X: modulus of strong convexity of the objective F (CoMiGS, eq. 25) in the shares along the simplex.
 
-        It is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with weight decay alpha, largest slope rho of the loss,
-        weight mu of the divergence, n samples and their largest norm ``|x|``.
+        The modulus holds for all experts and routers. It is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with
+        weight decay alpha, largest slope rho of the loss, weight mu of the divergence, n samples and their largest norm
+        ``|x|``.
         """
         return (2 * self.coupling - self._rho2_plus_mu2 * self.feature_norm**2 / self.decay) / self.num_samples
 
@@ -686,7 +687,7 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
 
 
 def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -> float:
-    """Return the smallest weight decay alpha that satisfies CoMiGS, eq. 27, the condition of Proposition 1.
+    """Return the smallest weight decay alpha that satisfies the condition of CoMiGS's Proposition 1 (eq. 27).
 
     The condition ``alpha >= 2 |x|^2 max(mu, rho^2 / mu)`` contains rho, a bound on the loss's slope along the descent
     from the initial point. rho depends on alpha, since more decay keeps the descent's outputs smaller. So alpha is the
@@ -703,7 +704,8 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
         constants_at_decay = constants(dataclasses.replace(problem, decay=decay), experts, router)
         return log_decay - float(np.log(constants_at_decay.printed_decay))
 
-    solution = optimize.root_scalar(excess_log_decay, bracket=(-20.0, 20.0), method="brentq", xtol=1e-12)
+    log_decays = (-20.0, 20.0)  # decays from 2e-9 to 5e8
+    solution = optimize.root_scalar(excess_log_decay, bracket=log_decays, method="brentq", xtol=1e-12)
     return float(np.exp(solution.root))
 
 

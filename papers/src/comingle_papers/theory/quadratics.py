@@ -65,10 +65,10 @@ class Coupled:
 
     @property
     def max_negative_curvature(self) -> float:
-        """Bound on the negative curvature of ``<A(x), B(y)>`` along y for all x: no eigenvalue lies below its negative.
+        """Number c such that no eigenvalue of the Hessian of ``<A(x), B(y)>`` in y is below -c, for all x and y.
 
-        The Hessian in y is ``S^T diag(tanh''(S y) * R^T A(x)) S``. An entry of ``R^T A(x)`` is at most ``|A(x)|`` times
-        the norm of a column of R, and ``|A(x)| <= |P| sqrt(left)``, since every sine is at most 1.
+        The Hessian is ``S^T diag(tanh''(S y) * R^T A(x)) S``. An entry of ``R^T A(x)`` is at most ``|A(x)|`` times the
+        norm of a column of R. ``|A(x)|`` is at most ``|P| sqrt(left)``, since every sine is at most 1.
         """
         max_left_norm = _spectral_norm(self.outer_left) * np.sqrt(self.inner_left.shape[0])
         max_column_norm = float(np.linalg.norm(self.outer_right, axis=0).max())  # of R
@@ -193,9 +193,10 @@ class CoupledSettings:
 
 
 def coupled_curves(seed: int, settings: CoupledSettings) -> Iterator[Curve]:
-    """Yield the curve of each Lipschitz constant and instance, where an instance is a random pair of functions.
+    """Minimise random pairs of coupled functions in turn, and yield the curve of each pair and Lipschitz constant.
 
-    An instance has the same random stream, and so the same functions up to their decay, for all Lipschitz constants.
+    A curve has the distance from the solution before every step. A pair ("instance") has the same random stream for all
+    Lipschitz constants, so its functions differ only in their decay.
 
     Args:
         seed: Seed of the random streams.
@@ -238,7 +239,8 @@ def coupled_curve(
     Raises:
         DivergenceError: scipy did not find a minimiser.
     """
-    rate = first.lipschitz * second.lipschitz  # Proposition 2's bound, if below 1
+    rate = first.lipschitz * second.lipschitz
+    rate_bound = rate if rate < 1 else None  # Proposition 2 requires a contraction
     points = alternate_coupled(first, second, start, settings.steps)
     fixed_point = alternate_coupled(first, second, points[-1], _STEPS_TO_FIXED_POINT)[-1]
     residuals = np.linalg.norm(points - fixed_point, axis=1)
@@ -248,9 +250,9 @@ def coupled_curve(
         residuals=tuple(map(float, residuals)),
         claims=(
             Claim(statement=P1, measured=largest_quotient(first, settings, rng), bound=first.lipschitz),
-            Claim(statement=P2, measured=largest_step_ratio(residuals), bound=rate if rate < 1 else None),
+            Claim(statement=P2, measured=largest_step_ratio(residuals), bound=rate_bound),
         ),
-        rates={P2: rate} if rate < 1 else {},
+        rates={} if rate_bound is None else {P2: rate_bound},
         notes={"mu": first.modulus, "decay": first.decay},
     )
 
@@ -513,7 +515,7 @@ def interpolate(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quad
         other: The second quadratic.
         mismatch: The weight of the second.
     """
-    if mismatch == 0:  # exactly the same function, for which Example 1 holds
+    if mismatch == 0:  # without rounding, since CoMiGS's Example 1 is about two equal functions
         return quadratic
     return Quadratic(
         hessian=(1 - mismatch) * quadratic.hessian + mismatch * other.hessian,
