@@ -90,12 +90,12 @@ class Base:
             raise self._missing_row_error("head", len(head), int(tokens[tokens >= len(head)][0]), source)
 
     def _missing_row_error(self, part: str, rows: int, token: int, source: str) -> DataError:
-        """Return the error for a token without a row.
+        """Return the error for a token ID that is beyond the rows of the embedding or of the output head.
 
         Args:
-            part: "embedding" or "head".
-            rows: Its number of rows.
-            token: The token.
+            part: The matrix without a row for the token, "embedding" or "head".
+            rows: Number of rows of that matrix.
+            token: The token ID.
             source: Origin of the token, for the message.
         """
         size, spelling = "", ""

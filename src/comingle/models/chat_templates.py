@@ -211,10 +211,11 @@ class ChatTemplate:
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
 
     def _prompt_text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt of the next response as text.
+        """Return the prompt of the next response as text, up to the header of the response, such as "<|assistant|>".
 
-        Trailing spaces belong to the response, as tokenizers join a space and the following word.
+        Trailing spaces are removed. They belong to the response, because tokenizers join a space and the next word.
         """
+        # The second term is empty unless the template ignores add_prompt.
         return (self.render(messages, add_prompt=True) + self._response_header).rstrip(" ")
 
     @cached_property
@@ -530,9 +531,9 @@ class ChatTemplate:
     def _omitted_by_role(self, messages: Sequence[Message]) -> frozenset[int]:
         """Return the indices of messages that the template omits because of their role.
 
-        The conversation is rendered with a placeholder for each content, to see which are missing. Without tool calls
-        the result depends only on the roles and on which messages have text. So it is cached by these; with tool calls
-        it is computed each time.
+        Each content is replaced by a placeholder, the conversation is rendered, and missing placeholders are found.
+        Results are cached by the messages' roles and by which messages have text. Tool calls can change a result too,
+        so results for conversations with tool calls are not cached.
         """
         key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
         has_calls = any(message.get("tool_calls") for message in messages)
@@ -631,29 +632,34 @@ class ChatTemplate:
         return safe, hidden_texts
 
     def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
-        """Tokenise a rendered text.
+        """Tokenise a rendered text in which placeholders stand for spelled-out special tokens of messages.
+
+        Such a spelling, say "<|im_end|>" in a user's message, becomes tokens of plain text, never the special token.
 
         Args:
-            text: The text, with placeholders of hidden special tokens.
-            hidden_texts: The texts that placeholders stand for.
-            cuts: Character offsets that no token spans.
+            text: The text with placeholders, each a number between two delimiters.
+            hidden_texts: The spellings that placeholders stand for, by number.
+            cuts: Character offsets at which to split the text before tokenising, so that no token crosses them.
 
         Returns:
             ``(token, start, end)`` of each token, with character offsets in ``text``. All tokens of a hidden text have
             the offsets of its placeholder.
         """
-        tokens, offset = [], 0  # of the next piece in the text
+        tokens, piece_start = [], 0
         for first, last in pairwise([0, *cuts, len(text)]):
-            # Text and the numbers in placeholders alternate.
+            # With a group in the pattern, re.split returns text and the numbers in placeholders alternately.
             for index, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
-                is_hidden = index % 2 == 1
-                width = len(piece) + 2 * is_hidden  # a placeholder has two delimiters
-                ids, offsets = self._tokenize_piece(hidden_texts[int(piece)] if is_hidden else piece, plain=is_hidden)
-                tokens += [
-                    (token, offset, offset + width) if is_hidden else (token, offset + start, offset + stop)
-                    for token, (start, stop) in zip(ids, offsets, strict=True)
-                ]
-                offset += width
+                is_placeholder = index % 2 == 1
+                if is_placeholder:
+                    piece_end = piece_start + len(piece) + 2  # the number and two delimiters
+                    ids, _ = self._tokenize_piece(hidden_texts[int(piece)], plain=True)
+                    tokens += [(token, piece_start, piece_end) for token in ids]
+                else:
+                    piece_end = piece_start + len(piece)
+                    ids, offsets = self._tokenize_piece(piece, plain=False)
+                    spans = zip(ids, offsets, strict=True)
+                    tokens += [(token, piece_start + start, piece_start + stop) for token, (start, stop) in spans]
+                piece_start = piece_end
         return tokens
 
     def _tokenize_piece(self, text: str, *, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -178,17 +178,18 @@ class EnsembleModel(Model):
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Tensor | None = None
     ) -> tuple[Float[Tensor, "users batch context"], float]:
-        """Return the training losses of the mixture of predictions in nats, and no penalty.
+        """Return the training losses in nats of the mixture of predictions, and 0.0 as the load-balancing penalty.
 
         Components train as if they were alone: the value is the mixture's loss, ``-log sum_c pi_c exp(-loss_c)``, but
-        each component's gradient is that of its own loss. Powers are applied in predictions only.
+        each component's gradient is that of its own loss. The exponents that :meth:`predict` applies to the components'
+        probabilities are left out in training.
 
         Args:
             tensors: The users' trainable tensors.
             users: Indices of the users.
             batch: Windows of context + 1 tokens.
             train: Ignored, as there is no dropout.
-            shares: Ignored.
+            shares: Ignored, as users have the mixture weights in ``tensors``; other models accept weights per sample.
         """
         losses = self.component_losses(tensors, users, batch, train=train)
         mixed, unweighted = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)

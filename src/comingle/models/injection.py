@@ -631,31 +631,37 @@ class Adapters:
     def _slot_mask(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
         """Return True where a user has an entry of one trainable tensor, ``(users, *slot.shape)``.
 
-        A user lacks the experts and the ranks that only others have, and the router if it has a single expert.
+        Tensors of all users have the same shape, with padding for users with fewer experts or a smaller rank. A user
+        with a single expert has no router.
 
         Args:
-            slot: The tensor.
+            slot: Name, shape and roles of the tensor.
             ranks: LoRA rank of each user.
         """
         users = len(ranks)
         if slot.name.endswith(".router"):
-            num_rows, num_experts = slot.shape[0], self.present.shape[1]
-            has_several = self.present.sum(1, keepdim=True) > 1
-            is_routed = self.present & has_several  # of each expert
-            # A method's gating may have fewer rows than experts, which are those of the last experts, or more rows,
-            # which do not belong to single experts: a user with several experts has them all. Every user has expert 0,
-            # so its entry tells whether the user has several.
-            rows = is_routed[:, -num_rows:] if num_rows <= num_experts else is_routed[:, :1]
-            return rows.unsqueeze(-1).expand(users, *slot.shape)
-        if slot.roles[0] == RESIDUAL:
+            return self._routed_rows(slot.shape[0]).unsqueeze(-1).expand(users, *slot.shape)
+        if slot.roles[0] == RESIDUAL:  # a frozen change of the weight beside the LoRA; its rank is the same for all
             has_experts = len(slot.shape) > 2  # (experts, rank, width)
             present = self.present if has_experts else torch.ones(users, dtype=torch.bool)
             return present.view(*present.shape, 1, 1).expand(users, *slot.shape)
         within_rank = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
-        if slot.roles == (ATTENTION,):
+        if slot.roles == (ATTENTION,):  # attention has one LoRA, without experts
             return within_rank.unsqueeze(-1).expand(users, *slot.shape)
         of_experts = self.present.unsqueeze(-1) & within_rank.unsqueeze(1)  # (users, experts, rank)
         return of_experts.unsqueeze(-1).expand(users, *slot.shape)
+
+    def _routed_rows(self, num_rows: int) -> Bool[Tensor, "users rows"]:
+        """Return True where a user has a row of a router's weight; a user with a single expert has none.
+
+        Args:
+            num_rows: Number of rows. A softmax router has one per expert. A method's own gating may have fewer, which
+                belong to the last experts. It may also have more, which do not belong to single experts.
+        """
+        has_several = self.present.sum(1, keepdim=True) > 1  # (users, 1)
+        if num_rows > self.present.shape[1]:
+            return has_several
+        return (self.present & has_several)[:, -num_rows:]
 
 
 def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
@@ -812,15 +818,17 @@ def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
 
 
 def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
-    """Return the slot of a router; a method's gating may define its number of rows and initial values.
+    """Return name, shape, roles and initialiser of a router's weight ``(rows, width)``.
+
+    A router has one row per expert, unless the method's own gating defines the rows and their initial values.
 
     Args:
         name: Name of the MLP.
-        mlp: The mixture that the router belongs to.
+        mlp: The mixture of experts that the router belongs to.
         experts: Largest number of experts of a user.
         rank: Largest LoRA rank of a user.
     """
-    up, _ = base_weight(mlp.first["up"])
-    width, gating = up.shape[1], mlp.router.gating
+    up_weight, _ = base_weight(mlp.first["up"])  # without the bias
+    width, gating = up_weight.shape[1], mlp.router.gating  # the router reads the MLP's input
     rows, init = (experts, init_router) if gating is None else gating.start(experts, rank, width)
     return Slot(name=f"{name}.router", shape=(rows, width), roles=(ROUTER,) * rows, init=init)

@@ -58,7 +58,7 @@ def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> Tar
     Raises:
         BaseModelError: The family is unknown, or a layer lacks a target; the error lists the linears found.
     """
-    layer = decoder_layers(model)[0]
+    layer = decoder_layers(model)[0]  # all layers have the same linears
     linears = set(linear_names(layer))
     if targets is not None:
         for key, name in targets.named():

@@ -203,8 +203,8 @@ def why_not_merged(model: AdaptedModel, row: int) -> str:
     nonlinearity.
 
     Args:
-        model: The users' model.
-        row: Row of the user.
+        model: The model of all users.
+        row: Index of the user among them.
     """
     experts = int(model.adapters.present[row].sum())
     mlps = model.adapters.experts.values()
@@ -302,7 +302,9 @@ def chat_ends(base: Base) -> tuple[int, ...]:
 
 
 def turn_end(base: Base, about: ModelInfo | None) -> int | None:
-    """Return the token that ends a response in the model's chat template; None without a template or such a token.
+    """Return the token that ends a response in the model's chat template.
+
+    None if the model has no chat template, or if the template has no end token.
 
     Args:
         base: The base model.
@@ -312,7 +314,7 @@ def turn_end(base: Base, about: ModelInfo | None) -> int | None:
     if template is None:
         return None
     try:
-        # The last one is the token that the template itself writes; only without it the end-of-text token.
+        # `ends` lists the tokenizer's end-of-text token first, then the template's own end token if it has another.
         return next(reversed(template.ends()), None)
     except DataError:  # the template was never used in training, so it is unchecked
         return None
@@ -455,15 +457,16 @@ class PersonalModel(Personal):
     def generating(self) -> Iterator[PreTrainedModel]:
         """Yield a causal language model of transformers whose forward pass is that of the user's model.
 
-        It shares the base's weights, so it is valid only in the context: another user's adapters may be set afterwards.
+        The yielded model is valid only in the context. All users share its weights, and after the context another
+        user's adapters may be set.
         """
-        if isinstance(self.model, AdaptedModel):
+        if isinstance(self.model, AdaptedModel):  # one set of adapters per user
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
-        elif isinstance(self.model, EnsembleModel):
+        elif isinstance(self.model, EnsembleModel):  # a mixture of several models' predictions
             with self.model.mixed_network(self.tensors, [self.row]) as network:
                 yield network
-        else:
+        else:  # a mixture of several sets of adaptors in the weights
             (mixture,) = self.model.shares(self.tensors)  # the tensors are those of one user
             with self._floral_model.mixing(mixture):
                 yield cast(PreTrainedModel, self._floral_model.model)

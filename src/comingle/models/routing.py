@@ -94,19 +94,21 @@ class Routing:
 def route(
     forward: Forward, tokens: Int[Tensor, " n"], *, context: int, begin: int | None = None
 ) -> Float[Tensor, "layers n experts"]:
-    """Return the gates of every token, each layer's weights of the experts, rounded to three digits, in float16.
+    """Return the gates of every token: the weights that each layer's router gives to the experts.
 
-    The text is cut into pieces of ``context`` tokens that are processed one after another.
+    The text is cut into pieces of ``context`` tokens that are processed one after another. Gates are rounded to three
+    digits, in float16.
 
     Args:
         forward: Function that returns the gates ``(layers, n, experts)`` of a forward pass over n tokens.
         tokens: Token ids.
         context: Tokens per forward pass.
-        begin: Begin-of-text token that opens each pass; it counts towards ``context``.
+        begin: Begin-of-text token (BOS) that opens each pass and counts towards ``context``; None for no such token.
     """
-    first = tokens.new_tensor([] if begin is None else [begin]).long()
-    passes = tokens.long().split(max(1, context - len(first)))
-    parts = [forward(torch.cat([first, part])).float().cpu()[:, len(first) :] for part in passes]
+    prefix = tokens.new_tensor([] if begin is None else [begin]).long()
+    passes = tokens.long().split(max(1, context - len(prefix)))
+    # The gates of the begin-of-text token are dropped.
+    parts = [forward(torch.cat([prefix, part])).float().cpu()[:, len(prefix) :] for part in passes]
     return torch.cat(parts, dim=1).mul(1000).round().div(1000).to(torch.float16)
 
 

@@ -435,9 +435,8 @@ class StackedModel(Model):
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
         """Return the outputs of each component of the users' mixtures alone.
 
-        A component is a whole model, or the base with one adaptor set, which a one-hot mixture selects. In training
-        running statistics in ``tensors`` change. Whole models have their own. Adaptor sets share those of the user:
-        each component updates a copy stats_c, and the user gets the mean ``sum_c pi_c stats_c``.
+        A component is a whole model, or the base with one set of adaptors. In training, running statistics in
+        ``tensors`` change.
 
         Args:
             tensors: The users' tensors.
@@ -445,32 +444,49 @@ class StackedModel(Model):
             train: Run in training mode.
         """
         assert self.mixture is not None
-        if self.mixture.of == "models":
-            models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
-            over_components = vmap(self._call_user, in_dims=(0, None), randomness="different")
-            return self._run_users(train, over_components, models, inputs)
-        one_hot = torch.eye(self.mixture.clusters, dtype=self.dtype, device=inputs.device)
+        if self.mixture.of != "models":
+            return self._adaptor_set_outputs(tensors, inputs, train)
+        models = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
+        over_components = vmap(self._call_user, in_dims=(0, None), randomness="different")
+        return self._run_users(train, over_components, models, inputs)
+
+    def _adaptor_set_outputs(
+        self, tensors: Tree, inputs: Tensor, train: bool
+    ) -> Float[Tensor, "users clusters batch ..."]:
+        """Return the outputs of the base with each of the C adaptor sets alone.
+
+        The net's forward pass mixes all adaptor sets, so a one-hot mixture selects one. In training each adaptor set
+        updates a copy stats_c of the user's running statistics, and the user gets the mean ``sum_c pi_c stats_c``.
+
+        Args:
+            tensors: The users' tensors.
+            inputs: Samples ``(users, batch, ...)``.
+            train: Run in training mode.
+        """
+        assert self.mixture is not None
+        clusters = self.mixture.clusters
         statistics = {slot.name for slot in self.layout.only({STATISTICS}).slots} if train else set()
-        # In training each component updates a copy of the running statistics; they are averaged below.
-        by_component = {
-            n: t.unsqueeze(1).repeat_interleave(len(one_hot), 1) if n in statistics else t for n, t in tensors.items()
-        }
+        copies = {name: tensors[name].unsqueeze(1).repeat_interleave(clusters, 1) for name in statistics}
         # A trained base gets from each component's loss a gradient with the weight pi_c.
-        base = {s.name for s in self.layout.only({BASE}).slots if tensors[s.name].requires_grad}
-        by_component |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
-        # Inside `_run_users` a user's statistics and trained base tensors have the component axis 0. The others have
-        # none for this vmap: all adaptor sets are passed to each component, and its one-hot mixture selects one.
-        in_dims = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
+        trained_base = {slot.name for slot in self.layout.only({BASE}).slots if tensors[slot.name].requires_grad}
+        weighted = {name: weigh_gradient(tensors[name], self.shares(tensors).detach()) for name in trained_base}
+        # One user's tensors have a leading component axis only if they are in `copies` or `weighted`. All others, such
+        # as the adaptor sets, are the same for every component.
+        component_axes = {name: 0 if name in statistics | trained_base else None for name in tensors}
         over_components = vmap(
             lambda user_tensors, x, pi: self._call_user(user_tensors, x, mixture=pi),
-            in_dims=in_dims,
+            in_dims=(component_axes, None, 0),
             randomness="different",
         )
+        one_hot = torch.eye(clusters, dtype=self.dtype, device=inputs.device)
         outputs = self._run_users(
-            train, lambda user_tensors, x: over_components(user_tensors, x, one_hot), by_component, inputs
+            train,
+            lambda user_tensors, x: over_components(user_tensors, x, one_hot),
+            {**tensors, **copies, **weighted},
+            inputs,
         )
-        for name in statistics:
-            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), by_component[name]))
+        for name, copied in copies.items():
+            tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), copied))
         return outputs
 
     def _run_users(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
@@ -495,11 +511,11 @@ class StackedModel(Model):
             tensors: One net's tensors per user, ``(users, ...)``.
             inputs: Samples ``(users, batch, ...)``.
         """
-        native = self.form
-        if native is not None and native.takes(inputs):
-            return native(tensors, inputs, train=train)
+        native_net = self.form  # convolutions of all users at once in C++; None if the net does not support it
+        if native_net is not None and native_net.takes(inputs):
+            return native_net(tensors, inputs, train=train)
         if not self._can_fold:
-            return self._run_users(train, self._call_user, tensors, inputs)  # under vmap
+            return self._run_users(train, self._call_user, tensors, inputs)  # under vmap, the slowest way
         # All users' samples as one batch; inside Folded, F.linear multiplies each user's samples by its weights.
         self.net.train(train)
         with Folded():

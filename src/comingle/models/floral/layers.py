@@ -188,7 +188,12 @@ class Geometry:
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
         """Return the shapes for another rank, limited to the largest rank that the base weight can have.
 
-        The inner width is the rank, or in the form "filter" the rank times a group's output channels (eq. 39).
+        The inner width is the size of the axis that both factors share. It is the rank in all forms but "filter", where
+        it is the rank times a group's output channels (FLoRAL, arXiv:2410.03497, eq. 39).
+
+        Args:
+            rank: The new rank.
+            form: How the two factors divide a convolution's kernel, one of ``CONV_FORMS``; only "filter" matters here.
         """
         width_per_rank = self.d_out // self.groups if form == "filter" else 1
         full_rank = math.ceil(min(self.rows, self.columns) / width_per_rank)
@@ -335,7 +340,11 @@ class AdaptedLayer(nn.Module, ABC):
         return Offset(adaptor=f"{prefix}{name}", base=f"{prefix}base.{name}", alpha=self.alpha, dims=dims)
 
     def reset(self, generator: torch.Generator | None) -> None:
-        """Draw new initial values of the layer's own parameters (None: from torch's global generator)."""
+        """Draw new initial values of the adaptors; the base layer keeps its values.
+
+        Args:
+            generator: Source of the random numbers; None for torch's global generator.
+        """
         with torch.no_grad():
             for name, draw in self.initialisers().items():
                 parameter = self.get_parameter(name)
@@ -352,9 +361,10 @@ class AdaptedLayer(nn.Module, ABC):
 
 
 def tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a module's parameter or buffer.
+    """Return a module's parameter or buffer by name, also inside ``torch.func.functional_call``.
 
-    ``get_parameter`` rejects the plain tensors that ``torch.func.functional_call`` puts in their place.
+    ``functional_call`` replaces parameters by plain tensors for the duration of a call, which
+    ``nn.Module.get_parameter`` rejects.
     """
     value = getattr(module, name)
     assert isinstance(value, Tensor)

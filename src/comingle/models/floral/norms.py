@@ -35,16 +35,16 @@ class AdaptedNorm(AdaptedLayer):
     bias: nn.Parameter | None
 
     def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
-        """Create the adaptors of gamma and beta; a norm may lack beta.
+        """Create zero adaptors of gamma and beta: one of each for every cluster of users.
 
         Args:
             base: The norm to adapt.
-            num_clusters: Number of adaptors.
-            alpha: Factor of the adaptors.
-            mixture: Holder of the mixture weights of the current forward pass.
+            num_clusters: Number of clusters.
+            alpha: Factor of the adaptors' sum, like the scale of LoRA.
+            mixture: Holder of the clusters' mixture weights in the current forward pass.
         """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
-        gamma, beta = base.get_parameter("weight"), base._parameters.get("bias")
+        gamma, beta = base.get_parameter("weight"), base._parameters.get("bias")  # a norm may lack beta
         self.weight = self.clustered(tuple(gamma.shape), gamma)
         self.bias = None if beta is None else self.clustered(tuple(beta.shape), beta)
 
@@ -105,7 +105,7 @@ def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor 
 
 
 class AdaptedBatchNorm(AdaptedNorm):
-    """A batch norm whose adaptors have running statistics of their own (App. F.2).
+    """A batch norm whose adaptors have running statistics of their own (FLoRAL, arXiv:2410.03497, App. F.2).
 
     Output: ``BN(x; gamma, beta) + alpha * sum_c pi_c BN_local(x; gamma_c, beta_c)``. All clusters see the same input,
     so they share one set of local statistics (``running_mean``, ``running_var``), which starts as a copy of the base's.
@@ -126,10 +126,10 @@ class AdaptedBatchNorm(AdaptedNorm):
 
         Args:
             base: The batch norm to adapt; without running statistics there are no local ones.
-            nora: Use BatchNorA (eq. 42).
-            num_clusters: Number of adaptors.
-            alpha: Factor of the adaptors.
-            mixture: Holder of the mixture weights of the current forward pass.
+            nora: Use BatchNorA (FLoRAL eq. 42), which rescales the adaptors by the ratio of local and base statistics.
+            num_clusters: Number of clusters, each with its own adaptors.
+            alpha: Factor of the adaptors' sum, like the scale of LoRA.
+            mixture: Holder of the clusters' mixture weights in the current forward pass.
         """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         self.nora = nora

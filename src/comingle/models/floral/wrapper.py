@@ -348,7 +348,7 @@ def _log_sizes(model: FloralModel, plan: _Plan) -> None:
     # Names in the caller's model, which is the submodule "model" of the wrapper.
     bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
     num_low_rank = sum(plan.rank_one_geometry(base) is not None for base in bases.values())  # layers, without norms
-    if plan.rank is not None:
+    if plan.rank is not None:  # the caller gave a rank, so there is no budget to exceed
         log_limited(plan.rank, plan.limited(bases), num_low_rank)
         return
     if not plan.warn:

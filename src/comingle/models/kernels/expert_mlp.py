@@ -701,7 +701,7 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
         users: Number of users, with equally many rows each; 0 without adapters.
     """
     call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
-    call.share = call.rows // (users or call.rows)  # 1 without adapters, where rows need no user
+    call.share = call.rows // users if users else 1  # without adapters each row counts as a user of its own
     call.x, call.y = x.data_ptr(), y.data_ptr()
     native = library()
     assert native is not None
