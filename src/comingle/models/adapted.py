@@ -61,7 +61,9 @@ class AdapterRouting(TokenRouting):
 
     @torch.no_grad()
     def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
-        """Return the hidden states that each MLP reads, in a forward pass in which every expert has equal weight.
+        """Return one hidden state of each window for each MLP, in a pass in which every expert has equal weight.
+
+        Some methods compute routers from these states. Weights are equal so that states do not depend on routers.
 
         Args:
             tensors: The users' trainable tensors; those of routers are ignored.
@@ -80,7 +82,7 @@ class AdapterRouting(TokenRouting):
         states = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in recorded.items()}
         if whole:
             is_token = (batch[..., :-1] != PAD).double()
-            shares = is_token / is_token.sum(-1, keepdim=True).clamp(min=1)
+            shares = is_token / is_token.sum(-1, keepdim=True).clamp(min=1)  # a window may be all padding
             return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in states.items()}
         ends = prompt_ends(batch)[..., None, None]  # (users, batch, 1, 1)
         has_tokens = (batch != PAD).any(-1, keepdim=True)

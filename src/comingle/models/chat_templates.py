@@ -244,11 +244,12 @@ class ChatTemplate:
             DataError: The template rejects the messages or omits one, or they are not valid Unicode.
         """
         require_characters("".join(message["content"] or "" for message in messages))
+        # Special tokens that a message spells out become placeholders, so that they are tokenised as plain text.
         safe, hidden_texts = self._hide_special_tokens(messages)
-        safe, _ = self._format_calls(safe)
+        safe, _ = self._format_calls(safe)  # which calls the template omits matters in training only
         text = self._prompt_text(safe)
         self._check_written(safe, text)
-        return tuple(token for token, _, _ in self._tokenize(text, hidden_texts))
+        return tuple(token for token, _, _ in self._tokenize(text, hidden_texts))  # without character offsets
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
         """Tokenise a conversation up to its last response.
@@ -416,7 +417,7 @@ class ChatTemplate:
         return text, [*places, final], None if some_unknown else masked
 
     def _locate_earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
-        """Return the place of a response that is not the last; None if the text does not begin with its prompt.
+        """Return where a response that is not the last begins and ends in a rendered conversation.
 
         Args:
             messages: The conversation.
@@ -424,8 +425,9 @@ class ChatTemplate:
             text: The rendered conversation.
 
         Returns:
-            Character offsets of the response's start and of its end, which is given twice, as no text that closes the
-            conversation follows.
+            Character offsets: the start, the end, and the end once more. A :data:`Place` has two ends, which differ
+            only for the last response, where text that closes the conversation may follow. None if the text does not
+            begin with the response's prompt.
         """
         if not number:  # a response that opens the conversation has no prompt
             return None

@@ -42,7 +42,7 @@ def cache_name(network: type[PreTrainedModel]) -> str:
 
 
 class FoldedCache(Cache):
-    """View of a key-value cache with a row per text as one with a row per text and model.
+    """A key-value cache with a row per text, presented to the network as a cache with a row per text and model.
 
     The owner of the cache (transformers' ``generate`` or the chat server) adds, masks and drops rows per text as usual.
 
@@ -61,12 +61,12 @@ class FoldedCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values of a layer to the cache, and return all keys and values of that layer.
 
-        The network has a row for each user, model and text. The cache has one for each user and text, and the heads of
-        all models in it.
+        The network has a row for each user, model and text. The cache has a row for each user and text, which holds the
+        heads of all models.
 
         Args:
             key_states: New keys, ``(users * models * texts, heads, tokens, width)``.
-            value_states: New values, likewise.
+            value_states: New values, of the same shape up to the width.
             layer_idx: Index of the layer.
             *args: Passed on to the cache.
             **kwargs: Passed on to the cache.

@@ -166,10 +166,18 @@ def as_tuple(value: object) -> tuple[Any, ...]:
 
 
 def _check_value(key: str, value: object) -> None:
-    """Raise a :class:`RecipeError` if a setting's value is not allowed; ``do_sample`` alone has no rule."""
+    """Check the value of a generation setting.
+
+    Args:
+        key: Name of the setting: a key of ``_RULES``, or "do_sample", which is a boolean.
+        value: Its value; lists and single values are tuples here.
+
+    Raises:
+        RecipeError: The value is not allowed.
+    """
     rule, allowed = _RULES.get(key, (lambda v: isinstance(v, bool), "True or False"))
     if not rule(value):
-        got = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        got = value[0] if isinstance(value, tuple) and len(value) == 1 else value  # as the user has written it
         raise RecipeError(f"{key}: got {got!r:.60}; allowed: {allowed}")
 
 
@@ -601,7 +609,7 @@ class _StopCriterion:
 
     Args:
         tokenizer: The tokenizer.
-        width: Tokens of the padded prompts.
+        prompt_width: Tokens of the padded prompts, which are not searched.
         stop_ids: Tokens that end a text.
         stops: Strings that end a text.
         contexts: For each row the tokens before its new text, as :func:`added_text` needs them.
@@ -609,17 +617,22 @@ class _StopCriterion:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    width: int
+    prompt_width: int
     stop_ids: Sequence[int]
     stops: Sequence[str]
     contexts: Sequence[list[int]]
     ends: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, tokens: Int[Tensor, "n total"], scores: object, **_: object) -> Bool[Tensor, " n"]:
-        """Return True for each row whose text has ended; transformers calls this after every token."""
-        for i, row in enumerate(tokens[:, self.width :].tolist()):
+        """Return True for each row whose text has ended; transformers calls this after every token.
+
+        Args:
+            tokens: Padded prompts and the new tokens after them.
+            scores: Ignored, like further arguments of transformers.
+        """
+        for i, new_tokens in enumerate(tokens[:, self.prompt_width :].tolist()):
             if self.ends.get(i) is None:  # not ended yet
-                self.ends[i] = tokens.shape[1] if self._is_finished(row, self.contexts[i]) else None
+                self.ends[i] = tokens.shape[1] if self._is_finished(new_tokens, self.contexts[i]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
     def _is_finished(self, tokens: list[int], context: list[int]) -> bool:

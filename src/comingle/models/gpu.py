@@ -306,7 +306,14 @@ class Recording:
     """
 
     def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: object):
-        """Capture the forward pass and then its backward pass, after warm-up passes."""
+        """Capture the forward pass and then its backward pass, after warm-up passes.
+
+        Args:
+            run: The function; returns hidden states and a penalty.
+            given: Inputs like those of later passes; gradients are computed for those that require one.
+            pool: Memory pool of the graphs; None: a new one.
+        """
+        # Tensors at fixed addresses: a replay reads its inputs from them.
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         self.leaves = [t for t in self.inputs if t.requires_grad]
         self.run = run
@@ -357,11 +364,17 @@ class ForwardReplay:
 
 
 class _Replayed(torch.autograd.Function):
-    """Autograd function that replays a recording. Results are copies, as the next replay overwrites static memory."""
+    """Autograd function that replays CUDA graphs; results are copies, as the next replay overwrites graph memory."""
 
     @staticmethod
     def forward(ctx: Context, recording: Recording, *given: Tensor) -> tuple[Tensor, ...]:
-        """Copy the inputs into static memory, replay the forward pass and return copies of its outputs."""
+        """Copy the inputs into the memory of the graph, replay the forward pass and return copies of its outputs.
+
+        Args:
+            ctx: Autograd context.
+            recording: CUDA graphs of a forward and a backward pass, with the tensors that they read and write.
+            *given: Inputs of this pass, of the shapes that were recorded.
+        """
         for static, t in zip(recording.inputs, given, strict=True):
             static.detach().copy_(t)
         recording.forward()

@@ -134,13 +134,15 @@ IN, OUT = "residual_in", "residual_out"
 
 
 def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> list[Slot]:
-    """Return the slots of the residuals of some linears: frozen changes ``O^T I`` that the server adds to weights.
+    """Return names and shapes of the residuals' factors I and O, which are zero at first.
+
+    A residual is a frozen change ``O^T I`` of a linear's weight, which the server adds beside the LoRA.
 
     Args:
         linears: ``(name, module, experts)`` of each linear; ``experts`` is 0 without an expert axis.
         rank: Rank of the residuals; 0 for the full rank of the largest weight.
     """
-    shapes = [base_weight(module)[0].shape for _, module, _ in linears]
+    shapes = [base_weight(module)[0].shape for _, module, _ in linears]  # of weights, without biases
     rank = rank or max(min(shape) for shape in shapes)
     slots = []
     for factor, dim in ((IN, 1), (OUT, 0)):  # a weight is (d_out, d_in)

@@ -136,7 +136,10 @@ class TokenRouting:
 
 
 class ClientMixing:
-    """Queries about client-level mixtures; the defaults are those of a model without one."""
+    """Queries about client-level mixtures, in which a user has one weight per component for all inputs.
+
+    The defaults are those of a model without a mixture.
+    """
 
     name: str
 
@@ -147,7 +150,7 @@ class ClientMixing:
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
     ) -> Float[Tensor, "users clusters batch ..."]:
-        """Return the losses under each component alone; requires a client-level mixture.
+        """Return the losses of each component of the users' mixtures by itself; requires a client-level mixture.
 
         Args:
             tensors: Tensors of ``users``.

@@ -53,10 +53,10 @@ def require_net(name: str, *, in_python: str = "call NETS.register") -> None:
 
     Args:
         name: Name of the net.
-        in_python: How a program gives its own net, for the error.
+        in_python: What the error tells users of the Python interface to do to use a net of their own.
 
     Raises:
-        RecipeError: It is unknown.
+        RecipeError: The net is unknown.
     """
     if name not in NETS:
         raise RecipeError(
@@ -130,6 +130,7 @@ def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
 
 def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
     """Build two 3 x 3 convolutions (32 and 64 channels), each with max-pooling, then 4 x 4 mean pooling and a head."""
+    # Images have 3 axes, and sides of at least 4 because pooling halves them twice; any such size will do.
     channels, _, _ = require_shape(input_shape, "cnn", 3, smallest=4)
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1),
@@ -140,7 +141,7 @@ def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
         nn.MaxPool2d(2),
         nn.AdaptiveAvgPool2d(4),
         nn.Flatten(),
-        nn.Linear(64 * 16, outputs),
+        nn.Linear(64 * 16, outputs),  # 64 channels of 4 x 4 means
     )
 
 

@@ -689,10 +689,10 @@ class PersonalModel(Personal):
             return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
 
         window = self._checked_window(context, len(tokens))
-        begin = self.model.base.begin
+        begin = self.model.base.begin  # the begin-of-text token, if the base has one
         for part in (tokens, [] if begin is None else [begin]):
             self.model.base.require_rows(part, "the text")
-        # One stream, scored with model number 0, the only one: each pass has one slot of up to 16 windows.
+        # One stream and one model, which has number 0. A pass has up to 16 windows.
         (scored,) = score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)
         return scored
 

@@ -139,7 +139,10 @@ def _perturb_vectors(model: PreTrainedModel) -> None:
 
 
 def parse_random(name: str) -> tuple[Family, Shape]:
-    """Return family and shape of a ``random:`` name.
+    """Return the family and the sizes that a base's name gives, such as ``random:llama?layers=4&dim=64``.
+
+    Args:
+        name: ``random:FAMILY``, optionally with sizes that override the default ones.
 
     Raises:
         BaseModelError: A family or override is unknown, or sizes are inconsistent.
@@ -202,7 +205,7 @@ def _check_shape(name: str, shape: Shape) -> None:
     Raises:
         BaseModelError: A size does not fit.
     """
-    # The width of a head must be a multiple of the step: some families rotate a quarter of it, in pairs.
+    # The width of a head must be a multiple of 8: some families apply rotary embeddings to a quarter of it, in pairs.
     if shape.dim % (_HEAD_DIM_STEP * shape.heads):
         raise BaseModelError(
             f"base model {name!r}: dim: got {shape.dim}; allowed: a multiple of {_HEAD_DIM_STEP} * heads "

@@ -25,15 +25,17 @@ from comingle.utils.trees import CLIENT_ROUTER, Tree
 
 
 def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) -> Float[Tensor, "users experts"]:
-    """Return the importance ``c_j`` of each expert's term; n is the number of the user's experts.
+    """Return the weight ``c_j`` of each expert j in the load-balancing penalty ``n sum_j c_j f_j P_j``.
 
-    ``uniform``: 1 (Fedus et al. 2022). ``generalist`` (CoMiGS eq. 10, expert 0 is the generalist):
-    ``c_0 = 2 / ((n-1)^2 + 1)``, ``c_j = 2 (n-1) / ((n-1)^2 + 1)``. The factor 2 makes both forms coincide at n = 2, as
-    the paper states; eq. 10 as printed is this divided by 2n.
+    n is the number of the user's experts, f_j the share of tokens that pick expert j, P_j its mean probability. Forms:
 
-    With these ``c_j`` the penalty ``n sum_j c_j f_j P_j`` is ``f_0 P_0 + (n-1) sum_{j>0} f_j P_j`` times the factor
-    ``2 n / ((n-1)^2 + 1)``: 6/5 with three experts, 8/10 with four. The public code (two experts per token, expert 0
-    half as important as all) has the same sum without this factor.
+    - "uniform": all weights are 1 (Fedus et al. 2022).
+    - "generalist" (CoMiGS eq. 10): ``c_0 = 2 / ((n-1)^2 + 1)`` for the generalist, which is expert 0, and
+      ``c_j = 2 (n-1) / ((n-1)^2 + 1)`` for the others. The factor 2 makes both forms equal at n = 2, as the paper
+      states; eq. 10 as printed is this divided by 2n.
+
+    In the form "generalist" the penalty is ``f_0 P_0 + (n-1) sum_{j>0} f_j P_j`` times ``2 n / ((n-1)^2 + 1)``, which is
+    6/5 with three experts and 8/10 with four. CoMiGS's public code has the same sum without this factor.
 
     Args:
         present: Mask of the experts that each user has.
@@ -42,6 +44,7 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
     weights = present.double()
     if balance == "generalist":
         others = weights.sum(-1, keepdim=True) - 1  # n - 1
+        # A user without specialists keeps its generalist's weight, which is set below.
         weights = weights * others.clamp(min=1) * 2 / (others**2 + 1)
         weights[:, 0] = (2 / (others**2 + 1)).squeeze(-1)
     return weights

@@ -32,7 +32,7 @@ def hide(tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
 
     Hiding twice restores the tokens.
     """
-    return PAD - 1 - tokens
+    return PAD - 1 - tokens  # PAD is -1
 
 
 def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch context"]:
@@ -382,9 +382,13 @@ def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _mean_over_outputs(name: str, loss: Callable[..., Tensor]) -> Loss:
-    """Return a loss of real targets: the mean of an elementwise loss of torch over a sample's outputs.
+    """Return a loss for regression: the mean of an elementwise loss of torch over a sample's outputs.
 
-    The loss is ``paired``, as output i is compared with number i of the target, which is no class number.
+    The loss is ``paired``: output i is compared with the i-th number of the sample's target.
+
+    Args:
+        name: Name of the loss in recipes.
+        loss: Elementwise loss of torch that accepts ``reduction="none"``.
     """
 
     def mean(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -136,15 +136,15 @@ class Folded(TorchFunctionMode):
 
 
 @runtime_checkable
-class Form(Protocol):
-    """A net that runs for all users at once without ``vmap``."""
+class SideBySideNet(Protocol):
+    """A net rewritten to compute the outputs of all users in one call, without ``vmap``."""
 
     def takes(self, inputs: Tensor) -> bool:
-        """Return whether this form supports the inputs ``(users, batch, ...)`` and is faster than ``vmap``."""
+        """Return whether this net supports the inputs ``(users, batch, ...)`` and is faster than ``vmap``."""
         ...
 
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
-        """Return outputs ``(users, batch, ...)``; running statistics in ``tensors`` change in place.
+        """Return all users' outputs ``(users, batch, ...)``; running statistics in ``tensors`` change in place.
 
         Args:
             tensors: Parameters and statistics ``(users, ...)``.
@@ -243,7 +243,7 @@ class Sum(nn.Module):
         """Register both branches, and let the chain's last step compute the sum and the ReLU.
 
         Args:
-            chain: The chain; its last step is a native one.
+            chain: Layers that run one after another; the last is a convolution in native code.
             other: The other branch.
             pass_shape: Numbers of users and images of the current pass.
             names: Names of both branches as submodules, so that parameters keep their names.
@@ -254,7 +254,7 @@ class Sum(nn.Module):
         *self.first, last = chain.steps
         assert isinstance(last, Step)
         self.last, self.pass_shape = replace(last, relu=True), pass_shape
-        self.other = [other]  # in a list, so that it is registered once
+        self.other = [other]  # in a list, as a module attribute would be registered as a submodule a second time
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``relu(chain(x) + other(x))``, of which the chain's last step computes the sum and the ReLU.
@@ -306,13 +306,13 @@ class Chained:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        """Convert a net; its convolutions become native steps.
+        """Convert a net: each convolution, with the norm, ReLU and pooling after it, becomes one step in C++.
 
         Args:
             net: The net, whose parameters are shared.
 
         Raises:
-            UnknownLayerError: A layer is not supported, or no layer becomes a native step.
+            UnknownLayerError: A layer is not supported, or the net has no convolution to convert.
         """
         self.pass_shape = PassShape()  # numbers of users and images of a pass, which all steps read
         self.net = self._convert(net)

@@ -35,7 +35,7 @@ from comingle.models.model import FakeWeights, Model, call_with, copy_with_tenso
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.routers import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.models.scoring import MSE, PAD, Loss, inputs_of
-from comingle.models.side_by_side import Folded, Form, FusedNorms, channels_last, folds
+from comingle.models.side_by_side import Folded, FusedNorms, SideBySideNet, channels_last, folds
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import derive
 from comingle.utils.trees import (
@@ -307,11 +307,15 @@ class StackedModel(Model):
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
-        """Seed the random numbers of a pass, such as dropout, with the key, so that a resumed run draws the same."""
+        """Seed torch's random numbers in the context, such as dropout, so that a resumed run draws the same ones.
+
+        Args:
+            *key: Parts of the seed that identify the pass, such as round and step.
+        """
         if not self._is_random:
             yield
             return
-        devices = [self.device] if self.device.type == "cuda" else []
+        devices = [self.device] if self.device.type == "cuda" else []  # in addition to the CPU
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive("dropout", *(str(part) for part in key)))
             yield
@@ -522,8 +526,8 @@ class StackedModel(Model):
             return self._call_user(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
 
     @cached_property
-    def form(self) -> Form | None:
-        """Form of the net that runs convolutions of all users at once in C++; None to use ``vmap``."""
+    def form(self) -> SideBySideNet | None:
+        """The net rewritten to run the convolutions of all users at once in C++; None to use ``vmap``."""
         if not self.compiled:
             return None
         from comingle.models.side_by_side import native_form
@@ -698,11 +702,17 @@ class MixedLanguageModel(StackedModel):
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
         """Replace the weights of the base, which no user trains, by fake tensors, to estimate memory.
 
+        Fake tensors have a shape and a dtype but no data. The net of this model is changed in place; the output head is
+        replaced in the returned model only.
+
+        Args:
+            fakes: Makes the fake tensors.
+
         Returns:
             The model, and the bytes of the replaced weights.
         """
         size = fakes.size_of(self.base.model)
-        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
+        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))  # the head is no part of the net
         fakes.replace(self.net, self.device)
         return replace(self, head=head), size
 

@@ -377,7 +377,7 @@ def mix(shares: Float[Tensor, " clusters"], adaptors: Float[Tensor, "clusters ..
 
 
 def uniform(fan_in: int) -> Init:
-    """Return an initialiser uniform in +-sqrt(6 / fan_in), as the public code draws the inner factor."""
+    """Return an initialiser uniform in +-sqrt(6 / fan_in), as FLoRAL's public code draws the inner factor."""
     bound = math.sqrt(6 / fan_in)
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -87,21 +87,22 @@ class AdaptedNorm(AdaptedLayer):
 
 
 def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run ``nn.InstanceNorm``'s forward with another gamma and beta.
+    """Run the forward pass of ``nn.InstanceNorm`` with another gamma and beta.
 
     Args:
         base: The norm, with its settings and running statistics.
         x: The input, with or without a batch axis.
         weight: Gamma to use in place of the norm's own.
-        bias: Beta, likewise; None for none.
+        bias: Beta to use in place of the norm's own; None for no beta.
     """
     base._check_input_dim(x)
-    batched = x if x.dim() != base._get_no_batch_dim() else x.unsqueeze(0)
+    lacks_batch_axis = x.dim() == base._get_no_batch_dim()
+    batched = x.unsqueeze(0) if lacks_batch_axis else x
     use_input = base.training or not base.track_running_stats  # instead of running statistics
     mean, var = base.running_mean, base.running_var
-    momentum = base.momentum if base.momentum is not None else 0.0
+    momentum = base.momentum if base.momentum is not None else 0.0  # without momentum nn.InstanceNorm passes 0 too
     y = F.instance_norm(batched, mean, var, weight, bias, use_input, momentum, base.eps)
-    return y if batched is x else y.squeeze(0)
+    return y.squeeze(0) if lacks_batch_axis else y
 
 
 class AdaptedBatchNorm(AdaptedNorm):

@@ -111,15 +111,20 @@ class _Plan:
         return [name for name, rank_one in rank_ones.items() if rank_one and affordable_rank(rank_one, self.budget) < 1]
 
     def limited(self, layers: dict[str, nn.Module]) -> list[str]:
-        """Return the names of the layers whose adaptors have a smaller rank than the settings.
+        """Return the names of the layers whose weights are too small for an adaptor of the rank in the settings.
 
-        Their weights cannot have that rank. A geometry's width is the rank times its width at rank 1. Empty if the
-        settings have a budget in place of a rank.
+        Empty if the settings have a budget in place of a rank.
+
+        Args:
+            layers: Layers of the model by name.
         """
+        if self.rank is None:
+            return []
         names = []
         for name, module in layers.items():
             rank_one, final = self.rank_one_geometry(module), self.geometry(module)
-            if rank_one and final and final.width < (self.rank or 0) * rank_one.width:
+            # The factors' common axis, `width`, grows in proportion to the rank.
+            if rank_one and final and final.width < self.rank * rank_one.width:
                 names.append(name)
         return names
 
@@ -208,7 +213,9 @@ def adaptor_size(
     bias: bool = True,
     norm: bool = True,
 ) -> int:
-    """Return the number of low-rank parameters of one cluster that :func:`floral` would add to ``model``.
+    """Return the number of entries of the low-rank factors that :func:`floral` would add to ``model`` for each cluster.
+
+    Adaptors of biases and norms are small and not counted.
 
     Args:
         model: Any module, without adaptors.
@@ -216,13 +223,14 @@ def adaptor_size(
         budget: Parameters of an adaptor divided by those of its base weight, in (0, 1].
         conv: Form of convolutions; "none" adds no low-rank adaptors to them.
         lora: Add low-rank adaptors to linear layers.
-        bias: Add bias adaptors; they are not counted, but :func:`floral` takes the same argument.
-        norm: Add gain and shift adaptors to norms; not counted either.
+        bias: Ignored; accepted so that the settings of :func:`floral` can be passed on.
+        norm: Ignored, like ``bias``.
 
     Raises:
         RecipeError: Not exactly one of rank and budget is given, one is out of range, or layers share parameters.
     """
     check_size(rank, budget)
+    # The number of clusters, alpha, the kind of batch norm and the mixture do not matter for the size of one cluster.
     plan = _Plan(
         num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
         batch_nora=False, mixture=Mixture(),
@@ -261,9 +269,12 @@ def _add_adaptors(
 
 
 def _route_by_layer(model: FloralModel) -> FloralModel:
-    """Replace the router by one with a softmax per layer, in place, and return the model."""
+    """Replace the router by one with a softmax per layer, in place, and return the model.
+
+    Logits start at their initial values again. The new router has the device, dtype and mode of the old one.
+    """
     layers, shared_router = list(model.layers().values()), model.router
-    for place, layer in enumerate(layers):
+    for place, layer in enumerate(layers):  # the row of the layer in the mixture
         layer.place = place
     temperature, noise = shared_router.temperature, shared_router.noise
     router = ClientRouter(model.num_clusters, temperature=temperature, noise=noise, layers=len(layers))
@@ -323,9 +334,9 @@ def _adapt_layers(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -
 
 
 def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
-    """Initialise the adaptors and prepare the router.
+    """Draw the adaptors' initial values, and give the router their device and the model's training mode.
 
-    The router gets the adaptors' device, their dtype or float32 if that is wider, and the model's training mode.
+    The router computes in float32, or in the adaptors' dtype if that is wider. Layers without adaptors are logged.
 
     Args:
         model: The model with adaptors.
@@ -333,9 +344,9 @@ def _initialise(model: FloralModel, generator: torch.Generator | None) -> None:
     """
     for layer in model.layers().values():
         layer.reset(generator)
-    first = next(p for layer in model.layers().values() for p in layer.parameters(recurse=False))
+    first = next(p for layer in model.layers().values() for p in layer.parameters(recurse=False))  # of the adaptors
     model.router.to(device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
-    model.train(model.model.training)
+    model.train(model.model.training)  # the wrapper was created in training mode
     if model.unadapted:
         logger.debug("floral: no adaptors in %s", shorten(model.unadapted, 20))
 

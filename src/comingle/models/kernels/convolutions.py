@@ -74,7 +74,10 @@ def supports(x: Tensor) -> bool:
 
 @contextmanager
 def accepting_fakes() -> Iterator[None]:
-    """Accept fake tensors in the context, to estimate memory: a pass allocates its tensors but computes nothing."""
+    """Make :func:`run` accept fake tensors in the context, to estimate the memory of a pass.
+
+    Fake tensors have a shape but no data, so :func:`run` allocates as much memory as native code but computes nothing.
+    """
     global _accepts_fakes
     before, _accepts_fakes = _accepts_fakes, True
     try:
@@ -106,16 +109,17 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
 def _allocate_scratch(step: StepStruct, like: Tensor) -> None:
     """Allocate as much scratch memory as native code would, and free it, so that a memory estimate counts it.
 
-    Native code computes the bytes of one thread (``room_float`` and ``room_double`` in layers.cpp).
+    The functions ``room_float`` and ``room_double`` of layers.cpp return the scratch memory of one thread.
 
     Args:
         step: Sizes of the step.
         like: A fake tensor with the step's device and dtype.
     """
     assert _library is not None
-    scratch_bytes = getattr(_library, f"room_{DTYPES[like.dtype]}")
-    scratch_bytes.restype = ctypes.c_int64
-    like.new_empty(min(step.threads, step.users), scratch_bytes(ctypes.byref(step)))
+    scratch_size = getattr(_library, f"room_{DTYPES[like.dtype]}")
+    scratch_size.restype = ctypes.c_int64
+    threads = min(step.threads, step.users)  # a thread processes whole users
+    like.new_empty(threads, scratch_size(ctypes.byref(step)))
 
 
 Flat = Float[Tensor, "users_images channels height width"]
@@ -135,15 +139,17 @@ class PassShape:
     images: int = 0
 
     def lanes(self, x: Tensor) -> Tensor:
-        """Convert samples to maps, the layout of native steps, ``(users, lanes, channels, height, width)``.
+        """Convert samples to the layout of the C++ kernels, ``(users, lanes, channels, height, width)``.
 
-        Samples are ``(users * images, channels, height, width)``. In maps each image of a user is a lane, and lanes are
-        innermost in memory, padded to fill SIMD vectors. Maps, which have five axes, are returned unchanged.
+        Samples are ``(users * images, channels, height, width)``. Each image of a user becomes a lane. Lanes are
+        innermost in memory, padded to fill SIMD vectors. A tensor that has this layout already is returned unchanged.
         """
-        if x.dim() == 5:
+        if x.dim() == 5:  # converted by an earlier step
             return x
+        # (users, height, width, channels, images)
         in_memory_order = x.unflatten(0, (self.users, self.images)).permute(0, 3, 4, 2, 1)
-        padded = F.pad(in_memory_order, (0, -self.images % LANES[x.dtype]))
+        num_padding_lanes = -self.images % LANES[x.dtype]  # up to the next multiple
+        padded = F.pad(in_memory_order, (0, num_padding_lanes))
         return padded.contiguous().permute(0, 4, 3, 1, 2)
 
     def flat(self, x: Tensor) -> Tensor:
@@ -306,20 +312,20 @@ class _Fused(torch.autograd.Function):
         ctx: Context, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
         beta: Tensor | None, mean: Tensor | None, rstd: Tensor | None, added: Outputs | None, returns_input: bool,
     ) -> Outputs | tuple[Outputs, Maps]:  # fmt: skip
-        """Return the outputs, and ``x`` too if wanted.
+        """Return the outputs of a fused convolution, norm, ReLU and max-pooling, and ``x`` too if wanted.
 
         Args:
             ctx: Autograd context.
-            step: The step.
+            step: Settings of the convolution and of what follows it.
             x: Input of the convolution.
-            weight: Its weights, with a user axis like all parameters.
-            bias: Its biases.
+            weight: Weights of the convolution, with a user axis like all parameters.
+            bias: Biases of the convolution.
             gamma: Gamma of the norm.
             beta: Beta of the norm.
             mean: The norm's mean; overwritten unless running statistics are used.
-            rstd: 1 / standard deviation, likewise.
+            rstd: 1 / standard deviation of the norm's input; overwritten unless running statistics are used.
             added: Tensor to add before the ReLU.
-            returns_input: Return ``x`` too.
+            returns_input: Return ``x`` too, for other layers that read it.
         """
         parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
         native_step, x_memory = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
