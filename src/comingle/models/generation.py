@@ -222,7 +222,7 @@ def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"]
         New tokens on the CPU, padded with ``PAD`` on the right. Tokens after an end of text are meaningless.
     """
     lengths, positions = (prompts != PAD).sum(1), getattr(network.config, "max_position_embeddings", None)
-    # Number of new tokens for which each prompt has positions.
+    # Number of new tokens for which each prompt has positions; at least 1, as transformers requires.
     limits = (positions - lengths).clamp(min=1, max=limit) if positions else torch.full_like(lengths, limit)
     if len(distinct_limits := limits.unique().tolist()) == 1:
         return _generate_greedily(network, prompts, distinct_limits[0])

@@ -201,7 +201,7 @@ def _compile_time_arguments(
 
     Args:
         act: The activation.
-        biases: The bias of each first layer, or None.
+        biases: The bias, or None, of each layer that reads the MLP's input: gate and up, or up alone.
         a: A of the last layer, ``(users, experts, rank, hidden)``.
     """
     rank = a.shape[2]
@@ -209,13 +209,13 @@ def _compile_time_arguments(
         "ACT": ACTIVATION_CODES[act],
         "FIRST": len(biases),
         "BIASED_0": biases[0] is not None,
-        "BIASED_1": biases[-1] is not None,
+        "BIASED_1": biases[-1] is not None,  # not read for an MLP without a gate, whose only entry is 0
         "EXPERTS": a.shape[1],
         "RANK": rank,
-        "WIDE": max(MIN_INNER, 1 << (rank - 1).bit_length()),  # the next power of two
+        "WIDE": max(MIN_INNER, 1 << (rank - 1).bit_length()),  # the rank padded to a power of two
         "TOKENS": TOKENS,
         "COLUMNS": COLUMNS,
-        "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if a.dtype == torch.float32 else "tf32",  # matters for float32 only: full precision
     }
 
 
@@ -244,9 +244,9 @@ class RecordedModel(AdaptedModel):
     def states(self, tensors: Tree, present: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the last hidden states and the load-balancing penalty, in training by replaying CUDA graphs.
 
-        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times; later ones are replayed. A
-        pass runs as usual outside of training, if gates are recorded or cannot be captured, and while another replay
-        awaits its backward pass, because all recordings share memory.
+        The first pass with inputs of new shapes is captured, up to ``MAX_RECORDINGS`` times. Later passes with these
+        shapes are replayed. A pass runs without CUDA graphs in four cases: outside of training, if it records gates, if
+        it cannot be captured, and while another replay awaits its backward pass, as all recordings share memory.
 
         Args:
             tensors: The users' tensors.
@@ -255,7 +255,7 @@ class RecordedModel(AdaptedModel):
         """
         is_training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
         record_gates = any(mlp.router.record_gates for mlp in self.adapters.experts.values())
-        if not is_training or record_gates or isinstance(inputs, FakeTensor):
+        if not is_training or record_gates or isinstance(inputs, FakeTensor):  # fake tensors only estimate memory
             return super().states(tensors, present, inputs)
         if any(recording is not None and recording.busy for recording in self.recordings.values()):
             return super().states(tensors, present, inputs)

@@ -172,17 +172,18 @@ class RoutedMLP(nn.Module):
         return self._mix_linear(self.last, "down", hidden, gates)
 
     def _mix_linear(self, linear: nn.Module, name: str, x: Tokens, gates: Tensor) -> Float[Tensor, "users n d_out"]:
-        """Return ``W x + s B_cat (p * (A_cat x))``, where A_cat and B_cat hold the ranks of all experts.
+        """Return ``W x + s B_cat (p * (A_cat x))``: one LoRA whose ranks are those of all experts one after another.
 
         Args:
             linear: The base's linear layer with weight W.
-            name: Key of its factors.
-            x: Its input.
+            name: Its key in ``factors``: "gate", "up" or "down".
+            x: Input of the layer.
             gates: The probabilities p of the experts, ``(users, n, experts)``.
         """
         a, b = (f.to(x.dtype) for f in self.factors[name])
         rank = a.shape[-2]
-        rank_gates = gates.to(x.dtype).repeat_interleave(rank, dim=-1)  # (users, n, experts * rank)
+        # All ranks of an expert have its probability: (users, n, experts * rank).
+        rank_gates = gates.to(x.dtype).repeat_interleave(rank, dim=-1)
         return linear(x) + low_rank(x, a.flatten(1, 2), b.flatten(1, 2), self.scale, gates=rank_gates)
 
 
@@ -353,10 +354,14 @@ class _NativeMixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
-        """Return the gradients of ``x``, ``z``, the gates and the LoRA factors; ``dy`` is that of the output.
+        """Return the gradients of ``x``, ``z``, the gates and the LoRA factors.
 
-        The backend computes those that need tensors of the hidden width. Here are the products with weights of the
-        base and the gradient of the last factor B. The gradient of ``x`` is only its part through the base's weights.
+        z are the products of ``x`` with the factors A of the first layers. :class:`_InputProducts` computes z, and adds
+        to the gradient of ``x`` the part through z. The gradient of ``x`` here is the part through the base's weights.
+
+        Args:
+            ctx: Autograd context.
+            dy: Gradient of the mixture's output.
         """
         num_first = ctx.num_first
         z, gates, z_last, gated, *saved = ctx.saved_tensors
@@ -366,6 +371,7 @@ class _NativeMixture(torch.autograd.Function):
         wants_x, wants_factors = ctx.needs_input_grad[3], any(ctx.needs_input_grad[7:])
         d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
+        # Native code computes all gradients that need tensors of the hidden width.
         forward_tensors = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, z_last)
         gradients = ctx.backend.backward(*forward_tensors, d_mixed, d_gated, wants_factors)
         d_bases, d_z, d_gates, d_b, d_a_last = gradients
@@ -799,7 +805,7 @@ def _replace_mlp(layer: nn.Module, targets: TargetsSection, mlp: RoutedMLP) -> N
 
 
 def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
-    """Return the slot of a linear's factor A, ``(*lead, d_in)``.
+    """Return name, shape, roles and initialiser of a linear's LoRA factor A, ``(*lead, d_in)``.
 
     Args:
         name: Name of the linear.
@@ -812,7 +818,14 @@ def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
 
 
 def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
-    """Return the slot of a linear's factor B, ``(*lead, d_out)``. Args: as :func:`_a_slot`."""
+    """Return name, shape, roles and initialiser of a linear's LoRA factor B, ``(*lead, d_out)``, which starts at zero.
+
+    Args:
+        name: Name of the linear.
+        linear: The base's linear.
+        lead: Leading dimensions: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP.
+        roles: ``("attention",)`` in attention; in an MLP "generalist" or "specialist" for each expert.
+    """
     width = base_weight(linear)[0].shape[0]
     return Slot(name=f"{name}.b", shape=(*lead, width), roles=roles, init=init_zero, factor="b")
 

@@ -121,7 +121,10 @@ def _linear(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
-    """Build a net with one hidden layer of ``min(2 * inputs, MAX_HIDDEN)`` units (FLoRAL, appendix G.2, m = 2)."""
+    """Build a net with one hidden layer of twice as many units as inputs, as in FLoRAL (appendix G.2).
+
+    Large inputs, such as images, get ``MAX_HIDDEN`` units. Inputs of several axes are flattened.
+    """
     inputs = prod(input_shape)
     hidden = min(2 * inputs, MAX_HIDDEN)
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)]

@@ -194,6 +194,7 @@ def channels_last(tensors: Tree) -> Tree:
     The weights are ``(users, ..., out, in, height, width)``. The outputs of such a convolution and of all later layers
     have the same layout. Measured on CPUs: a ResNet with 8 channels is faster, VGG with 16 and more is slower.
     """
+    # Only weights of 2d convolutions have more than four axes, as all tensors have a user axis.
     narrow = {
         name for name, t in tensors.items() if t.dim() > 4 and t.shape[-4] < FEW_CHANNELS and t.device.type == "cpu"
     }
@@ -409,11 +410,15 @@ def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _leading_step(following: Sequence[nn.Module], pass_shape: PassShape) -> tuple[Step, int] | None:
-    """Return the step that the first modules form, and their number; None unless they begin with a convolution.
+    """Fuse the first of some modules into a native step: a convolution, and the norm, ReLU and pooling after it.
 
     Args:
         following: Modules that run one after another.
-        pass_shape: Numbers of users and images of the current pass, for the step.
+        pass_shape: Numbers of users and images of the current pass, which the step reads.
+
+    Returns:
+        The step and the number of fused modules; None unless the first module is a convolution that native code
+        supports.
     """
     convolution, *rest = following
     if type(convolution) is not nn.Conv2d or not _is_plain(convolution):

@@ -191,10 +191,13 @@ def _module_parts(net: nn.Module) -> dict[str, str]:
 
 
 def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
-    """Return the slots of a mixture of whole models, each a tensor ``(components, ...)`` of all components.
+    """Return names, shapes, roles and initial values of the tensors of a mixture of whole models.
 
-    Parameters have the role "adaptor", because servers average each adaptor with its users' mixture weights. All nets
-    have the same names and roles, so they are read from the first.
+    A tensor holds all components, ``(components, ...)``. Parameters have the role "adaptor", because servers average
+    each adaptor with its users' mixture weights.
+
+    Args:
+        nets: One net per component, all of one architecture.
     """
     components = [_tensors(net) for net in nets]
     slots = []
@@ -557,11 +560,14 @@ class StackedModel(Model):
 
     @torch.no_grad()
     def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
-        """Return base and adaptors: adaptors centred under p(c), their mean added to the base (FLoRAL eq. 37).
+        """Move the mean of the clusters' adaptors into the base (FLoRAL eq. 37); a net without adaptors is unchanged.
 
         Args:
             tensors: Tensors of base and adaptors by name.
-            shares: The clusters' p(c).
+            shares: Weight p(c) of each cluster c in the mean; the weights sum to 1.
+
+        Returns:
+            New tensors by name. Those of adaptors hold the differences from the mean.
         """
         return tensors if self._adaptor_pairs is None else centre(self._adaptor_pairs, tensors, shares)
 

@@ -290,9 +290,9 @@ class AdaptedLayer(nn.Module, ABC):
 
         Args:
             base: The layer to adapt; it stays a submodule.
-            num_clusters: Number of adaptors.
+            num_clusters: Number of clusters, each with its own adaptors.
             alpha: Factor of the adaptors' output.
-            mixture: Holder of the mixture weights of the current forward pass, common to all layers of a model.
+            mixture: Holder of the clusters' mixture weights in the current forward pass, common to all layers.
         """
         super().__init__()
         self.base = base
@@ -413,9 +413,9 @@ class LowRankLayer(AdaptedLayer):
             base: The layer to adapt.
             geometry: Shapes of the factors; None for no low-rank adaptor.
             bias: Adapt the bias, if the layer has one.
-            num_clusters: Number of adaptors.
+            num_clusters: Number of clusters, each with its own adaptors.
             alpha: Factor of the adaptors' output.
-            mixture: Holder of the mixture weights of the current forward pass.
+            mixture: Holder of the clusters' mixture weights in the current forward pass.
         """
         super().__init__(base, num_clusters=num_clusters, alpha=alpha, mixture=mixture)
         self.geometry = geometry
