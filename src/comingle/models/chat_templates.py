@@ -153,16 +153,16 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | dict[str, str]:
-        """The Jinja template to write beside an exported model; a dict of them by name if the tokenizer has several.
+        """The Jinja template to write beside an exported model; a dict by name if the tokenizer has several templates.
 
-        Other programs then begin responses as :meth:`prompt` does: a fixed date is written into the template, and so is
-        the text that begins a response if the template ignores ``add_generation_prompt``.
+        Other programs should build the same prompts as :meth:`prompt`. So two things are written into the template: a
+        fixed date, and the text that begins a response if the tokenizer's template ignores ``add_generation_prompt``.
         """
         if not self.own:
             return self._plain
         own: Any = self.tokenizer.chat_template
         own = self._with_date if self.dated and isinstance(own, str) else own
-        if not (header := self._response_header):
+        if not (header := self._response_header):  # the template writes it already
             return own
         prompt = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(header, ensure_ascii=False)} }}}}{{% endif %}}"
         return f"{own}{prompt}" if isinstance(own, str) else {**own, "default": f"{own['default']}{prompt}"}
@@ -440,19 +440,22 @@ class ChatTemplate:
         return (len(prompt), end, end) if text.startswith(prompt) and len(prompt) < end else None
 
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
-        """Render a conversation so that its last response follows its prompt; return the text and the response's place.
+        """Render a conversation for training: the prompt of its last response, exactly as in generation, and the response.
 
-        Some templates write the beginning of a conversation differently in a prompt. Then the text is the prompt, as in
-        generation, followed by the response.
+        Some templates write a conversation differently once it has a response. Then the response is appended to the
+        prompt.
+
+        Args:
+            messages: The conversation; the last message is a response.
 
         Returns:
-            The text, and three character offsets: the response's start, its end, and the end of the text, which may
-            include more text that closes the conversation.
+            The text, and three character offsets: the response's start, the response's end, and the end of the text.
+            Some templates close a conversation by text that does not belong to the response.
         """
         whole, prompt = self.render(messages), self._prompt_text(messages[:-1])
         text = whole if whole.startswith(prompt) else prompt + self._response_after_prompt(messages, whole)
         try:
-            # Text that closes a conversation is missing where the conversation continues with another prompt.
+            # Closing text is missing if the conversation continues with another prompt.
             without_closing = _common_prefix(self.render(messages, add_prompt=True), whole)
             end = without_closing + len(text) - len(whole)  # the same place in `text`, counted from the end
         except DataError:  # the template refuses a prompt here, so closing text cannot be told from the response
@@ -462,23 +465,25 @@ class ChatTemplate:
         return text, (len(prompt), end, len(text))
 
     def _response_after_prompt(self, messages: Sequence[Message], whole: str) -> str:
-        """Return the last response with its end, for templates whose conversation does not begin with the prompt.
+        """Return the last response with its end token, in a form that can follow the prompt.
 
-        Some templates open a thought in the prompt and remove thoughts from responses. Others write the system message
-        only in a prompt.
+        This is for templates whose rendered conversation does not begin with the prompt. Two kinds are supported: some
+        templates open a thought (``<think>``) in the prompt and remove thoughts from responses, and some write the
+        system message in a prompt only.
 
         Args:
             messages: The conversation; the last message is a response.
             whole: The rendered conversation.
 
         Raises:
-            RewrittenTurnsError: Prompt and conversation differ in other ways than these two.
+            RewrittenTurnsError: The template is of neither kind.
         """
         question, answer = _PROBE.format(1), _PROBE.format(2)  # placeholders of the last two messages
         probed = [*messages[:-2], {**messages[-2], "content": question}]
         # The text between question and response, in a conversation and in a prompt.
         header = self.render([*probed, _response(answer)]).partition(question)[2].partition(answer)[0].rstrip(" ")
         prompt_header = self._prompt_text(probed).partition(question)[2]
+        # The text from the beginning of the conversation to the response.
         before_response = self.render([*messages[:-1], _response(answer)]).partition(answer)[0].rstrip(" ")
         if not prompt_header.startswith(header) or not whole.startswith(before_response):
             raise RewrittenTurnsError(
@@ -489,7 +494,7 @@ class ChatTemplate:
         response = whole[len(before_response) :]
         if _THINK not in prompt_header.rpartition(_END_THINK)[2]:  # the prompt opens no thought
             return response
-        if response.lstrip().startswith(_THINK):
+        if response.lstrip().startswith(_THINK):  # the response keeps its thought, whose opening the prompt has already
             return response.lstrip().removeprefix(_THINK).lstrip("\n")
         content = messages[-1]["content"].lstrip()
         # The template removed the thought: insert it again, or an empty one.

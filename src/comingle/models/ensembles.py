@@ -276,7 +276,8 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
         mixing: Function that returns pi and t ``(users, components)`` of the users in the batch; t is None for 1.
     """
 
-    forward, name = type(network).forward.__get__(network), cache_name(type(network))
+    forward = type(network).forward.__get__(network)  # the class's own, bound to this network
+    cache_key = cache_name(type(network))  # name of the key-value cache among the arguments
 
     @wraps(forward)
     def mixed(*, input_ids: Int[Tensor, "n width"], **options: Any) -> object:
@@ -287,7 +288,7 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
             **options: Further arguments of the model.
         """
         weights, powers = mixing()
-        cache = options.pop(name, None)
+        cache = options.pop(cache_key, None)
         (users, count), texts = weights.shape, len(input_ids)
 
         def repeat(t: Tensor) -> Tensor:
@@ -299,11 +300,11 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
         # A single row for all texts needs no repetition.
         repeated = {key: repeat(t) for key, t in per_text if isinstance(t, Tensor) and len(t) == texts}
         folded = None if cache is None else FoldedCache(cache, users, count)
-        out = forward(input_ids=repeat(input_ids), **{name: folded}, **options | repeated)
+        out = forward(input_ids=repeat(input_ids), **{cache_key: folded}, **options | repeated)
         logits = out.logits.float().unflatten(0, (users, count, -1))
         logits = logits if powers is None else logits * powers.float().view(users, count, 1, 1, 1)
         out.logits = mix_probabilities(logits.flatten(2, 3), weights.float()).view(texts, -1, logits.shape[-1])
-        setattr(out, name, cache)
+        setattr(out, cache_key, cache)
         return out
 
     setattr(network, "forward", mixed)  # noqa: B010 (a method, not a Tensor)

@@ -148,15 +148,18 @@ class RoutedMLP(nn.Module):
         router_weight = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
         a_first = [factor.flatten(1, 2) for factor in a[:-1]]  # (users, experts * rank, width)
         same_x, products = _InputProducts.apply(x, torch.cat([*a_first, *router_weight], 1))
+        # The products with A, and those with the router's weight.
         z, logits = products.tensor_split([sum(factor.shape[1] for factor in a_first)], -1)
         # Without a weight the gates are equal: an expanded row, but native code needs contiguous memory.
         gates = (self.router.choose(logits.float(), x) if router_weight else self.router(x)).contiguous()
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
-        # `same_x` equals x, but its gradient passes through _InputProducts, which adds its own to it in place. If x
-        # needs no gradient, x itself goes on, so that the mixture computes none for it.
-        x = same_x if x.requires_grad else x
-        rest = (*b[:-1], a[-1], b[-1], *weights)
-        return cast(Tensor, _NativeMixture.apply(backend, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
+        # `same_x` equals x. The mixture's gradient of `same_x` goes to _InputProducts, which adds the gradient through
+        # the products in place. If x needs no gradient, the mixture reads x itself and computes no gradient for it.
+        mixture_input = same_x if x.requires_grad else x
+        num_first = len(names) - 1
+        tensors = (*b[:-1], a[-1], b[-1], *weights)  # autograd functions need flat arguments
+        mixed = _NativeMixture.apply(backend, self.act, self.scale, mixture_input, z, gates, num_first, *tensors)
+        return cast(Tensor, mixed)
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         """Run the MLP with experts mixed in each linear layer (``mix: linear``).
@@ -239,7 +242,8 @@ class _Mixture(torch.autograd.Function):
             d_h_j      = p_j d_mixed + d_z_last_j A_j
             d_gates_j  = <d_mixed, h_j> + <d_gated_j, z_last_j>
 
-        From d_h_j the first layers follow: each is a base product and one LoRA per expert.
+        From d_h_j follow the gradients of the layers that read the MLP's input (gate and up, or up alone). Each of them
+        is a product with the base's weight plus one LoRA per expert, whose products with A are ``z``.
         """
         num_first, scale = ctx.num_first, ctx.scale
         x, gates, z, h, z_last, gated, *saved = ctx.saved_tensors
@@ -482,6 +486,7 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     _require_one_input(original, family)
     weights = {name: base_weight(linear)[0] for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
     up = weights["up"]
+    # Zero factors A and B of one user with one expert of rank 1.
     mlp.factors = {
         name: (up.new_zeros(1, 1, 1, weight.shape[1]), up.new_zeros(1, 1, 1, weight.shape[0]))
         for name, weight in weights.items()
@@ -490,7 +495,7 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
     x = torch.linspace(-1, 1, 4 * up.shape[1], dtype=up.dtype, device=up.device).view(1, 4, -1)
     expected, got = original(x), mlp(x)
     error = (got - expected).double().norm() / expected.double().norm()
-    if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding errors are far smaller
+    if error > (0.05 if up.dtype in SHORT else 1e-4):  # rounding errors are far smaller, also in 16-bit dtypes
         raise BaseModelError(
             f"{family}: its MLP does more than act, gate, up and down (with adapters at zero the output differs by "
             f"{error:.1%}), so comingle cannot adapt it"

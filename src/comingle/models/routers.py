@@ -34,8 +34,8 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
       ``c_j = 2 (n-1) / ((n-1)^2 + 1)`` for the others. The factor 2 makes both forms equal at n = 2, as the paper
       states; eq. 10 as printed is this divided by 2n.
 
-    In the form "generalist" the penalty is ``f_0 P_0 + (n-1) sum_{j>0} f_j P_j`` times ``2 n / ((n-1)^2 + 1)``, a factor
-    of 6/5 with three experts and 8/10 with four. CoMiGS's public code has the same sum without this factor.
+    In the form "generalist" the penalty is ``f_0 P_0 + (n-1) sum_{j>0} f_j P_j`` times ``2 n / ((n-1)^2 + 1)``, which
+    is 6/5 with three experts and 8/10 with four. CoMiGS's public code has the same sum without this factor.
 
     Args:
         present: Mask of the experts that each user has.

@@ -115,15 +115,19 @@ def split_head(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
 
 
 def assign_role(slot: Slot) -> Slot:
-    """Return the slot of a :class:`GatedPair` with the role of its submodule, such as "specialist" for "own".
+    """Return the description of a tensor of a :class:`GatedPair` with the role of the submodule that it belongs to.
 
-    Running statistics keep the role "statistics"; the submodule becomes their factor, so that a placement can name
-    those of one submodule, such as "statistics.own".
+    For example, tensors of the submodule "own" are "specialist". Running statistics keep the role "statistics". Their
+    field ``factor`` becomes the submodule's name, so that a recipe can address the statistics of one submodule, such as
+    "statistics.own".
+
+    Args:
+        slot: Name, shape and role of the tensor.
     """
-    part = slot.name.partition(".")[0]
+    submodule = slot.name.partition(".")[0]
     if slot.roles == (STATISTICS,):
-        return replace(slot, factor=part)
-    return replace(slot, roles=(_ROLES[part],))
+        return replace(slot, factor=submodule)
+    return replace(slot, roles=(_ROLES[submodule],))
 
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
@@ -134,7 +138,7 @@ def layout_of(nets: Sequence[nn.Module], *, side_by_side: bool) -> Layout:
     """Return the layout of a user's tensors: their names, shapes and roles, in the order of :data:`_ORDER`.
 
     Args:
-        nets: The net, with values; only the first is used unless ``side_by_side``.
+        nets: Nets of one architecture with their initial values. Only the first is used unless ``side_by_side``.
         side_by_side: Whether a user has all nets, as components of a mixture with a router.
     """
     if side_by_side:

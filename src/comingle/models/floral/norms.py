@@ -60,7 +60,7 @@ class AdaptedNorm(AdaptedLayer):
         return tensor(self.base, "weight") + gain, beta
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Apply the base norm with the sum of its gamma and beta and the clusters' mixed ones."""
+        """Apply the base norm with another gamma and beta: the base's plus the clusters' adaptors, mixed."""
         weight, bias = self.affine()
         base = self.base
         if isinstance(base, nn.LayerNorm):

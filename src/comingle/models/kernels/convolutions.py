@@ -186,10 +186,10 @@ class Step:
     pass_shape: PassShape = field(default_factory=PassShape)
 
     def __call__(self, x: Tensor, added: Outputs | None = None) -> Outputs:
-        """Run the step; running statistics are updated in place.
+        """Return ``pool(relu(norm(convolution(x)) + added))``; running statistics are updated in place.
 
         Args:
-            x: Samples or maps.
+            x: Samples ``(users * images, channels, height, width)``, or the output of another step.
             added: Tensor to add before the ReLU; None for none.
         """
         outputs: Outputs = self._apply(self.pass_shape.lanes(x), added, returns_input=False)
@@ -246,23 +246,23 @@ class Step:
 
     @torch.no_grad()
     def _update_statistics(self, norm: nn.BatchNorm2d, x: Maps, mean: Tensor, rstd: Tensor) -> None:
-        """Update running statistics as PyTorch does.
+        """Update a batch norm's running mean and variance by the statistics of a batch, as PyTorch does.
 
         Args:
             norm: The batch norm.
             x: Input of the convolution, for the size of its output.
-            mean: The batch's mean ``(users, channels, lanes)``, equal in all lanes.
-            rstd: 1 / standard deviation, likewise.
+            mean: The batch's mean ``(users, channels, lanes)``, equal in all lanes (images).
+            rstd: 1 / standard deviation of the batch ``(users, channels, lanes)``, equal in all lanes.
         """
-        high, wide = self.out(x)
+        high, wide = self.output_size(x)
         count = self.pass_shape.images * high * wide  # numbers that each mean is over
-        variance = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0)
+        variance = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0)  # rounding may make it negative
         unbiased = variance * (count / max(1, count - 1))
         norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.running_var.lerp_(unbiased, norm.momentum)  # type: ignore[union-attr,arg-type]
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
-    def out(self, x: Maps) -> tuple[int, int]:
+    def output_size(self, x: Maps) -> tuple[int, int]:
         """Return height and width of the convolution's output."""
         c = self.convolution
         # (size, padding, dilation, kernel, stride) of both axes, as in the documentation of `nn.Conv2d`
@@ -283,7 +283,7 @@ class Step:
         """
         c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
         kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
-        high, wide = self.out(x)
+        high, wide = self.output_size(x)
         step = StepStruct(
             users=users, images=self.pass_shape.images, lanes=lanes, threads=torch.get_num_threads(),
             height=height, width=width, channels=channels, high=high, wide=wide, outputs=c.out_channels,
@@ -329,7 +329,7 @@ class _Fused(torch.autograd.Function):
         """
         parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
         native_step, x_memory = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
-        users, lanes, (high, wide), pool = len(x), x.shape[1], step.out(x), step.pool
+        users, lanes, (high, wide), pool = len(x), x.shape[1], step.output_size(x), step.pool
         # Outputs in memory order: z of the step, y of the convolution (the norm's input), and for each pooled number
         # its place in the pooling window.
         z = x.new_empty(users, high // pool, wide // pool, step.convolution.out_channels, lanes)
