@@ -32,6 +32,8 @@ Span = tuple[int, int]
 """Indices of the first token and of the one after the last."""
 Place = tuple[int, int, int]
 """Character offsets of a response: its start, its end, and its end including any text that closes the conversation."""
+TokenPlace = tuple[int, int, int]
+"""A token, and the character offsets of its start and end in the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +234,9 @@ class ChatTemplate:
             ignores_prompt = prompt == self.render(question)
         except DataError:
             return ""
-        header, found, _ = whole.removeprefix(prompt).partition(probe)
-        return header if ignores_prompt and found and whole.startswith(prompt) and header.strip() else ""
+        header, found_probe, _ = whole.removeprefix(prompt).partition(probe)
+        is_usable = found_probe and whole.startswith(prompt) and header.strip()
+        return header if ignores_prompt and is_usable else ""
 
     # ------------------------------------------------------------ tokens
 
@@ -318,50 +321,79 @@ class ChatTemplate:
             DataError: The template omits a message.
         """
         text, places, masked = self._locate_responses(messages[: learnt[-1] + 1], learnt)
-        tokens = self._tokenize(text, hidden_texts)
-        stops = [stop for _, _, stop in tokens]
-        # If a prompt's last token depends on the text after it, split there, so that training uses prompt()'s tokens.
-        cuts = []
-        for prompt_end, _, _ in places:
-            tokens_of_prompt = tokens[: bisect_right(stops, prompt_end)]
-            if self._tokenize(text[:prompt_end], hidden_texts) != tokens_of_prompt:
-                cuts.append(prompt_end)
-        if cuts:
-            tokens = self._tokenize(text, hidden_texts, cuts)
-        ids, starts = [token for token, _, _ in tokens], [start for _, start, _ in tokens]
-        stops = [stop for _, _, stop in tokens]
-
-        def span(place: Place) -> Span:
-            """Return the tokens of a response up to its last special token, or all if it has none."""
-            first_character, end_character, end_of_closing = place
-            begin = bisect_right(stops, first_character)
-            # Text that closes the conversation counts only if the response itself has no special token.
-            for end in (end_character, end_of_closing):
-                special = [
-                    index for index in range(begin, bisect_right(stops, end)) if ids[index] in self._special_tokens
-                ]
-                if special:
-                    return begin, special[-1] + 1
-            return begin, bisect_left(starts, end_character)
-
-        def reference(place: Place, response: Span) -> str:
-            """Return the text of a response without special tokens at its end, to compare generated texts with it."""
-            (first, last, _), (start, stop) = place, response
-            end = stop
-            while end > start and ids[end - 1] in self._special_tokens:
-                end -= 1
-            if any(token in self._special_tokens for token in ids[start:end]):  # generated texts are shown without them
-                return str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
-            return _restore_special_tokens(text[first : last if end == stop else starts[end]], hidden_texts).strip()
-
-        responses = [span(place) for place in places]
+        tokens = self._tokenize_as_prompts(text, hidden_texts, [prompt_end for prompt_end, _, _ in places])
+        responses = [self._span_of(place, tokens) for place in places]
+        references = [
+            self._reference_of(place, span, text, tokens, hidden_texts)
+            for place, span in zip(places, responses, strict=True)
+        ]
+        _, last_stop = responses[-1]
         return Encoded(
-            tokens=tuple(ids[: responses[-1][1]]),
+            tokens=tuple(token for token, _, _ in tokens[:last_stop]),
             responses=tuple(responses),
-            references=tuple(map(reference, places, responses)),
-            masked=None if masked is None else tuple(map(span, masked)),
+            references=tuple(references),
+            masked=None if masked is None else tuple(self._span_of(place, tokens) for place in masked),
             unwritten_calls=unwritten,
         )
+
+    def _tokenize_as_prompts(
+        self, text: str, hidden_texts: Sequence[str], prompt_ends: Sequence[int]
+    ) -> list[TokenPlace]:
+        """Tokenise a rendered text so that each prompt in it has the tokens that it has alone, as in generation.
+
+        A prompt's last token may depend on the text after it. The text is split at the ends of such prompts.
+
+        Args:
+            text: The rendered conversation.
+            hidden_texts: Texts of special tokens that the text's placeholders stand for.
+            prompt_ends: Character offsets of the prompts' ends.
+        """
+        tokens = self._tokenize(text, hidden_texts)
+        cuts = []
+        for prompt_end in prompt_ends:
+            tokens_of_prompt = tokens[: bisect_right(tokens, prompt_end, key=_stop_of)]
+            if self._tokenize(text[:prompt_end], hidden_texts) != tokens_of_prompt:
+                cuts.append(prompt_end)
+        return self._tokenize(text, hidden_texts, cuts) if cuts else tokens
+
+    def _span_of(self, place: Place, tokens: Sequence[TokenPlace]) -> Span:
+        """Return the indices of a response's tokens, up to its last special token, or all if it has none.
+
+        Args:
+            place: Character offsets of the response.
+            tokens: Tokens of the conversation, from :meth:`_tokenize`.
+        """
+        first_character, end_character, end_of_closing = place
+        begin = bisect_right(tokens, first_character, key=_stop_of)
+        # Text that closes the conversation counts only if the response itself has no special token.
+        for last_character in (end_character, end_of_closing):
+            end = bisect_right(tokens, last_character, key=_stop_of)
+            special = [index for index in range(begin, end) if tokens[index][0] in self._special_tokens]
+            if special:
+                return begin, special[-1] + 1
+        return begin, bisect_left(tokens, end_character, key=_start_of)
+
+    def _reference_of(
+        self, place: Place, span: Span, text: str, tokens: Sequence[TokenPlace], hidden_texts: Sequence[str]
+    ) -> str:
+        """Return the text of a response without special tokens at its end, to compare generated texts with it.
+
+        Args:
+            place: Character offsets of the response.
+            span: Indices of its tokens, from :meth:`_span_of`.
+            text: The rendered conversation.
+            tokens: Tokens of the conversation, from :meth:`_tokenize`.
+            hidden_texts: Texts of special tokens that the text's placeholders stand for.
+        """
+        (first, last, _), (start, stop) = place, span
+        ids, num_removed = [token for token, _, _ in tokens[start:stop]], 0
+        while ids and ids[-1] in self._special_tokens:
+            ids.pop()
+            num_removed += 1
+        if any(token in self._special_tokens for token in ids):  # generated texts are shown without them
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        end_character = _start_of(tokens[stop - num_removed]) if num_removed else last
+        return _restore_special_tokens(text[first:end_character], hidden_texts).strip()
 
     def ends(self) -> tuple[int, ...]:
         """Return the tokens that end a response: the end-of-text token and the one that the template writes."""
@@ -440,7 +472,7 @@ class ChatTemplate:
         return (len(prompt), end, end) if text.startswith(prompt) and len(prompt) < end else None
 
     def _render_final(self, messages: Sequence[Message]) -> tuple[str, Place]:
-        """Render a conversation for training: the prompt of its last response, exactly as in generation, and the response.
+        """Render a conversation for training: the prompt of its last response as in generation, then the response.
 
         Some templates write a conversation differently once it has a response. Then the response is appended to the
         prompt.
@@ -638,7 +670,7 @@ class ChatTemplate:
         ]
         return safe, hidden_texts
 
-    def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+    def _tokenize(self, text: str, hidden_texts: Sequence[str], cuts: Sequence[int] = ()) -> list[TokenPlace]:
         """Tokenise a rendered text in which placeholders stand for spelled-out special tokens of messages.
 
         Such a spelling, say "<|im_end|>" in a user's message, becomes tokens of plain text, never the special token.
@@ -690,6 +722,16 @@ class ChatTemplate:
             verbose=False,
         )
         return encoded["input_ids"], encoded["offset_mapping"]
+
+
+def _start_of(token: TokenPlace) -> int:
+    """Return the character offset of a token's start."""
+    return token[1]
+
+
+def _stop_of(token: TokenPlace) -> int:
+    """Return the character offset of a token's end."""
+    return token[2]
 
 
 def _response(content: str) -> Message:

@@ -358,11 +358,11 @@ def continue_texts(
 def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
     """Return the text that new tokens add to the text before them.
 
-    Decoding them alone could lose a space, which some tokenizers drop at the beginning of a text.
+    New tokens are decoded together with earlier ones, as some tokenizers drop a space at the beginning of a text.
 
     Args:
         tokenizer: The tokenizer.
-        before: Tokens before them, as from :func:`decodable_suffix`.
+        before: Tokens right before the new ones, as from :func:`decodable_suffix`.
         tokens: The new tokens.
     """
     old = str(tokenizer.decode(before, skip_special_tokens=True))

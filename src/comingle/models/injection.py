@@ -578,11 +578,14 @@ class Adapters:
         return replace(self, present=self.present[rows], ranks=self.ranks[rows], scales=self.scales[rows])
 
     def without(self, roles: frozenset[str]) -> Adapters:
-        """Return the adapters without the experts of these roles.
+        """Return the adapters without the experts of some roles, such as all specialists.
 
         :func:`comingle.utils.trees.restrict` removes the same experts from tensors.
+
+        Args:
+            roles: Roles of the experts to leave out.
         """
-        # All slots of MLPs have the same roles along the expert axis, so the first one tells them.
+        # All trainable tensors of MLPs have the same roles along the expert axis, so the first tensor tells them.
         expert_roles = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
         keep = [i for i, role in enumerate(expert_roles) if role not in roles]
         return replace(self, present=self.present[:, keep])

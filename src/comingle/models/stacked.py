@@ -338,17 +338,17 @@ class StackedModel(Model):
         train: bool = False,
         shares: Float[Tensor, "users clusters batch"] | None = None,
     ) -> tuple[Float[Tensor, "users batch ..."], float]:
-        """Return the loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
+        """Return the loss of every sample, 0 for padding, and 0.0 as the load-balancing penalty.
 
-        Running statistics change in ``tensors``. For a mixture of losses, the value is ``sum_c pi_c f(w_c)``, and each
-        component's gradient is that of its own loss alone (FLoRAL, eq. 4); pi weighs it in the aggregation.
+        For a mixture of losses, the value is ``sum_c pi_c f(w_c)`` with the loss f and the components' weights w_c.
+        Each component's gradient is that of its own loss alone (FLoRAL, eq. 4), as pi weighs it in the aggregation.
 
         Args:
-            tensors: The users' tensors.
+            tensors: The users' tensors; in training their running statistics change.
             users: Ignored, as users are alike.
-            batch: The users' samples, as in :data:`Batch`.
+            batch: The users' inputs, targets and presence, as in :data:`Batch`.
             train: Run in training mode.
-            shares: Mixture weights of each sample; None for those of the users.
+            shares: Mixture weights of each sample; None for the users' weights.
         """
         if self.mixture is None or self.mixture.at not in ("losses", "samples"):
             return self._model_losses(tensors, batch, train), 0.0

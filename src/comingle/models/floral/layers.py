@@ -764,14 +764,14 @@ def _centre_factors(
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
-    """Return the diagonals of ``D_c``: coefficients of all clusters' columns in the difference of cluster c's change.
+    """Return the diagonals of matrices ``D_c`` with ``O D_c I = O_c I_c - sum_k p(k) O_k I_k`` for each cluster c.
 
-    The difference from the mean is ``O_c I_c - sum_k p(k) O_k I_k``. So the coefficient of cluster k's columns is
-    ``[k = c] - p(k)``.
+    The columns of O are the outer factors O_k of all clusters k, the rows of I their inner factors I_k. The right side
+    is the difference of a cluster's low-rank change from the mean, so the entries for cluster k are ``[k = c] - p(k)``.
 
     Args:
-        shares: The clusters' p(k).
-        width: Number of columns of a cluster.
+        shares: Weight p(k) of each cluster in the mean.
+        width: Number of columns of a cluster in O.
     """
     deviations = torch.eye(len(shares)).to(shares) - shares
     return deviations.repeat_interleave(width, dim=-1)[:, None, None]

@@ -350,8 +350,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Context, dz: Outputs, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients that autograd needs, in the order of the arguments of :meth:`forward`.
 
-        Saved are the convolution's output ``y`` (the norm's input), the step's output ``z`` if its zeros are needed for
-        the ReLU, and ``taken``, the place of each pooled number in its window.
+        :meth:`forward` has saved its inputs, the convolution's output ``y`` (the norm's input), ``taken``, the place of
+        each pooled number in its window, and the step's output ``z`` if its zeros are needed for the ReLU.
 
         Args:
             ctx: Autograd context.

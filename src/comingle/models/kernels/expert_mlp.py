@@ -306,9 +306,11 @@ def activate_backward(
 ) -> tuple[list[Hidden], list[Shared], Gates]:
     """Return the gradients of :func:`activate` with respect to ``loras``, ``bases`` and ``gates``.
 
-    For expert j and the slope ``dh_j/dpre_j`` of a pre-activation, the gradient of that pre-activation is ``(p_j
-    d_mixed + d_h_j) slope_j``. It is the gradient of the LoRA's part; the base's part, which all experts share, gets
-    the sum over j. The gradient of ``p_j`` is ``<d_mixed, h_j>``.
+    A pre-activation of expert j is the base's product plus the expert's LoRA. With the slope ``dh_j/dpre_j``::
+
+        d_lora_j  = (p_j d_mixed + d_h_j) slope_j
+        d_base    = sum_j d_lora_j                  as all experts share the base's product
+        d_gates_j = <d_mixed, h_j>
 
     Args:
         h: Hidden activations from :func:`activate`.
@@ -545,9 +547,19 @@ def _mixture_struct(
     b: Sequence[Tensor],
     a: Tensor,
 ) -> _Mixture:
-    """Return the struct of a native call with sizes and addresses of the inputs; the caller adds the outputs.
+    """Return the C struct of a call of native code with sizes and addresses of the inputs; the caller adds the outputs.
 
-    It holds addresses only, so the caller must keep the tensors alive during the call. Args: as in :func:`forward`.
+    The struct holds addresses only, so the caller must keep the tensors alive during the call.
+
+    Args:
+        act: The activation.
+        scale: LoRA scale.
+        bases: The base's pre-activations without bias of each layer that reads the MLP's input.
+        biases: Biases of these layers.
+        z: Products of the input with A of these layers.
+        gates: The experts' probabilities.
+        b: B of these layers.
+        a: A of the last layer.
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     # Native code gets a single stride of z: users follow each other without a gap, but rows may be longer than used.
@@ -621,18 +633,18 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) ->
 def linear(
     weights: Weights, x: Float[Tensor, "*batch d_in"], factors: Factors | None = None, scale: float = 1.0
 ) -> Float[Tensor, "*batch d_out"]:
-    """Return ``W x_r + b + s B_r (A_r x_r)`` for each row r, with the decoding kernel; A_r, B_r are of the row's user.
+    """Return ``W x_r + b + s B_r (A_r x_r)`` for each row (token) r, with the native kernel for generation.
 
     Args:
         weights: W and b.
         x: The input.
-        factors: A and B of each user; None for no adapter.
+        factors: A and B of each user; a row has those of its user. None for no adapter.
         scale: LoRA scale s.
     """
     call, x = _Rows(scale=scale), x.contiguous()
     alive = _fill_linear_struct(call.last, weights, factors)
     y = x.new_empty(*x.shape[:-1], weights[0].shape[0])
-    _run_rows(call, x, y, 0 if factors is None else len(factors[0]))
+    _run_rows(call, x, y, users=0 if factors is None else len(factors[0]))
     del alive  # only now: the struct holds addresses of these tensors
     return y
 
