@@ -306,8 +306,8 @@ def continue_texts(
 ) -> list[str]:
     """Continue each prompt (text or tokens).
 
-    A text gets the base's begin-of-text token if there is one; an empty text starts from the token between documents.
-    Tokens are used unchanged.
+    A text gets the base's begin-of-text token if there is one. An empty text starts from the end-of-text token, which
+    separates documents in pretraining. Tokens are used unchanged.
 
     Args:
         network: The base model with a user's adapters.
@@ -320,7 +320,7 @@ def continue_texts(
 
     Raises:
         DataError: A prompt with its continuation exceeds the base's maximum number of positions, is empty although the
-            tokenizer has no token between documents, or has tokens without a row in the embedding.
+            tokenizer has no end-of-text token, or has tokens without a row in the embedding.
         RecipeError: ``eos_token_id`` is not in the vocabulary.
     """
     if not prompts:

@@ -40,10 +40,14 @@ def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[s
 
 
 def _find_tied(net: nn.Module) -> dict[str, str]:
-    """Map the name of each further occurrence of a tensor to the name of its first."""
+    """Find parameters and buffers that a net holds under several names, such as tied embeddings.
+
+    Returns:
+        The first name of the tensor, by each further name.
+    """
     first_names: dict[int, str] = {}  # by the tensor's id
     tied: dict[str, str] = {}
-    for prefix, module in net.named_modules():  # each once
+    for prefix, module in net.named_modules():  # lists each module once, by its first name
         for local_name, t in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{local_name}" if prefix else local_name
             if t is not None and first_names.setdefault(id(t), name) != name:

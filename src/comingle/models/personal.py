@@ -84,9 +84,9 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     are removed. Binds the user's tensors to the model's adapters.
 
     Args:
-        model: The users' model.
-        tensors: The users' tensors by name.
-        row: Row of the user.
+        model: The model of all users.
+        tensors: The user's tensors ``(1, ...)`` by name.
+        row: Index of the user among all users.
     """
     model.adapters.bind(tensors, [row])
     names, changes = _module_names(model.base.model), []
@@ -224,9 +224,9 @@ def merge_adapters(model: AdaptedModel, tensors: Tree, row: int) -> PreTrainedMo
     returns an empty string.
 
     Args:
-        model: The users' model.
-        tensors: The users' tensors by name.
-        row: Row of the user.
+        model: The model of all users.
+        tensors: The user's tensors ``(1, ...)`` by name.
+        row: Index of the user among all users.
     """
     merged = copy.deepcopy(model.base.model)
     for change in averaged(changes_of_adapted(model, tensors, row)):
@@ -441,7 +441,7 @@ class PersonalModel(Personal):
         name: Name of the user.
         model: The users' model.
         tensors: Trained tensors by name.
-        row: Row of the user in the federation.
+        row: Index of the user in the federation.
         about: Facts from the user's run, for :meth:`export`.
     """
 

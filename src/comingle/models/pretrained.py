@@ -57,8 +57,8 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 def _compiler_stubs() -> Iterator[None]:
     """Replace torch's compiler by stubs in the context, unless it is loaded already.
 
-    The stubs have only the names that transformers imports. Decorators such as ``torch.compiler.disable`` return the
-    function itself.
+    The stubs are two modules with only the names that transformers imports: decorators, which return the function
+    itself, and a class for indexing, which imports the real one when it is used.
     """
     if _COMPILER in sys.modules:
         yield

@@ -42,11 +42,20 @@ def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
 
 @contextmanager
 def record_router_inputs(adapters: Adapters) -> Iterator[Tree]:
-    """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor."""
+    """Yield a tree that holds each router's input of the last forward pass, by the name of the router's tensor.
+
+    A router reads the input of its MLP, so hooks record the inputs of MLPs.
+    """
     inputs_by_name = Tree()
 
     def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: inputs_by_name.update({f"{name}.{ROUTER}": inputs[0].detach()})
+        """Return the hook of the MLP ``name``."""
+
+        def record(_mlp: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            (hidden,) = inputs
+            inputs_by_name[f"{name}.{ROUTER}"] = hidden.detach()
+
+        return record
 
     hooks = [mlp.register_forward_pre_hook(recorder(name)) for name, mlp in adapters.experts.items()]
     try:

@@ -282,8 +282,8 @@ Measured on CPUs.
 """
 
 
-def native_form(net: nn.Module) -> Chained | None:
-    """Return a form of a convolutional net that runs all users' nets at once with C++ kernels, in place of ``vmap``.
+def native_net(net: nn.Module) -> Chained | None:
+    """Rewrite a convolutional net to run all users' nets at once with C++ kernels, in place of ``vmap``.
 
     None if the net has unsupported layers or no convolutions, is not on a CPU, or the kernels cannot be compiled.
     """
@@ -369,11 +369,12 @@ class Chained:
     def _convert_sum(self, net: nn.Module) -> Sum:
         """Convert a module that is the ReLU of the sum of its two children, such as a residual block.
 
-        The last native step of the first child then adds the second child's output before its ReLU.
+        The first child must end in a convolution. Native code then adds the second child's output to the convolution's
+        and applies the ReLU.
 
         Raises:
-            UnknownLayerError: The first child does not end in a convolution, or its last step pools, which would come
-                after the sum.
+            UnknownLayerError: The first child does not end in a convolution, or pools after it: pooling would have to
+                come after the sum.
         """
         names = [name for name, _ in _children(net)]
         chain, other = (self._convert(child) for _, child in _children(net))

@@ -537,9 +537,9 @@ class StackedModel(Model):
         """The net rewritten to run the convolutions of all users at once in C++; None to use ``vmap``."""
         if not self.compiled:
             return None
-        from comingle.models.side_by_side import native_form
+        from comingle.models.side_by_side import native_net
 
-        return native_form(self.net)
+        return native_net(self.net)
 
     @cached_property
     def _can_fold(self) -> bool:

@@ -14,7 +14,7 @@ import comingle
 from comingle.models.kernels import convolutions
 from comingle.models.nets import make_net
 from comingle.models.scoring import CROSS_ENTROPY
-from comingle.models.side_by_side import MIN_IMAGES, native_form
+from comingle.models.side_by_side import MIN_IMAGES, native_net
 from comingle.models.stacked import StackedModel, stack
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
@@ -94,9 +94,9 @@ def test_what_native_code_is_not_made_for_stays_under_vmap(calls: list[str], bat
 
 def test_nothing_is_compiled_for_another_device_or_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "enable", lambda cache: pytest.fail("compiled"))
-    assert native_form(make_net("cnn", (1, 8, 8), 3).bfloat16()) is None
-    assert native_form(make_net("cnn", (1, 8, 8), 3).to("meta")) is None
-    assert native_form(make_net("mlp", (64,), 3)) is None
+    assert native_net(make_net("cnn", (1, 8, 8), 3).bfloat16()) is None
+    assert native_net(make_net("cnn", (1, 8, 8), 3).to("meta")) is None
+    assert native_net(make_net("mlp", (64,), 3)) is None
 
 
 def test_whoever_counts_operations_sees_them(calls: list[str]) -> None:

@@ -171,8 +171,12 @@ class Geometry:
             matrix = matrix.reshape(*lead, self.d_out, -1, self.width).transpose(-1, -2)
         return matrix.reshape(*lead, *self.outer_shape)
 
-    def weight(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
-        """Return a change of the base weight, given as one matrix per group, in the base weight's shape."""
+    def weight_from_matrix(self, matrix: Float[Tensor, "... groups rows columns"]) -> Clustered:
+        """Return a change of the base weight in the base weight's shape, from one matrix per group of channels.
+
+        A matrix is the product of an adaptor's outer and inner factor. Its rows are a group's output channels times the
+        outer factor's kernel positions, its columns the input channels times the inner factor's kernel positions.
+        """
         lead = matrix.shape[:-3]
         d_in_of_group = self.d_in // self.groups
         # (..., out, *outer_kernel, in, *inner_kernel)
@@ -476,7 +480,7 @@ class LowRankLayer(AdaptedLayer):
             outer, inner = self.geometry.outer_matrix(self.b), self.geometry.inner_matrix(self.a)
             weighted = outer * shares.to(self.b.dtype).view(-1, 1, 1, 1)
             change = (weighted @ inner).sum(0)
-            weight.data.add_(self.geometry.weight(change))
+            weight.data.add_(self.geometry.weight_from_matrix(change))
         if self.bias is not None:
             self.base.get_parameter("bias").data.add_(mix(shares.to(self.bias.dtype), self.bias))
         return self.base
@@ -720,18 +724,21 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
 def _centre_factors(
     geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean of the clusters' changes in the base weight's shape, and the factors of the differences from it.
+    """Split the clusters' low-rank changes ``O_c I_c`` into their mean and the differences from the mean.
 
-    The change of cluster c is ``O_c I_c``, the mean is under p(c), and each difference is truncated to the factors'
-    width by an SVD. Computed in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows
-    of ``I`` likewise, a difference is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal ``D_c``. So each SVD is at most
-    of size C * width squared, and no difference is computed at full size.
+    Each difference is factorised again, truncated to the factors' width (the rank) by an SVD. No difference is computed
+    at full size: with the QR decompositions ``[O_1 .. O_C] = Q_O R_O`` and ``[I_1^T .. I_C^T] = Q_I R_I`` a difference
+    is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal D_c (:func:`_deviations`). So the SVD is that of a square matrix
+    with at most C * width rows.
 
     Args:
         geometry: Shapes of the factors.
         inner: Inner factors I_c, with the cluster axis before those of :attr:`Geometry.inner_shape`.
-        outer: Outer factors O_c, likewise.
-        shares: The clusters' p(c).
+        outer: Outer factors O_c, with the cluster axis before those of :attr:`Geometry.outer_shape`.
+        shares: Weight p(c) of each cluster in the mean.
+
+    Returns:
+        The mean in the base weight's shape, and the inner and outer factors of the differences.
     """
     dtype = torch.promote_types(inner.dtype, torch.float32)
     inner_matrices = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
@@ -741,18 +748,19 @@ def _centre_factors(
     all_inner = inner_matrices.movedim(-4, -3).flatten(-3, -2)
     all_outer = outer_matrices.movedim(-4, -2).flatten(-2)
     shares_by_column = shares.to(inner_matrices).repeat_interleave(geometry.width)
-    mean = geometry.weight((all_outer * shares_by_column) @ all_inner).to(inner.dtype)
+    mean = geometry.weight_from_matrix((all_outer * shares_by_column) @ all_inner).to(inner.dtype)
 
     left, left_core = torch.linalg.qr(all_outer)  # Q_O and R_O
     right, right_core = torch.linalg.qr(all_inner.mT)  # Q_I and R_I
     # R_O D_c R_I^T of each cluster c: (..., clusters, groups, m, n)
     core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
     u, values, v = _truncated_svd(core, geometry.width)
-    scale = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
-    is_zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]  # up to rounding
+    # A singular value counts as zero if it is below the rounding error of products of the factors' size.
+    scale = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)  # (..., groups)
+    is_zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]  # (..., clusters, groups, width)
+    # Both factors get the square roots of the singular values, so that they have equal norms.
     root = values.sqrt().masked_fill(is_zero, 0)
     new_outer = left.unsqueeze(-4) @ (u * root.unsqueeze(-2))
-    # Both factors get the square roots of the singular values, so that they have equal norms.
     # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
     # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
     new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))

@@ -189,14 +189,15 @@ class AdaptedBatchNorm(AdaptedNorm):
         """
         base = cast(_BatchNorm, self.base)
         if not base.training or base.running_mean is None:
-            return F.batch_norm(x, None, None, weight, bias, True, 0.0, base.eps)
+            return F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=base.eps)
         assert base.num_batches_tracked is not None
         base.num_batches_tracked.add_(1)
         # Without momentum PyTorch keeps the plain mean over all batches.
         rate = base.momentum if base.momentum is not None else 1.0 / float(base.num_batches_tracked)
         # Computed first, because F.batch_norm updates the base's running statistics in place.
         local_minus_base = self._local_minus_base()
-        y = F.batch_norm(x, base.running_mean, base.running_var, weight, bias, True, rate, base.eps)
+        statistics = (base.running_mean, base.running_var)
+        y = F.batch_norm(x, *statistics, weight, bias, training=True, momentum=rate, eps=base.eps)
         self._update_local_statistics(local_minus_base, keep=1.0 - rate)
         return y
 

@@ -168,16 +168,19 @@ def floral(
 
     Args:
         model: Any module.
-        num_clusters: Number of adaptors of each layer (C).
+        num_clusters: Number of clusters C, and so of adaptors of each layer.
         rank: Rank of every low-rank adaptor, limited to the rank of its layer's weight. Either this or ``budget``.
         budget: Parameters of an adaptor divided by those of its base weight, in (0, 1]; the rank is at least 1.
         alpha: Factor of every adaptor's output.
-        conv: Form of convolutions (App. F.1, Table 4); "in" and "out" are "channel" with the kernel in that factor, and
-            "none" adds no low-rank adaptors to convolutions.
-        lora: Add low-rank adaptors to linear layers (Table 5).
-        bias: Add bias adaptors to linear layers and convolutions that have a bias (Table 5).
+        conv: How the two factors of a convolution's adaptor divide the kernel (FLoRAL App. F.1). "balanced-2d" gives
+            one dimension to each factor, "in" both to the inner and "out" both to the outer factor, "channel" both to
+            the cheaper factor. "linear" and "filter" are variants of "channel" and "balanced-2d"
+            (:mod:`comingle.models.floral.layers`). "none" adds no low-rank adaptors to convolutions.
+        lora: Add low-rank adaptors to linear layers.
+        bias: Add bias adaptors to linear layers and convolutions that have a bias.
         norm: Add gain and shift adaptors to norms that have gain and shift.
-        batch_nora: Use BatchNorA (eq. 42) in batch norms.
+        batch_nora: Rescale the adaptors of batch norms by the ratio of local and base statistics (BatchNorA, FLoRAL
+            eq. 42).
         temperature: Temperature of the router's softmax.
         noise: Standard deviation of the router's noise in training.
         per_layer: Give the router a softmax per layer (section 7), in the order of :meth:`FloralModel.layers`.
