@@ -75,14 +75,15 @@ class Base:
             source: Where the tokens come from, for the message.
 
         Raises:
-            DataError: There is such a token; the message names the first one.
+            DataError: A token has no row; the message names the first such token.
         """
         tokens = tokens if isinstance(tokens, Tensor) else hide(torch.tensor(tokens, dtype=torch.int64))
         if not tokens.numel():
             return
+        # Tokens that are only read are negative, the largest token as the smallest number.
         smallest, largest = (int(end) for end in torch.aminmax(tokens))
         head: Any = getattr(self.model.get_output_embeddings(), "weight", None)
-        largest_hidden = PAD - 1 - smallest  # decodes the smallest number, as `hide` does
+        largest_hidden = PAD - 1 - smallest  # decoded as by `hide`
         if max(largest, largest_hidden) >= self.rows:
             inputs = torch.where(tokens < PAD, hide(tokens), tokens)
             raise self._missing_row_error("embedding", self.rows, int(inputs[inputs >= self.rows][0]), source)

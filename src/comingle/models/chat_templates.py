@@ -417,8 +417,8 @@ class ChatTemplate:
             learnt: Indices of the responses to learn.
 
         Returns:
-            The text, the places of the responses to learn, and those of the other responses (None if the place of some
-            is unknown).
+            The text, the character offsets of the responses to learn, and those of the other responses. The last are
+            None if a response cannot be found in the text.
 
         Raises:
             RewrittenTurnsError: The text of an earlier response differs from that in a shorter conversation.
@@ -433,8 +433,8 @@ class ChatTemplate:
         for number in (n for n, message in enumerate(messages[:-1]) if message["role"] == ASSISTANT):
             place = self._locate_earlier(messages, number, text)
             if number in learnt:
-                response = "" if place is None else text[place[0] : place[1]]
-                if place is None or _missing_part(messages[number]["content"], response, thoughts=True):
+                start, end, _ = place or (0, 0, 0)
+                if place is None or _missing_part(messages[number]["content"], text[start:end], thoughts=True):
                     raise RewrittenTurnsError(
                         "the base's chat template rewrites earlier turns when a conversation continues, so responses "
                         "have no fixed position; give conversations of one turn"

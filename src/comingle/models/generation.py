@@ -306,8 +306,8 @@ def continue_texts(
 ) -> list[str]:
     """Continue each prompt (text or tokens).
 
-    A text gets the base's begin-of-text token if there is one. An empty text starts from the end-of-text token, which
-    separates documents in pretraining. Tokens are used unchanged.
+    A text gets the base's begin-of-text token if there is one. An empty text starts from the tokenizer's begin-of-text
+    token, or without one from its end-of-text token. Prompts of tokens are used unchanged.
 
     Args:
         network: The base model with a user's adapters.
@@ -394,9 +394,9 @@ def decodable_suffix(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], begin: int | None = None
 ) -> list[int]:
-    """Return the tokens of a prompt (text or tokens); an empty one becomes the token between documents.
+    """Return the tokens of a prompt (text or tokens); they are at least one, as a model cannot continue nothing.
 
-    This is the begin-of-text token, or without it the end-of-text token.
+    An empty prompt becomes the begin-of-text token, or without it the end-of-text token.
 
     Args:
         tokenizer: The tokenizer.
@@ -404,7 +404,7 @@ def encode_prompt(
         begin: Begin-of-text token to add to a text that does not start with it; None for none.
 
     Raises:
-        DataError: The text is invalid Unicode, or the prompt is empty and the tokenizer has no token between documents.
+        DataError: The text is invalid Unicode, or the prompt is empty and the tokenizer has neither of these tokens.
     """
     if isinstance(prompt, str):
         require_characters(prompt)

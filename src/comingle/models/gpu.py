@@ -438,11 +438,13 @@ def warm_up(work: Work, device: torch.device) -> None:
 
 
 def capture(work: Work, device: torch.device, pool: Any) -> Work:
-    """Capture ``work`` as a CUDA graph and return the function that replays it; on a CPU call and return ``work``.
+    """Capture the kernels that a function launches as a CUDA graph, and return a function that replays them.
+
+    A CPU has no graphs: there the function is called once and returned itself. Only tests use this.
 
     Args:
-        work: The function; it reads and writes static memory.
-        device: Its device.
+        work: The function; it reads and writes tensors at fixed addresses.
+        device: Device of the tensors.
         pool: Memory pool of the graph.
 
     Raises:

@@ -165,11 +165,11 @@ class ClientMixing:
         raise NotImplementedError(f"{self.name}: no client-level mixture")
 
     def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
-        """Return the gradients, preconditioned if the mixture does that.
+        """Return gradients that a mixture of adaptors may have preconditioned; by default they are unchanged.
 
         Args:
             tensors: The users' tensors by name, at which the gradients were taken.
-            gradients: Their gradients by name.
+            gradients: Gradients of these tensors by name.
         """
         return gradients
 

@@ -171,6 +171,7 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
         BaseModelError: The key is unknown, or the value is not a positive integer.
     """
     key, _, value = text.partition("=")
+    # "kv_heads" is only for families with grouped-query attention.
     allowed = [field.name for field in fields(Shape) if family.grouped or field.name != "kv_heads"]
     if key not in allowed:
         hint = did_you_mean(key, allowed)

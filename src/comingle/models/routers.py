@@ -264,11 +264,17 @@ def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree
 
 
 def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "users clusters"]) -> Tensor:
-    """Return the base once per component, ``(users, clusters, ...)``, with gradients scaled by ``pi_c`` (MFL-WS).
+    """Return a tensor of the base once per component, so that the gradient through component c has the weight ``pi_c``.
+
+    Each component's loss is computed alone. A base that all components share then gets the gradient of the mixture
+    (weight sharing, FLoRAL's MFL-WS).
 
     Args:
         base: One tensor of the users' bases.
         shares: Mixture weights pi.
+
+    Returns:
+        The copies, ``(users, clusters, ...)``.
     """
     value, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
     return value + weights * (base.unsqueeze(1) - value)  # the difference is zero, but has a gradient

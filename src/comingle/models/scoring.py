@@ -67,16 +67,15 @@ def random_windows(
 ) -> Int64[Tensor, "count window"]:
     """Draw windows of ``context + 1`` tokens at random places of a stream, with replacement.
 
-    All ``tokens - context`` starts are equally likely. With ``begin``, which takes one of the inputs, there is one
-    start more. Starts are drawn on the generator's device and used on the stream's, so a CPU generator gives the
-    same windows on every device.
+    All ``tokens - context`` starts are equally likely. A begin-of-text token takes one of the inputs, so there is one
+    more start. Starts are drawn on the generator's device, so a CPU generator gives the same windows on every device.
 
     Args:
         stream: Token ids of at least one window (see :func:`comingle.data.text.streams.check`).
         count: Number of windows.
         context: Inputs per window.
         generator: Generator of the starts.
-        begin: Begin-of-text token, if the base has one.
+        begin: Begin-of-text token (BOS) that every window begins with; None if the base has no such token.
     """
     width = context if begin is not None else context + 1  # tokens from the stream; `begin` is one more
     starts = torch.randint(len(stream) - width + 1, (count, 1), generator=generator, device=generator.device)

@@ -214,7 +214,10 @@ def _component_slots(nets: Sequence[nn.Module]) -> list[Slot]:
 
 
 def _adapted_slots(model: FloralModel) -> list[Slot]:
-    """Return the slots of base, adaptors, router and statistics of a net with adaptors."""
+    """Return name, shape, roles and initialiser of each tensor of a net with adaptors.
+
+    Tensors have the role "base", "adaptor", "router" or "statistics" (running means and variances of norms).
+    """
     inits, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
     slots, layers = [], model.layers()
     for name, role in roles(model).items():
@@ -568,7 +571,7 @@ class StackedModel(Model):
 
         Args:
             tensors: Tensors of base and adaptors by name.
-            shares: Weight p(c) of each cluster c in the mean; the weights sum to 1.
+            shares: Weight p(c) of each cluster in the mean: how much all users together use it. The weights sum to 1.
 
         Returns:
             New tensors by name. Those of adaptors hold the differences from the mean.
@@ -747,10 +750,10 @@ class MixedLanguageModel(StackedModel):
 def mix_language_model(
     base: Base, mixture: ClientMixture, *, users: int, rank: int, alpha: float
 ) -> MixedLanguageModel:
-    """Return a base with LoRA adaptors for each component on every linear of the blocks.
+    """Add LoRA adaptors to every linear of a base's blocks: one for each component of the users' mixtures.
 
     Args:
-        base: The frozen base.
+        base: The frozen base; it is not changed.
         mixture: How components are mixed.
         users: Number of users.
         rank: Rank of the adaptors.
@@ -769,7 +772,7 @@ def mix_language_model(
         generator=torch.Generator(),  # values are drawn again for each user; torch's global generator stays untouched
     )
     stacked = stack([net], name=base.name, users=users, mixture=mixture, device=base.device, dtype=base.dtype)
-    # The frozen base is no part of the users' rows.
+    # Users train and upload adaptors and routers, so the frozen base's tensors are left out.
     slots = tuple(s for s in stacked.layout.slots if not {BASE, STATISTICS} & set(s.roles))
     fields = {**vars(stacked), "layout": Layout(slots=slots)}
     embedding = network.get_input_embeddings()

@@ -205,11 +205,11 @@ class Geometry:
 
 
 def conv_geometry(form: str, *, d_in: int, d_out: int, kernel: tuple[int, ...], groups: int) -> Geometry:
-    """Return the shapes of a convolution's low-rank adaptor of a form at rank 1, those with the fewest parameters.
+    """Return the shapes of the two factors of a convolution's low-rank adaptor at rank 1.
 
-    A form is a way to divide the kernel's dimensions among the two factors, and several divisions may fit it. App. F.1
-    chooses the split that allows the largest rank. A convolution with one kernel dimension has nothing to
-    balance, so "balanced-2d" and "filter" put it into the cheaper factor.
+    A form allows one or two ways to divide the kernel's dimensions among the factors. The way with the fewest
+    parameters is chosen, which allows the largest rank for a given size, as in FLoRAL (App. F.1). A convolution with
+    one kernel dimension has nothing to balance, so "balanced-2d" and "filter" put it into the cheaper factor.
 
     Args:
         form: One of ``CONV_FORMS`` except "none".
@@ -690,7 +690,7 @@ def _block_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
 def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " clusters"]) -> dict[str, Tensor]:
     """Move the mean of the clusters' adaptors into the base, so that adaptors hold differences only (FLoRAL eq. 37).
 
-    With E_c the mean under p(c) and the low-rank change ``O_c I_c`` of cluster c::
+    With the mean E_c over clusters c, weighted by p(c), and the low-rank change ``O_c I_c`` of cluster c::
 
         W        <- W + alpha E_c[O_c I_c]
         O_c I_c  <- O_c I_c - E_c[O_c I_c]    truncated to the rank of the adaptor by an SVD
@@ -700,7 +700,7 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
         pairs: The adaptors.
         tensors: Base weights, biases and adaptors by name. A user axis before the cluster axis is allowed if the base's
             tensors have it too.
-        shares: The clusters' p(c), which sum to 1.
+        shares: Weight p(c) of each cluster in the mean; the weights sum to 1.
 
     Returns:
         New tensors by name; those that ``pairs`` does not name are unchanged.

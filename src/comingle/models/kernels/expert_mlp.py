@@ -197,9 +197,12 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def set_fusing(on: bool) -> None:
-    """Switch compilation of :func:`fused` functions on or off; it is off at import.
+    """Switch torch.compile on or off for all functions with the decorator :func:`fused`; it is off at import.
 
     If the compiler fails (say without a C++ toolchain), the functions run uncompiled and no error is raised.
+
+    Args:
+        on: Compile the functions; otherwise they run as plain PyTorch.
     """
     global _fusing
     _fusing = on
