@@ -192,14 +192,15 @@ def recipes_of(
         recipe: The recipe of the comparison.
         methods: Names, ``NAME:KEY=VALUE:...``, or mappings of ``name`` and settings.
         seeds: The seeds.
-        for_all: Settings by key, for every method that has such a setting and is not given as a mapping.
+        for_all: Settings by key. Each applies to all methods that have a setting of this name, except for methods that
+            are given as a mapping.
 
     Returns:
         The recipes by label of the method and seed.
 
     Raises:
         RecipeError: A method occurs twice or is unknown, a setting or seed is wrong, each seed would evaluate other
-            users, or a method is not for such users.
+            users, or a method cannot train the recipe's users.
     """
     if recipe.evaluation.users and len(set(seeds)) > 1:
         raise RecipeError(
@@ -285,11 +286,12 @@ class _Members:
         self._users = set(read_metrics(self._first)["users"])
 
     def add(self, path: Path, labels: Mapping[str, str]) -> None:
-        """Add a run of an earlier command.
+        """Add a run of an earlier command, if it can be compared with the others.
 
         Args:
             path: The run folder.
-            labels: Labels in the last table, by the name of their run folders without the seed.
+            labels: Labels of methods in the comparison's last table. The keys are the names of run folders, without the
+                ending ``-seedN``.
 
         Raises:
             ComingleError: The run cannot be compared with the others; the message is the reason.
@@ -297,6 +299,7 @@ class _Members:
         if not (path / "metrics.json").is_file():
             raise RunError("it has not finished; run its method with --resume to add it")
         recipe, users = load_recipe(path), read_metrics(path)["users"]
+        # All recipes of a comparison differ only in method and seed, so comparing with one of them suffices.
         if difference := first_difference(recipe, self.recipes[self._first], ignored=_OF_ONE_RUN):
             raise RunError(f"its recipe differs from that of {self._first.name}: {difference}")
         if set(users) != self._users:
@@ -314,14 +317,20 @@ class _Members:
         self.labels[path], self.recipes[path] = label, recipe
 
     def _check_inputs(self, path: Path, recipe: Recipe) -> None:
-        """Check that a run read the same base, and the same data as a run with the same seed.
+        """Check that a run can be compared: it used the same base, and the same data as another run with its seed.
+
+        Runs with different seeds may split the data differently, so their data is not compared.
+
+        Args:
+            path: The run folder.
+            recipe: The run's recipe.
 
         Raises:
-            RunError: It did not, or did not record it.
+            RunError: The run used another base or other data, or its folder has no record of them.
         """
         inputs, first_inputs = read_inputs(path), read_inputs(self._first)
         check_base(path, inputs, first_inputs.base, first_inputs.tokenizer)
-        same_seed = next((other for other, of_other in self.recipes.items() if of_other.seed == recipe.seed), None)
+        same_seed = next((other for other, known in self.recipes.items() if known.seed == recipe.seed), None)
         if same_seed is not None:
             check_users(path, inputs, read_inputs(same_seed))
 
@@ -474,16 +483,17 @@ def compare_runs(
 
 
 def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
-    """Return the recipes of a comparison to resume, with the defaults of the version that started it.
+    """Return the recipes of a comparison to resume, all with begin-of-text tokens or all without.
 
-    If an older version of this package started one of the runs, all runs get its defaults (:func:`with_bos_of_run`),
-    since runs with different defaults cannot be compared.
+    Older versions of this package added no begin-of-text tokens. If an older version started one of the runs, all runs
+    go without these tokens, since otherwise the runs could not be compared.
 
     Args:
         recipes: The runs.
         folders: The folder of each run.
         resume: Whether the comparison is resumed; if not, the recipes are returned unchanged.
     """
+    # The recipe of each run, with the setting of the run in the folder if there is one.
     started = {key: with_bos_of_run(run_folder, recipes[key], resume=resume) for key, run_folder in folders.items()}
     # `with_bos_of_run` returns a new recipe only for runs of an older version.
     older_run = next((folders[key] for key, recipe in started.items() if recipe is not recipes[key]), None)

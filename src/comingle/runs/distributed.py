@@ -369,6 +369,7 @@ def run(
     if out is None:
         raise RunError(f"out: got None in one of {place.size} processes; give out=FOLDER, which all of them see")
     folder, given = Path(out), given_of(users, base, method, loss)
+    # `lending` registers a passed method until the run has ended; recipes name methods, so `named` is its name.
     with joined(place) as ranks, lending([method]) as [named]:
         # `ranks.each` calls a function in every process; if it fails in one of them, all stop.
         full_recipe = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))

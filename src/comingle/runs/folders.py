@@ -227,7 +227,11 @@ def _create_folder(folder: Path) -> None:
 
 
 def _delete_run_files(folder: Path) -> None:
-    """Delete everything in a run folder but its lock and files that processes of a federation wrote before."""
+    """Delete the files of an old run in a folder, so that a new run can use the folder.
+
+    Two kinds of files stay, since they belong to the new run: the lock of this process, and the files that the
+    processes of a federation write before the run begins.
+    """
     for path in folder.iterdir():
         if path.name in (LOCK, HOLDER, "federation.yaml", *NETWORK):
             continue

@@ -77,7 +77,10 @@ class Given:
                 )
 
     def check_base(self, recipe: Recipe) -> None:
-        """Check the base and the loss like :meth:`check`, without the users.
+        """Check that the passed base and loss function fit a recipe.
+
+        Users who have samples train nets of their own and no language model. Other users train a language model, and
+        need no loss function.
 
         Raises:
             BaseModelError: The base is missing, or does not fit the users' kind of data.

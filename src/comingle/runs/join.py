@@ -287,9 +287,10 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
         given: Objects that a program passes instead of names and paths in the recipe.
 
     Returns:
-        The newcomer's run and the four test results.
+        The newcomer's run, and four test results: of the two baselines, of the downloaded model before training
+        (``shared``), and of the model after training (``joined``).
     """
-    base = getattr(run.federation.clients.model, "base", None)
+    base = getattr(run.federation.clients.model, "base", None)  # nets of users with samples have none
     with reporter.waiting(loading(new_user.recipe)):
         run_data = prepare(new_user.recipe, base=base, given=replace(given, users=new_user.passed))
     _check_alike(run, new_user, run_data)
@@ -365,11 +366,11 @@ def download_state(federation: InProcess, run: Run, *, rounds: int) -> None:
     clients, server, method = federation.clients, federation.server, federation.clients.method
     run_state = run.federation.server.kept
     state_per_user = method.server.by_user  # names of the server's tensors with a row per user
-    server.kept = {name: t if name in state_per_user else run_state[name].clone() for name, t in server.kept.items()}
+    server.kept = server.kept | {name: run_state[name].clone() for name in server.kept if name not in state_per_user}
     # A settled server does not update the state that it has learned from all users.
     server.method = replace(method, server=method.server.settled())
     clients.plan = replace(clients.plan, method=server.method)
-    clients.state.versions[:1] = -1  # the newcomer has received nothing, not even the initial version 0
+    clients.state.versions.fill_(-1)  # the only user has downloaded no version, not even the initial version 0
     if freezes_downloaded(clients):
         clients.steps.frozen_columns = FrozenColumns(columns=clients.model.layout.mask(method.received), rounds=rounds)
     federation.download([0])  # number of the only user

@@ -135,7 +135,8 @@ class RunProgress:
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0
         self.total = self._steps_before(self.rounds)
         self.round = 0
-        self.done, self.started_at = 0, -1  # cohort steps; -1: none has been taken
+        # Cohort steps that are done, and those of them that a resumed run had done before; -1 before the first event.
+        self.done, self.done_before = 0, -1
         self.evaluating, self.result = False, ""
         self.resumed_line = ""  # once the first step of a resumed run is known
         self._began = time.perf_counter()
@@ -157,8 +158,8 @@ class RunProgress:
         Args:
             advance: The number of cohort steps since the last event.
         """
-        if self.started_at < 0:  # no event yet; a resumed run starts with round `self.round`, another with round 1
-            self.started_at = self.done = self._steps_before(self.round - 1)
+        if self.done_before < 0:  # the first event; a resumed run starts with round `self.round`, another with round 1
+            self.done_before = self.done = self._steps_before(self.round - 1)
             self._began = time.perf_counter()
             if self.round > 1:
                 self.resumed_line = f"{self.title} · resumed from the checkpoint of round {self.round - 1}"
@@ -172,8 +173,8 @@ class RunProgress:
     @property
     def left(self) -> str:
         """Estimated time left at the speed so far, such as " · about 3 h left"; empty before the first step."""
-        steps_taken, steps_left = self.done - self.started_at, self.total - self.done
-        if self.started_at < 0 or steps_taken <= 0 or not steps_left:
+        steps_taken, steps_left = self.done - self.done_before, self.total - self.done
+        if self.done_before < 0 or steps_taken <= 0 or not steps_left:
             return ""
         return f" · about {format_duration(self.seconds * steps_left / steps_taken)} left"
 
@@ -255,13 +256,13 @@ class Bars:
 
         def update_bar(event: Event) -> None:
             """Move the bar by an event."""
-            started_at = run_progress.started_at
+            done_before = run_progress.done_before
             run_progress(event)
             if run_progress.resumed_line:
                 self.say(run_progress.resumed_line)
                 run_progress.resumed_line = ""
-            if run_progress.started_at != started_at:  # the first step: a resumed run starts from there
-                self._progress.reset(task, completed=run_progress.started_at)
+            if run_progress.done_before != done_before:  # the first step: a resumed run starts from there
+                self._progress.reset(task, completed=run_progress.done_before)
             if event["event"] != "step":
                 status = run_progress.result
             elif run_progress.evaluating:
@@ -300,13 +301,15 @@ class Lines:
 
     Runs of up to :data:`FEW_ROUNDS` rounds print each round. Longer runs print the first round, and later ones if there
     was no line for :data:`PAUSE_SECONDS`, so that thousands of short rounds do not fill a log.
-
-    Args:
-        write: Writes a line.
-        stamped: Whether lines begin with the time.
     """
 
     def __init__(self, write: Callable[[str], None], *, stamped: bool = True):
+        """Create a reporter; entering its context starts the thread that prints long operations.
+
+        Args:
+            write: Writes a line.
+            stamped: Whether lines begin with the date and the time.
+        """
         self._write, self._stamped = write, stamped
         self._describe_operation: Callable[[], str] | None = None  # returns a line; None: no long operation runs
         self._last_line_at = time.perf_counter()

@@ -199,7 +199,7 @@ class Service:
         messages = [message.plain() for message in parsed.messages]
         prompt = self._refuse_invalid(lambda: self.prompts.of_messages(messages), "messages")
         ends = self._refuse_invalid(self.prompts.chat_ends, "messages")
-        return await self._respond(request, parsed, [prompt], ends)
+        return await self._respond(request, parsed, [prompt], ends=ends)
 
     async def complete(self, request: Request) -> Response:
         """Handle ``POST /v1/completions``: continue texts."""
@@ -208,7 +208,7 @@ class Service:
         self._admit(request, parsed.model)
         prompt = "" if parsed.prompt is None else parsed.prompt  # null begins a new document
         prompts = self._refuse_invalid(lambda: self.prompts.of_texts(prompt))
-        return await self._respond(request, parsed, prompts, None)
+        return await self._respond(request, parsed, prompts, ends=None)  # None: the base's own end tokens
 
     async def route(self, request: Request) -> Response:
         """Handle ``POST /v1/route``: return the expert that each token of an answer is routed to, in every layer."""
@@ -283,7 +283,7 @@ class Service:
         return new_tokens
 
     async def _respond(
-        self, http: Request, parsed: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: object
+        self, http: Request, parsed: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], *, ends: object
     ) -> Response:
         """Generate all choices for all prompts, and return the response: streamed, or whole once all have ended.
 

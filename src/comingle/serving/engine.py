@@ -253,7 +253,7 @@ class Engine:
         known = signature(self.network.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._takes_position_ids = "position_ids" in known
-        self._bound = False  # whether the network has the adapters of the active rows
+        self._is_bound = False  # whether the network has the adapters of the active rows
 
     # ------------------------------------------------------------ asked from outside
 
@@ -276,10 +276,11 @@ class Engine:
             )
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request, which :meth:`step` answers.
 
         Raises:
-            DataError: As for :meth:`check`.
+            DataError: There is no such user or no prompt.
+            TooLongError: Prompt and new tokens exceed the base's context length.
         """
         self.check(request)
         self.waiting.append(request)
@@ -301,7 +302,7 @@ class Engine:
         Raises:
             DataError: The model has no routers.
         """
-        self._bound = False  # the next step has to bind the adapters of its rows again
+        self._is_bound = False  # the next step has to bind the adapters of its rows again
         tokens = torch.tensor([*prompt, *text])
         # One pass over all tokens; the prompt has the begin-of-text token already.
         routing = self.models[name].route(tokens, context=len(tokens), begins=False)
@@ -321,6 +322,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Free the rows of cancelled requests, read waiting prompts, and generate a token for every row."""
+        # From the last row on: freeing a row moves the last row, which is checked by then, into its place.
         for number in reversed(range(len(self.active))):
             if self.active[number].request.cancelled:
                 self._free_row(number)
@@ -334,7 +336,7 @@ class Engine:
         """Answer all requests with an error and free all rows."""
         for request in [*(row.request for row in self.active), *self.waiting]:
             request.on_piece(Piece(text="", error=error))
-        self.active, self._bound = [], False
+        self.active, self._is_bound = [], False
         self.waiting.clear()
         self.cache = RowCache(self.cache.max_rows)
 
@@ -361,7 +363,7 @@ class Engine:
         for number, request in enumerate(admitted, start=first):
             self.rows.set(number, request.name)
         self.rows.bind(slice(first, first + len(admitted)))
-        self._bound = False
+        self._is_bound = False  # the network has the adapters of the new rows only
         lengths = [len(request.prompt) for request in admitted]
         prompt_cache = DynamicCache()
         logits = self._read_prompts(admitted, lengths, prompt_cache)
@@ -395,14 +397,14 @@ class Engine:
 
     def _decode(self) -> None:
         """Generate a token for every row, in one forward pass."""
-        if not self._bound:  # The rows have changed since the last step.
+        if not self._is_bound:  # rows were added or freed since the last step, so the network has others' adapters
             self.rows.bind(slice(0, len(self.active)))
-            self._bound = True
+            self._is_bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])
         position_ids = self.cache.lengths().unsqueeze(1)
         logits = self._forward(ids, self.cache.mask(), position_ids, self.cache)
         self.cache.advance()
-        self._emit(0, logits)
+        self._emit(0, logits)  # from row 0 on: every row gets a token
 
     def _forward(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: object) -> Float[Tensor, "rows vocab"]:
         """Return the logits after each row's last token; the network appends keys and values to the cache.
@@ -452,11 +454,14 @@ class Engine:
         return Piece(text=text, sampled=sampled)
 
     def _free_row(self, number: int) -> None:
-        """Remove a finished row and move the last one into its place, so that active rows stay contiguous."""
+        """Remove a row whose text has ended or was cancelled.
+
+        The last row moves into its place, so that the active rows stay contiguous.
+        """
         last = len(self.active) - 1
         self.cache.leave(number)
         if number != last:
             self.rows.move(last, number)
         self.active[number] = self.active[last]
         self.active.pop()
-        self._bound = False  # so that the next step binds the adapters of the remaining rows
+        self._is_bound = False  # so that the next step binds the adapters of the remaining rows

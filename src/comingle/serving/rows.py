@@ -93,16 +93,17 @@ class RowCache(Cache):
         return torch.arange(self.start, self.stop + 1) >= torch.tensor(self.starts).unsqueeze(1)
 
     def join(self, prompts: Cache, lengths: Sequence[int]) -> None:
-        """Append rows for new prompts: copy their keys and values, so that each prompt ends at position ``stop``.
+        """Append rows for new prompts, with a copy of their keys and values.
 
-        All rows of the cache end there, since a step writes its keys and values at one position for all rows.
+        All rows end at the position ``stop``, since a step writes its keys and values at one position for all rows.
+        Shorter texts therefore start later; ``starts`` has the position of each row's first token.
 
         Args:
             prompts: Keys and values of the left-padded prompts, from the base's forward pass over them.
             lengths: Number of tokens of each prompt.
         """
         prompt_layers: list[Any] = prompts.layers
-        if not self.starts:  # no rows, so the window begins again at position 0
+        if not self.starts:  # there are no rows, so the window of used positions begins again at position 0
             self.start = self.stop = 0
         self._reserve(prompt_layers, max(lengths))
         for own, other in zip(self.layers, prompt_layers, strict=True):
@@ -245,8 +246,9 @@ class MixedRows(Rows):
         self.network = share_weights(any_model.base.model)  # other code keeps using the base without wrappers
         inner = self.network.base_model  # without the output layer; names of LoRAs are relative to it
         self.linears: dict[str, LoraLinear] = {}
-        for name, _, _ in lora_pairs(self.stacked):
-            # Scale 1, as `_tree` multiplies B by the scale.
+        # Only the layers' names are needed here: `_bind` sets the factors A and B of the LoRAs.
+        for name, _a, _b in lora_pairs(self.stacked):
+            # Scale 1, since the stored factors B are multiplied by the LoRA's scale already.
             self.linears[name] = LoraLinear(inner.get_submodule(name), scale=1.0)
             inner.set_submodule(name, self.linears[name])
 

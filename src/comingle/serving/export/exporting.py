@@ -75,22 +75,22 @@ class UsageExample:
         code: Code that follows the lines that open the model.
         prompt: The prompt as the model reads it.
         ends: Tokens that end the text.
-        turns: Whether the model answers messages rather than continues a text.
+        is_chat: Whether the model answers messages rather than continues a text.
     """
 
     code: str
     prompt: str
     ends: Sequence[str]
-    turns: bool
+    is_chat: bool
 
     def text(self) -> list[str]:
         """Return the lines of the card that follow the code: the prompt as the model reads it, and how texts end."""
         lines: list[str] = []
         if self.prompt:
             template = "The model answers messages in its chat template. The prompt above is:"
-            lines += [template if self.turns else "The prompt is:", "", *_block("text", self.prompt)]
+            lines += [template if self.is_chat else "The prompt is:", "", *_block("text", self.prompt)]
         if self.ends:
-            what = "An answer" if self.turns else "A text"
+            what = "An answer" if self.is_chat else "A text"
             lines += [f"{what} ends with {' or '.join(f'`{end}`' for end in self.ends)}.", ""]
         return lines
 
@@ -116,7 +116,7 @@ print(answer["choices"][0]["text"])""",
 def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExample:
     """Return the model card's example of usage: code that generates a text, its prompt, and the tokens that end it.
 
-    The prompt is a message in the chat template ("turns") if the model was trained on conversations, else a text.
+    The prompt is a message in the chat template if the model was trained on conversations, else a text to continue.
 
     Args:
         base: The base.
@@ -125,18 +125,18 @@ def usage_example(base: Base, about: ModelInfo | None, format: str) -> UsageExam
     """
     tokenizer, template = base.tokenizer, chat_template_of(base, about)
     assert tokenizer is not None
-    turns = template is not None and (about is None or about.kind == CONVERSATIONS)
-    prompt = "" if turns else _EXAMPLE_TEXT
-    if turns and template is not None:
+    is_chat = template is not None and (about is None or about.kind == CONVERSATIONS)
+    prompt = "" if is_chat else _EXAMPLE_TEXT
+    if is_chat and template is not None:
         with suppress(DataError):  # The template requires other roles, so the card shows no prompt.
             prompt = template.render([{"role": "user", "content": "Hello!"}], add_prompt=True)
     eos = generation_of(base, about).eos_token_id
     ends = () if eos is None else as_tuple(eos)
     return UsageExample(
-        code=_CODE["gguf" if format == "gguf" else "transformers", turns],
+        code=_CODE["gguf" if format == "gguf" else "transformers", is_chat],
         prompt=prompt,
         ends=[str(tokenizer.decode([end])) for end in ends],
-        turns=turns,
+        is_chat=is_chat,
     )
 
 
@@ -325,10 +325,13 @@ def _relative_paths(folder: Path) -> set[str]:
 
 
 def _foreign_file(folder: Path) -> str | None:
-    """Return the first file in an exported folder that no export has written; None if there is none."""
+    """Return a file in an exported folder that no export has written, the first by name; None if there is none.
+
+    The caller then refuses to replace the folder, since the file would be lost.
+    """
     try:
         exported = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
-    except (OSError, ValueError, KeyError, TypeError):  # The list is damaged, or the export's version wrote none.
+    except (OSError, ValueError, KeyError, TypeError):  # The list is damaged, or an older version wrote none.
         # Names of files that exports write: fixed ones, and parts of large models.
         exported = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
     return min(_relative_paths(folder) - exported, default=None)

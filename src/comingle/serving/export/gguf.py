@@ -454,8 +454,11 @@ def _rope_factors(network: PreTrainedModel) -> Tensor | None:
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") == "default":
         return None
     frequencies = network.get_buffer(f"{network.base_model_prefix}.rotary_emb.inv_freq").double()
-    steps = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
-    return (config.rope_parameters["rope_theta"] ** -steps / frequencies).float()
+    exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(
+        frequencies
+    )  # 2i/d: there are d/2 frequencies
+    default_frequencies = config.rope_parameters["rope_theta"] ** -exponents
+    return (default_frequencies / frequencies).float()
 
 
 def _verify(path: Path, written: dict[str, np.ndarray]) -> None:

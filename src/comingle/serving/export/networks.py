@@ -121,7 +121,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
     from transformers import AutoModelForCausalLM
 
     merged = plain_network(base, [change for change in changes if not change.key])
-    config = _sparse_config(base, experts=len(routing.gates[0]), top_k=routing.top_k)
+    config = _sparse_config(base, num_experts=len(routing.gates[0]), top_k=routing.top_k)
     state = {name: t for name, t in merged.state_dict().items() if ".mlp." not in name}  # the same in both networks
     by_layer: dict[int, dict[str, Change]] = {}  # changes of experts by layer and linear: gate, up or down
     for change in changes:
@@ -218,12 +218,14 @@ def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "e
     return torch.stack([weight + change.only_expert(i).summed().to(weight) for i in range(num_experts)])
 
 
-def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object:
-    """Return the configuration of the sparse architecture that belongs to the base, with the base's sizes.
+def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> object:
+    """Return the configuration of a mixture-of-experts network with the sizes of a dense base.
+
+    The architecture is Mixtral for Llama and Mistral, and Qwen3's own mixture of experts for Qwen3.
 
     Args:
         base: The base.
-        experts: Number of experts.
+        num_experts: Number of experts.
         top_k: Number of experts per token.
     """
     from transformers import AutoConfig
@@ -237,7 +239,7 @@ def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> object
     values["sliding_window"] = window if family is _MIXTRAL or has_sliding_layers else None
     values |= {
         "use_cache": True,
-        family.experts: experts,
+        family.experts: num_experts,  # the key of this number differs between architectures
         family.width: base_values["intermediate_size"],
         "num_experts_per_tok": top_k,
     }
