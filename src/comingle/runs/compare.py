@@ -241,19 +241,19 @@ _OF_ONE_RUN = ("method", "seed")
 
 
 def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Collection[Path] = ()) -> dict[Path, str]:
-    """Return all runs of a comparison's folder that can be compared with those of a command, among them its own.
+    """Return the runs for the table of a comparison: those of this command, and comparable ones of earlier commands.
 
-    An earlier command may have written runs of other methods or seeds to the folder. They count if they have finished
-    and their recipes differ only in method and seed, with the same base, data and users. The others are left out with a
-    warning.
+    An earlier command may have written runs of other methods or seeds to the same folder. Such a run is comparable if
+    it has finished, has the same base, data and users, and its recipe differs only in method and seed. A run that is
+    not comparable is left out with a warning.
 
     Args:
         folder: The folder of the comparison.
-        finished: The labels of the command's finished runs, by run folder.
-        failed: Folders of the command's runs that failed, which are left out without a warning.
+        finished: The labels of this command's finished runs, by run folder.
+        failed: Folders of this command's runs that failed, which are left out without a warning.
 
     Returns:
-        The labels by run folder: the command's methods first, the others as in the last table, and each method's runs
+        The labels by run folder: this command's methods first, the others as in the last table, and each method's runs
         in the order of the seeds.
     """
     earlier_labels = {folder_name(label): label for label in methods_in_table(folder)}
@@ -267,11 +267,12 @@ def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Colle
             _log.warning("%s: left out of the comparison: %s", path, error)
     ranks = {label: rank for rank, label in enumerate(dict.fromkeys([*finished.values(), *earlier_labels.values()]))}
 
-    def place(path: Path) -> tuple[int, str, int]:
+    def order_key(path: Path) -> tuple[int, str, int]:
+        """Return the key by which runs are sorted: rank of the method, label for methods without a rank, and seed."""
         label = members.labels[path]
         return ranks.get(label, len(ranks)), label, members.recipes[path].seed
 
-    return {path: members.labels[path] for path in sorted(members.labels, key=place)}
+    return {path: members.labels[path] for path in sorted(members.labels, key=order_key)}
 
 
 class _Members:

@@ -83,6 +83,7 @@ def read_shared(
         _RANK_HANDLER.install()  # so that a message that every process logs appears once, from process 0
     ranks.each(lambda: select_gpu(recipe, ranks.place))
     take_threads(recipe, ranks.place)
+    # Chat templates may write the date into prompts, so all processes use the date of process 0.
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
     all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
     # Each process gets whole cohorts; with `users_per_step: auto` their size is not known yet.

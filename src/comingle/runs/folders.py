@@ -63,7 +63,8 @@ def open_folder(
         pooled: Whether the method trains one model on all users' data.
 
     Raises:
-        RunError: As :func:`check_folder` and :func:`check_inputs`, or the folder cannot be written to.
+        RunError: The folder may not be written to (:func:`check_folder`), the run in it has read another base or other
+            data (:func:`check_inputs`), or the file system refuses to write.
     """
     check_folder(folder, recipe, resume=resume, force=force)
     _create_folder(folder)
@@ -73,7 +74,9 @@ def open_folder(
         _refuse_links(folder)
         if resume:
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
-            if not _has_trained(folder):  # nothing depends on the method's earlier code yet
+            # Before the first checkpoint, nothing depends on the code of a user's own method or net. The code may
+            # change until then, and the files that define it are recorded anew.
+            if not _has_trained(folder):
                 write_origin(folder, recipe.method.name, recipe.base.removeprefix("net:"))
         else:
             _delete_run_files(folder)

@@ -99,15 +99,18 @@ class Given:
             )
 
     def check_net(self, recipe: Recipe, *, in_python: str) -> None:
-        """Check that a net that the recipe names is known, unless a program passes a function.
+        """Check that the net that a recipe names is registered.
+
+        Nothing is checked if a program passes a function that makes nets, since this function replaces the named net.
 
         Args:
             recipe: The recipe.
-            in_python: How a program gives its own net, for the error.
+            in_python: The end of the error message: how a Python program can use a net of its own.
 
         Raises:
-            RecipeError: There is no net of this name.
+            RecipeError: No net is registered under this name.
         """
+        # Users' nets have names such as "net:NAME". A default of `base` is the name of a language model.
         is_named = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
         if is_named and self.net is None and not kind_of(recipe).needs_base:
             require_net(recipe.base.removeprefix(NETS), in_python=in_python)
@@ -294,15 +297,15 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
 
 
 def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
-    """Return a recipe's content whose ``data`` keeps its options and marks the users as given.
+    """Return a recipe's content whose section ``data`` says that a program passes the users (``given: true``).
 
-    The result has the kind of data, which depends on the users, and on options that the program changes. The changes
-    themselves are not applied here.
+    The section keeps its options, such as the sizes of splits. It loses the keys that say where data is read from, and
+    gets the ``kind`` of the passed data. The program's changes of the recipe are not applied here.
 
     Args:
         content: The content of a recipe file; returned unchanged if it is not a mapping with a mapping ``data``.
         users: The passed users' data by name, which determines the kind of data together with the options.
-        changes: Changed keys of the recipe, whose options for ``data`` count in place of the content's.
+        changes: The program's changes by recipe key. Changed options of ``data`` help to determine the kind of data.
         nets: Whether the program passes a net, which trains on samples; samples must not be given by a path.
 
     Raises:
@@ -317,7 +320,7 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
     if nets or options.get("kind") == "samples":
         _refuse_paths(users)
     kind = kind_of_users(users, options)
-    source_keys = {"users", "dataset", *KINDS[kind].marks}  # keys that say where the data is; passed users replace it
+    source_keys = {"users", "dataset", *KINDS[kind].marks}  # keys that say where data is read from
     kept_options = {key: value for key, value in data.items() if key not in source_keys}
     return {**content, "data": {**kept_options, "kind": kind, "given": True}}
 

@@ -91,7 +91,7 @@ class TokenSampler:
             return SampledToken(token=token)
         log_probs = logits.float().log_softmax(-1)
         top_pairs: tuple[tuple[int, float], ...] = ()
-        if self.logprobs:
+        if self.logprobs:  # 0 asks for the log probability of the token alone
             top = log_probs.topk(self.logprobs)
             top_pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return SampledToken(token=token, logprob=float(log_probs[token]), top=top_pairs)
@@ -390,9 +390,10 @@ class Engine:
             cache: An empty cache, to which keys and values of the prompts are written.
         """
         width = max(lengths)
+        # Padding may be any token, here 0: the mask excludes it.
         ids = torch.tensor([[0] * (width - len(request.prompt)) + request.prompt for request in requests])
         mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)  # 0, 1, ... from the prompt's first token; 0 for padding
         return self._forward(ids, mask, position_ids, cache)
 
     def _decode(self) -> None:

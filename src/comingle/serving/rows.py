@@ -124,8 +124,7 @@ class RowCache(Cache):
     def leave(self, row: int) -> None:
         """Remove a row; the last row, with its keys and values in all layers, takes its index.
 
-        Then updates the positions at which rows start (``starts``), and the first of them (``start``). All rows end at
-        ``stop``.
+        If the removed row had the longest text, the window of used positions becomes shorter.
         """
         last = len(self.starts) - 1
         if row != last:
@@ -144,7 +143,7 @@ class RowCache(Cache):
         starts at position 0.
 
         Args:
-            like: Layers with keys and values, whose shapes and dtypes are taken for the first tensors.
+            like: Layers with keys and values. An empty cache gets tensors of the same shapes and dtypes.
             longest: Number of tokens of the longest new row; 0 without new rows.
         """
         if longest <= self.stop < self.capacity:
@@ -155,10 +154,9 @@ class RowCache(Cache):
         # A multiple of the step with at least half a step to spare, so that the next steps need no larger tensors.
         capacity = -(-(stop + CAPACITY_STEP // 2) // CAPACITY_STEP) * CAPACITY_STEP
         for own, other in zip(self.layers, like, strict=True):
-            own.stores = [
-                self._reallocated(store, stop, capacity) for store in own.stores or (other.keys, other.values)
-            ]
-        shift = stop - self.stop
+            stores = own.stores or (other.keys, other.values)  # without stores, for their shapes and dtypes only
+            own.stores = [self._reallocated(store, stop, capacity) for store in stores]
+        shift = stop - self.stop  # all rows have moved by this number of positions
         self.starts = [begin + shift for begin in self.starts]
         self.start, self.stop, self.capacity = self.start + shift, stop, capacity
 

@@ -338,9 +338,13 @@ def _foreign_file(folder: Path) -> str | None:
 
 
 def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
-    """Return the model's perplexity on the user's validation data, and the mean gates of each layer's experts there.
+    """Validate a model on its user's validation data, and measure how much its routers use each expert.
 
-    Without a router the gates are equal; a mixture of components has no gates.
+    A gate is the weight of an expert for a token. Without a router all gates are equal.
+
+    Returns:
+        The perplexity, and for each layer the mean gate of each expert over all tokens. The list is empty for a mixture
+        of components, whose weights do not depend on the token.
     """
     model = source.model
     if not isinstance(model, AdaptedModel):  # a mixture of components, without token routers
@@ -350,18 +354,20 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     if not routing.routed(model.adapters):
         equal_gates = torch.full((num_experts,), 1 / num_experts)
         return perplexity(source, _personal_losses(source, [])), [equal_gates] * num_layers
-    gates_seen: list[Tensor] = []  # each call of the losses below replaces its content
+    # The gates of the last batch of windows: `validate` computes the losses of a batch, which writes the gates here,
+    # and then asks for the gates.
+    last_gates: list[Tensor] = []
     assert source.about is not None  # it has the user's validation data
 
     def gates_of_last_batch() -> Tensor:
-        """Return the gates that the last call of the losses has recorded, ``(layers, users, ...)``."""
-        return torch.cat(gates_seen, 1)
+        """Return the gates of the last batch, ``(layers, windows, ...)``."""
+        return torch.cat(last_gates, 1)
 
     # Compiled code does not record gates.
     with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
-        score = source.about.validate(_personal_losses(source, gates_seen), gates_of_last_batch)
+        score = source.about.validate(_personal_losses(source, last_gates), gates_of_last_batch)
     present = model.adapters.present[source.row]
-    mean_gates = score.expert_scores  # scores of experts are mean gates here, by layer and expert
+    mean_gates = score.expert_scores  # the score averages the gates that it gets, by layer and expert
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in mean_gates]
 
 
@@ -376,27 +382,27 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
     return perplexity_of(source.about.validate(losses, None).mean_loss)
 
 
-def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
+def _personal_losses(source: Source, last_gates: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes per-token losses of the user's model for windows of tokens.
 
     While routers record their gates (:func:`comingle.models.routing.record_gates`), each call of the function replaces
-    the content of ``gates_seen`` with the gates of its windows.
+    the content of ``last_gates`` with the gates of its windows.
 
     Args:
         source: The user's model.
-        gates_seen: A list to which the gates are written.
+        last_gates: A list to which the gates are written.
     """
     model = source.model
     mlps = model.adapters.experts.values() if isinstance(model, AdaptedModel) else ()
 
     def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # there is only one user
-        gates_seen.clear()  # each call of model.predict overwrites the routers' gates, so they are collected here
+        last_gates.clear()  # each call of model.predict overwrites the routers' gates, so they are collected here
         losses_of_batches = []
         for batch in windows.to(model.device).unsqueeze(1):
             (losses_of_batch,) = model.predict(source.tensors, [source.row], batch)  # (1, ...): of the only user
             losses_of_batches.append(losses_of_batch)
             if isinstance(model, AdaptedModel) and any(mlp.router.record_gates for mlp in mlps):
-                gates_seen.append(routing.gates(model.adapters))
+                last_gates.append(routing.gates(model.adapters))
         return torch.stack(losses_of_batches)
 
     return losses
@@ -405,14 +411,15 @@ def _personal_losses(source: Source, gates_seen: list[Tensor]) -> Callable[[Sequ
 def losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
     """Return a function that computes per-token losses of a network of transformers.
 
-    Targets that do not count (padding, and tokens of a conversation outside responses) are negative; their loss is 0.
+    Targets that do not count are marked by negative numbers: padding by ``PAD`` = -1, and tokens of a conversation
+    outside responses by numbers below it. Their loss is 0.
     """
 
     def losses(_users: Sequence[int], windows: Tensor) -> Tensor:  # all users share the network
-        targets = windows[..., 1:]
+        targets = windows[..., 1:].clamp(min=PAD)  # all targets that do not count become PAD, which is ignored
         logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
         token_losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.clamp(min=PAD).flatten(), ignore_index=PAD, reduction="none"
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PAD, reduction="none"
         )
         return token_losses.view(targets.shape)
 

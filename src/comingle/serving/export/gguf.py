@@ -107,10 +107,14 @@ def vocabulary(
 
 
 def _tokenizer_json(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the content of a fast tokenizer's ``tokenizer.json``.
+    """Return the content of a tokenizer's ``tokenizer.json``.
+
+    Args:
+        name: The user, for the error.
+        tokenizer: The tokenizer.
 
     Raises:
-        DataError: It is not a BPE tokenizer, or not a fast one.
+        DataError: The tokenizer is not a BPE tokenizer, or it is written in Python (not "fast") and has no such file.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = json.loads(backend.to_str()) if backend is not None else {"model": {}}
