@@ -91,8 +91,7 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
 def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: Given = NOTHING) -> RunData:
     """Return the data of a finished run; the base model is loaded now, the users' data on first access.
 
-    If the base model is not the run's, an error is raised at once. If the data has changed since the run read it, an
-    error is raised on first access.
+    Both must be unchanged since the run. The base model is checked at once, the users' data on first access.
 
     Args:
         folder: The run folder.
@@ -102,9 +101,10 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
         given: Objects that a program passes instead of names and paths in the recipe.
 
     Raises:
-        RunError: There is no record of what the run read, or the base or its tokenizer changed.
+        RunError: There is no record of what the run read, or the base or its tokenizer has changed.
         BaseModelError: The base cannot be used.
     """
+    # Chat templates may write the date into prompts, which must be as in the run.
     given = replace(given, date=str(inputs.settings.get(DATE, "")))
     kind = kind_of(recipe)
     given.check_base(recipe)
@@ -123,17 +123,18 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
         return run_data.users
 
     @cache
-    def by_name() -> dict[str, Any]:
-        """Return all users by name."""
+    def users_by_name() -> dict[str, Any]:
+        """Return all users with their data by name."""
         return {user.name: user for user in read_users()}
 
     if base is not None:
         check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
-    if POPULATION in inputs.settings:
+    if POPULATION in inputs.settings:  # too many users for a record of each of them
         users = _reopened_population(folder, recipe, kind, read_users)
     else:
         users = tuple(
-            lazy_user(kind.user, name, lambda name=name: by_name()[name], cluster=of_user.cluster)
+            # `name=name` keeps this user's name in the function, which is called when the loop has ended.
+            lazy_user(kind.user, name, lambda name=name: users_by_name()[name], cluster=of_user.cluster)
             for name, of_user in inputs.users.items()
         )
     return kind.reopened(base, users, inputs.settings, net=given.net)

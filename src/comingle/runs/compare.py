@@ -369,13 +369,14 @@ def check_baseline(recipes: Mapping[Key, Recipe], folder: Path | None, against: 
     Args:
         recipes: The runs, by label of the method and seed.
         folder: The folder of the comparison; None without one.
-        against: Methods separated by commas; None for the default baseline.
+        against: The baseline, or several methods separated by commas; None for the default one.
 
     Raises:
-        RecipeError: It is not.
+        RecipeError: The baseline is not among the methods.
     """
     earlier = [] if folder is None else methods_in_table(folder)
-    baseline_of(list(dict.fromkeys([*(label for label, _ in recipes), *earlier])), against)
+    methods = dict.fromkeys([*(label for label, _ in recipes), *earlier])  # each once
+    baseline_of(list(methods), against)  # only for its error
 
 
 def parse_method(text: str) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Given:
         Raises:
             RecipeError: No net is registered under this name.
         """
-        # Users' nets have names such as "net:NAME". A default of `base` is the name of a language model.
+        # `base` is "net:NAME" for a registered net, and the name of a language model for other kinds of data.
         is_named = "base" in recipe.model_fields_set and recipe.base.startswith(NETS)
         if is_named and self.net is None and not kind_of(recipe).needs_base:
             require_net(recipe.base.removeprefix(NETS), in_python=in_python)
@@ -183,7 +183,10 @@ def _way_out(base: object) -> str:
 def recipe_with(
     recipe: AnyRecipe | None, given: Given, *, base: Any, method: Any, changes: Mapping[str, Any]
 ) -> Recipe:
-    """Return a recipe with changed keys, in which passed objects are marked as given.
+    """Return a program's recipe with its changes.
+
+    Objects that the program passes, such as users' data, cannot be part of a recipe. The recipe only says that they are
+    given, so that a run folder tells which objects to pass again.
 
     Args:
         recipe: A recipe, the path of one, its content, or None for defaults.
@@ -200,7 +203,7 @@ def recipe_with(
     has_net = given.net is not None
 
     def mark_given(content: object) -> Any:
-        """Return a recipe's content that marks passed users as given and has no base if a net was passed."""
+        """Return a recipe's content that says that users are given, and that has no base if a net is passed."""
         if given.users is not None:
             content = _with_given_users(content, given.users, changes, nets=has_net)
         if has_net and isinstance(content, Mapping):  # the net replaces a base by name

@@ -76,7 +76,7 @@ def temporary_folder_for(
                     yield outer / folder.name
                 finally:
                     shutil.rmtree(outer, ignore_errors=True)
-        except OSError:  # a full disk: the lock's holder cannot be written
+        except OSError:  # a full disk: the lock file, which names this process, cannot be written
             shutil.rmtree(outer, ignore_errors=True)
             raise
 
@@ -203,18 +203,21 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
     dataset = content.pop("dataset", None) or {}
     for key in ("users", "given", "held_out"):  # keys that describe the run's users, not the newcomer
         content.pop(key, None)
-    for key in _LIMITS:
-        if isinstance(content.get(key), dict):  # limits of the run's users by name
+    for key in _LIMITS:  # numbers of tokens to keep of a split
+        if isinstance(content.get(key), dict):  # a number for each of the run's users by name
             del content[key]
     content |= {"kind": section.kind}
-    # With a loss on classes, the run collected the classes from all its users; the newcomer may lack some of them.
+    # With classes as targets, the run has collected the classes of all its users. The newcomer's net needs all of them,
+    # but its data may lack some.
     has_class_targets = bool(run.settings.get("whole"))  # whole numbers as targets are classes
     if has_class_targets:
         class_names, num_classes = list(run.settings["labels"]), run.settings["classes"]
         content["classes"] = class_names or num_classes
     if "on_small_user" in content:  # skipping the only user would leave nothing to train
         content["on_small_user"] = "refuse"
-    if dataset and "split" in content:  # names of a data set's splits
+    # The newcomer's data does not come from the run's data set, so only the fractions of `split` apply to it, and not
+    # the names of the data set's own splits.
+    if dataset and "split" in content:
         content["split"] = {key: value for key, value in content["split"].items() if key in ("valid", "test")}
     if not isinstance(data, str | os.PathLike):
         return content | {"given": True}

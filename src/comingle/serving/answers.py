@@ -52,8 +52,8 @@ class Prompts:
             prompt: A text, the tokens of one prompt, or a list of texts or of tokens.
 
         Raises:
-            DataError: There is no prompt, an empty one that the tokenizer cannot begin, or a token outside the
-                vocabulary.
+            DataError: There is no prompt, or a token is outside the vocabulary. Or a prompt is empty, and the tokenizer
+                has no token with which a text begins.
         """
         # A list that begins with a number is the tokens of one prompt; other lists have an item for each prompt.
         is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
@@ -275,14 +275,14 @@ class Chat:
         """Return the answers of several models to the same message, without adding them to the conversation.
 
         Args:
-            models: Engine and user by title.
+            models: By title of each answer, the engine that generates it, and the user whose model answers.
             text: The message.
 
         Returns:
             The answers by title.
 
         Raises:
-            DataError: As for :meth:`say`.
+            DataError: The conversation is too long, or the base's template refuses it.
         """
         prompt = self._prompt(text)
 

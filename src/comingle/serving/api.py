@@ -234,7 +234,15 @@ class Service:
         return JSONResponse({"experts": routing.experts, "tokens": routing.tokens, "gates": routing.gates.tolist()})
 
     def _refuse_invalid(self, call: Callable[[], T], param: str = "prompt") -> T:
-        """Return the result of a function; convert a :class:`ComingleError` to the API's error about a key."""
+        """Return the result of a function, and convert its error to one of the API.
+
+        Args:
+            call: Computes something from a request, such as the tokens of its prompt.
+            param: The key of the request that the error names.
+
+        Raises:
+            ApiError: The function has raised a :class:`ComingleError`.
+        """
         try:
             return call()
         except ComingleError as error:
@@ -375,12 +383,13 @@ def serve(
     Args:
         models: Model by user.
         sock: The socket to listen on.
-        keys: Key by user; None for none.
+        keys: API key by user; None: requests need no key.
         limits: Limits on requests.
         answers: Whether the models answer messages rather than continue a text.
         ready: Called with the URL before the first request.
     """
     app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
+    # No WebSockets, which the API does not use. On a signal, running answers have 5 seconds to end.
     config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     ready(url_of(sock))

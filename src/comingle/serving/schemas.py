@@ -69,6 +69,7 @@ def _join_parts(value: object) -> object:
         kind = part.get("type", "text")
         other_keys = {key for key, item in part.items() if item is not None} - {"type", "text"}
         if kind != "text" or other_keys:
+            # The message names one problem, cut to 40 characters: the kind of the part, or its first other key.
             unsupported = str(min(other_keys) if kind == "text" else kind)
             message = f"a part with {unsupported!r:.40} is not supported here; allowed: text"
             raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
@@ -458,7 +459,10 @@ class Worker:
     def call(self, job: Callable[[], Result]) -> Future[Result]:
         """Queue a function for the engine's thread and return the future of its result.
 
-        It runs between two steps of the engine, because both it and a step use the network, with other batches.
+        The function runs between two steps of the engine, since it may use the network with a batch of its own.
+
+        Args:
+            job: The function.
 
         Raises:
             Overloaded: ``queue`` functions are already waiting.

@@ -379,7 +379,8 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
         losses: Computes per-token losses of windows of tokens.
     """
     assert source.about is not None
-    return perplexity_of(source.about.validate(losses, None).mean_loss)
+    score = source.about.validate(losses, None)  # None: without the gates of experts
+    return perplexity_of(score.mean_loss)
 
 
 def _personal_losses(source: Source, last_gates: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
@@ -659,8 +660,8 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
     """Write a network of transformers with the generation settings for the user's data.
 
-    ``config.json`` also says so if the network's experts must run one after another ("eager"), because the default
-    implementation of transformers fails for their sizes.
+    transformers' default implementation of experts fails for some sizes. For a network of such a size, a key in
+    ``config.json`` selects the implementation "eager", which runs the experts one after another.
     """
     network.generation_config = generation_of(source.model.base, source.about)
     network.save_pretrained(draft)

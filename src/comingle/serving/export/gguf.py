@@ -218,8 +218,8 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen3moe": "silu", "gpt2": "gelu_new"}
 _BLOCK = 32
 _MIXTURE = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
-_KEEP = ("ffn_gate_inp", "position_embd", "rope_freqs")
-"""Small tensors that llama.cpp keeps in float32."""
+_FLOAT32_NAMES = ("ffn_gate_inp", "position_embd", "rope_freqs")
+"""Parts of the GGUF names of small tensors that llama.cpp keeps in float32."""
 
 
 def write_gguf(
@@ -313,9 +313,15 @@ def _architecture(name: str, config: PreTrainedConfig) -> str:
 def _tensor_type(key: str, array: np.ndarray, weight_type: str) -> str:
     """Return the number format of a tensor in a file with the format ``weight_type``.
 
-    Vectors and some other tensors are F32. Q8_0 stores blocks of 32 numbers, so other row lengths are BF16.
+    Vectors, routers, positions and rotary factors are F32, as llama.cpp expects. Q8_0 stores blocks of 32 numbers, so a
+    tensor whose rows are not a multiple of 32 long is BF16.
+
+    Args:
+        key: GGUF name of the tensor.
+        array: The tensor.
+        weight_type: F32, BF16 or Q8_0.
     """
-    if array.ndim == 1 or any(part in key for part in _KEEP):
+    if array.ndim == 1 or any(part in key for part in _FLOAT32_NAMES):
         return "F32"
     return "BF16" if weight_type == "Q8_0" and array.shape[-1] % _BLOCK else weight_type
 
