@@ -235,10 +235,10 @@ def _check_methods(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None
 
 
 def groups_of(num_users: int) -> list[tuple[int, ...]]:
-    """Return the groups that train besides all users together, as tuples of user numbers.
+    """Return the groups of users that train in addition to the run of all users, as tuples of user numbers.
 
-    The groups are all pairs of three to five users, and all users but one of six to twelve. There are none for fewer or
-    more users.
+    With three to five users, every pair is a group. With six to twelve users, each group leaves out one user. With
+    fewer or more users there are no groups.
     """
     numbers = range(num_users)
     if num_users < 3 or num_users > OTHERS_UP_TO:

@@ -47,11 +47,13 @@ SelectUsers = Callable[[list[Any]], Any]
 def of_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
     """Return the recipe of a run with one user.
 
-    Settings that need several users are removed: selection by mean validation loss, robust aggregation and secure sums.
+    Settings that need several users are removed: selection by mean validation loss, robust aggregation and secure
+    aggregation.
 
     Args:
         recipe: A recipe of several users.
-        select: Selects the user's value from the recipe's lists of ranks and specialists.
+        select: Returns the user's value, given a list with a value for each user. The recipe may have such lists for
+            the ranks of adapters and the numbers of specialists.
     """
     for_one_user = {"evaluation.select": "last", "aggregation": "mean"}
     return without_sums(recipe).with_changes({**changes_for_users(recipe, select), **for_one_user})

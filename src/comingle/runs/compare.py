@@ -346,20 +346,21 @@ class _Members:
 def write_table(
     folder: Path, finished: Mapping[Path, str], against: str | None, *, failed: Collection[Path] = ()
 ) -> tuple[ComparisonTable, dict[Path, str]]:
-    """Write the table of all comparable runs of a comparison's folder, as :func:`comparison_runs` returns them.
+    """Write the table of a comparison: the runs of this command, and comparable ones of earlier commands.
 
     Args:
         folder: The folder of the comparison.
-        finished: The labels of the command's finished runs, by run folder.
-        against: The baseline: methods separated by commas. It is replaced by the default one if one of these methods
-            has no finished run.
-        failed: Folders of the command's runs that failed.
+        finished: The labels of this command's finished runs, by run folder.
+        against: The baseline: methods separated by commas. The default baseline is used if one of these methods has no
+            finished run.
+        failed: Folders of this command's runs that failed.
 
     Returns:
         The table, and the labels of its runs by run folder.
     """
     labels = comparison_runs(folder, finished, failed=failed)
-    baseline = against if against is not None and set(labels.values()) >= {*baseline_methods(against)} else None
+    has_baseline = against is not None and set(baseline_methods(against)) <= set(labels.values())
+    baseline = against if has_baseline else None
     return write_comparison(folder, list(labels), baseline, labels), labels
 
 
@@ -473,6 +474,7 @@ def compare_runs(
                 ready(run_data)
         title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
 
+        # The default value keeps this run's `title` in the function when the loop goes on to the next run.
         def make_observers(clients: Clients, title: str = title) -> list[Observer]:
             return [reporter.watch(clients, title)]
 

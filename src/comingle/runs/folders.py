@@ -115,9 +115,11 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
 
 
 def _difference_from_run(folder: Path, recipe: Recipe) -> str:
-    """Return what makes a recipe another than that of the run in a folder, which then cannot be resumed.
+    """Return the difference between a recipe and that of the run in a folder, for the error that forbids to resume it.
 
-    Empty if there is no run, if its recipe is damaged, or if both recipes compute the same.
+    Returns:
+        The first key that differs, with both values. Empty if the folder has no run, if the run's recipe is damaged, or
+        if both recipes compute the same.
     """
     if not (folder / "recipe.yaml").is_file():
         return ""
@@ -271,7 +273,8 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
     ]
     if contents[0] == contents[1]:
         return ""
-    # Other keys of the evaluation count only with one of the two values, so this key is the cause.
+    # With `evaluation.select: best` the other keys of the evaluation are part of the compared content, and otherwise
+    # they are not. So if `select` differs, these keys differ only because of it, and it is the one to report.
     if old.evaluation.select != new.evaluation.select:
         return f"evaluation.select was {old.evaluation.select!r} and is {new.evaluation.select!r}"
     before, after = map(_flattened, contents)

@@ -230,12 +230,14 @@ def recipe_with(
 
 
 def merged(recipe: Recipe, changes: Mapping[str, object]) -> dict[str, Any]:
-    """Return changes of a recipe, where a changed section also has the keys that the change does not mention.
+    """Return changes of a recipe in which sections are complete.
 
-    For example, the change ``training={"rounds": 5}`` keeps the recipe's other keys of ``training``. A mapping that
-    names another method, optimiser or aggregation rule, or other users, replaces the whole section, since the other
-    keys are settings of the old method, optimiser or rule. None as the value of a section resets the section to its
-    defaults.
+    A changed section keeps the recipe's keys that the change does not mention. For example, the change
+    ``training={"rounds": 5}`` keeps the other keys of ``training``.
+
+    Some changes replace the whole section. If a mapping names another method, optimiser or aggregation rule, the
+    recipe's other keys are settings of the old one. Other users replace the old users. None as the value of a section
+    resets the section to its defaults.
 
     Args:
         recipe: The recipe.

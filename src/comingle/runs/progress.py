@@ -130,6 +130,7 @@ class RunProgress:
     """
 
     def __init__(self, clients: Clients, title: str | None):
+        # The unit of progress is a cohort step, see `steps_before`.
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
         self._steps_before = steps_before(clients)
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0
@@ -137,8 +138,9 @@ class RunProgress:
         self.round = 0
         # Cohort steps that are done, and those of them that a resumed run had done before; -1 before the first event.
         self.done, self.done_before = 0, -1
-        self.evaluating, self.result = False, ""
-        self.resumed_line = ""  # once the first step of a resumed run is known
+        self.evaluating = False  # whether an evaluation runs
+        self.result = ""  # the newest test result, as text to print
+        self.resumed_line = ""  # at the first step of a resumed run: a line to print that says so
         self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:

@@ -41,7 +41,7 @@ class Prompts:
         """Return the tokens that end an answer in a chat.
 
         Raises:
-            DataError: The base has none.
+            DataError: The base has no token that ends an answer.
         """
         return chat_ends(self.base)
 

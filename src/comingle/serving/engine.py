@@ -241,15 +241,16 @@ class Engine:
         base = next(iter(models.values())).model.base
         assert base.tokenizer is not None
         self.models, self.tokenizer, self.device = dict(models), base.tokenizer, base.device
-        self.begin = base.begin
-        max_rows = rows if can_pad(base.model) else 1  # Rows of different lengths need padding.
+        self.begin = base.begin  # the begin-of-text token; None if texts have none
+        # Rows of different lengths need padding, which not all architectures support.
+        max_rows = rows if can_pad(base.model) else 1
         self.rows = rows_of(models, max_rows)
         self.network = self.rows.network
         self.cache = RowCache(max_rows)
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
         self.context_length = max_positions(base.model)
-        # Not all architectures have these arguments. Of the logits only those after the last token are needed.
+        # Not all architectures have these two arguments. `logits_to_keep=1` computes the logits of the last token only.
         known = signature(self.network.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._takes_position_ids = "position_ids" in known
@@ -429,7 +430,7 @@ class Engine:
 
     def _emit(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
         """Sample a token for each row from ``first`` on, pass it to the request, and free rows that have finished."""
-        # From the last row on, since freeing a row moves the last one, which then has its token already, to its place.
+        # From the last row on: freeing a row moves the last row into its place, and the last row has its token by then.
         for number in reversed(range(first, len(self.active))):
             row = self.active[number]
             try:

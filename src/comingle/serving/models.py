@@ -127,4 +127,4 @@ def users_in(run: Path) -> list[str]:
         RunError: The run is not finished.
     """
     evaluated_users = list(read_metrics(run)["users"])  # a sample if the recipe sets evaluation.users
-    return list(read_inputs(run).users) or evaluated_users  # inputs list no users of a population on disk
+    return list(read_inputs(run).users) or evaluated_users  # the record has no list of users if they are stored on disk

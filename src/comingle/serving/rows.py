@@ -190,7 +190,7 @@ class Rows(ABC):
         self.names = [""] * max_rows
 
     def set(self, row: int, name: str) -> None:
-        """Assign a row to a user, by copying its adapters there unless the row has them already."""
+        """Assign a row to a user: copy the user's adapters into the row, unless the row has them already."""
         if self.names[row] != name:
             for slot, tensor in self.user_tensors[name].items():
                 self.stacked[slot][row] = tensor[0]  # from (1, ...), one user, into (max_rows, ...)

@@ -333,6 +333,7 @@ class PieceQueue:
         """Return a callback for the engine's thread that queues the pieces of the text with this index."""
 
         def on_piece(piece: Piece) -> None:
+            # A closed loop means that the server has stopped, so the answer has no reader.
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(self.queue.put_nowait, (number, piece))
 

@@ -285,12 +285,17 @@ def check_target(folder: Path, *, force: bool) -> None:
 
 @contextmanager
 def replace_folder(folder: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a draft folder that replaces ``folder`` atomically on success.
+    """Yield an empty temporary folder, which replaces ``folder`` when the caller has written its files.
 
-    Only its owner can read it, because the weights have been trained on private text.
+    If the caller fails, ``folder`` stays as it was. Only the owner can read the new folder, because the weights have
+    been trained on private text.
+
+    Args:
+        folder: Where the export is to be.
+        force: Whether to replace an existing export.
 
     Raises:
-        RunError: As for :func:`check_target`, or the disk cannot be written to.
+        RunError: An export may not be written to the folder (:func:`check_target`), or the disk cannot be written to.
     """
     from safetensors import SafetensorError
 
@@ -434,18 +439,18 @@ _PROBE_TOKENS = 16
 
 
 def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
-    """Export a user's model by :func:`export`; this implements ``PersonalModel.export``.
+    """Export a user's model to a folder, in a format of another program; this implements ``PersonalModel.export``.
 
     Args:
         personal: The model to export.
         folder: Where to write.
-        format: As for :func:`export`.
-        dtype: As for :func:`export`.
-        force: As for :func:`export`.
+        format: One of :data:`FORMATS`.
+        dtype: Number format of the weights; None for the base's.
+        force: Whether to replace an existing export.
 
     Raises:
-        RunError: The base is quantised, or as for :func:`export`.
-        DataError: As for :func:`export`.
+        DataError: The model cannot be exported in this format; the message names the reason and a format that works.
+        RunError: The base is quantised, the format or number format is unknown, or the folder cannot be written to.
     """
     if personal.model.base.quantised:
         problem = f"quantise: got {personal.model.base.quantised}; an export needs unquantised base weights"
