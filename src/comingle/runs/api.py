@@ -60,9 +60,10 @@ def of_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
 
 
 def without_sums(recipe: Recipe) -> Recipe:
-    """Return the recipe for a single user without secure aggregation, which cannot hide a single upload in a sum.
+    """Return the recipe without privacy settings that make no sense for a single user.
 
-    Example-level differential privacy is dropped too, since it protects uploads, and this user uploads nothing.
+    Secure aggregation hides each upload in a sum over several users. Example-level differential privacy protects
+    uploads, and a single user uploads nothing. If a recipe has one of these, its whole section ``privacy`` is dropped.
     """
     privacy = recipe.privacy
     if privacy is None or (privacy.secure_aggregation is None and not protects_examples(privacy.mechanism)):

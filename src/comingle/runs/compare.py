@@ -279,12 +279,17 @@ class _Members:
     """The runs of a comparison, to which comparable ones of earlier commands can be added."""
 
     def __init__(self, finished: Mapping[Path, str]):
+        """Start with the finished runs of this command.
+
+        Args:
+            finished: Their labels, by run folder.
+        """
         self.labels = dict(finished)
         """Labels by run folder."""
         self.recipes = {path: load_recipe(path) for path in finished}
         """Recipes by run folder."""
         self._first = next(iter(finished))  # the run that others are compared with
-        self._users = set(read_metrics(self._first)["users"])
+        self._users = set(read_metrics(self._first)["users"])  # names of the evaluated users
 
     def add(self, path: Path, labels: Mapping[str, str]) -> None:
         """Add a run of an earlier command, if it can be compared with the others.

@@ -192,13 +192,15 @@ def compare(
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
         metrics = {key: _metrics_or_raise(result) for key, result in runs}
     if folder is not None:
-        _, labels = write_table(folder, labels_of(recipes, folder), against)  # labels by run folder
+        _table, labels = write_table(folder, labels_of(recipes, folder), against)  # labels by run folder
         for path, label in labels.items():  # also runs of earlier commands in the folder
             earlier = read_metrics(path)
             metrics.setdefault((label, earlier["seed"]), earlier)
-    if against is not None and not {label for label, _ in metrics} >= {*baseline_methods(against)}:
-        against = None  # a method of an earlier call, whose runs cannot be compared with these
-    return Comparison(folder=folder, metrics=metrics, baseline=against)
+    # The baseline may be a method of an earlier call whose runs cannot be compared with these; the result then has the
+    # default baseline.
+    labels_in_result = {label for label, _seed in metrics}
+    has_baseline = against is not None and labels_in_result.issuperset(baseline_methods(against))
+    return Comparison(folder=folder, metrics=metrics, baseline=against if has_baseline else None)
 
 
 def _metrics_or_raise(result: Run | ComingleError) -> dict[str, Any]:
@@ -223,14 +225,16 @@ def advise(
 ) -> Advice:
     """Run short trials to see whether users gain from each other and with which method, like ``comingle advise``.
 
-    Runs ``local`` and each of ``methods`` with all users, and the first method with smaller groups: each pair of three
-    to five users, or all but one of six to twelve. Nothing is written.
+    Runs ``local`` and each of ``methods`` with all users, and the first method also with smaller groups of users. With
+    three to five users, every pair is a group. With six to twelve users, each group leaves out one user. Nothing is
+    written.
 
     Args:
         recipe: As in :func:`run`.
         methods: Names of methods that share parameters. None: ``fedavg`` and ``comigs-1g1s``, or ``fedavg`` and
             ``floral`` for users with samples.
-        seeds: The seeds of each run; intervals need two. None: three or five, depending on the amount of data.
+        seeds: The seeds of each run; confidence intervals need two or more. None: three or five, depending on the
+            amount of data.
         rounds: The number of rounds of each run, in place of the recipe's.
         users: As in :func:`run`.
         base: As in :func:`run`.

@@ -56,7 +56,7 @@ class Given:
     """Named base models that this process has loaded, by their settings. A base that is not among them is added."""
 
     def check(self, recipe: Recipe) -> None:
-        """Check that all objects that the recipe expects from a program are here, and fit it.
+        """Check that the program has passed all objects that the recipe expects, and none that it cannot use.
 
         Raises:
             DataError: The users are missing.
@@ -163,16 +163,20 @@ def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, los
         return Given(users=users, method=method, loss=loss, loaded=(base[0], base[1]))
     if callable(base) and not isinstance(base, nn.Module):
         return Given(users=users, method=method, loss=loss, net=base)
-    raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}{_way_out(base)}")
+    raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}{_hint_for_module(base)}")
 
 
-def _way_out(base: object) -> str:
-    """Return what to pass in place of a net, as the end of an error message; empty for other objects."""
+def _hint_for_module(base: object) -> str:
+    """Return the end of the error about a wrong base: a hint if a program passed a module instead of a function.
+
+    Each user needs a net of its own, so a program passes a function that makes nets. The class of a user's own net can
+    be such a function. The hint is empty for other objects, and for a language model, which lacks its tokenizer.
+    """
     # Without transformers the name PreTrainedModel stands for nn.Module.
     is_language_model = PreTrainedModel is not nn.Module and isinstance(base, PreTrainedModel)
     if not isinstance(base, nn.Module) or is_language_model:
         return ""
-    needs_arguments = type(base).__module__.startswith("torch.")
+    needs_arguments = type(base).__module__.startswith("torch.")  # such as nn.Linear, which needs sizes
     return (
         "; pass a function that makes one"
         if needs_arguments
@@ -332,7 +336,7 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
 
 @contextmanager
 def lending(methods: Sequence[object]) -> Iterator[list[object]]:
-    """Register methods that a program passes while the context is entered, so that recipes can name them.
+    """Register the methods that a program passes, so that recipes can name them; unregister them on exit.
 
     Args:
         methods: Methods as in :func:`comingle.run`; None stays None.

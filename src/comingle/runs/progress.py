@@ -86,21 +86,18 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 def steps_before(clients: Clients) -> Callable[[int], int]:
     """Return a function from a number ``n`` of rounds to the number of cohort steps in the first ``n`` rounds.
 
-    A cohort step is one local step of one cohort, the unit in which progress is shown. A method may train several
-    copies of each user's tensors; each copy takes a place in a cohort. If the recipe lists the participants of its
-    rounds, the list repeats periodically.
+    A cohort step is one local step of one cohort, the users that are trained in one batch. Progress is shown in this
+    unit. If a method trains several copies of each user's tensors, each copy counts as a user of a cohort. If the
+    recipe lists the participants of its rounds, the list repeats periodically.
 
     Args:
         clients: The clients of the run, in this process.
     """
     plan, names = clients.plan, clients.population_names
-    copies, cohort_size, local_steps = (
-        clients.method.placement.copies,
-        clients.pass_size.users,
-        clients.steps.local_steps,
-    )
+    copies, cohort_size = clients.method.placement.copies, clients.pass_size.users
+    local_steps = clients.steps.local_steps
     has_all_users = len(names) == len(clients.trainers)  # else several processes share the users
-    if isinstance(plan.participation, float | int) and has_all_users:
+    if isinstance(plan.participation, float | int) and has_all_users:  # all rounds have equally many participants
         num_rows = sample_size(plan.participation, len(names)) * copies
         steps_per_round = -(-num_rows // cohort_size) * local_steps  # cohorts, rounded up, times steps
         return lambda rounds: rounds * steps_per_round

@@ -91,7 +91,8 @@ class Run:
         """
         require_user(name, self.users)
         clients = self.federation.clients
-        # The row of the tensors that are the user's model, and the trainer whose data they were trained on.
+        # The tensors of all users' models are stacked; the user's model is one row. With a method that pools all data,
+        # all users share the row, which a single trainer has trained.
         row, model = clients.row_of[self.users.index(name)], clients.model
         (trainer,) = clients.owners([row])
         # Methods that fine-tune at the end do it for this user only, while its tensors are copied.

@@ -100,7 +100,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     Args:
         run: The run.
         label: The label of the run.
-        texts: Names and texts; without any, the users' test texts.
+        texts: Pairs of a name and a text. If there are none, the users' test texts are routed.
         users: Names of users.
         length: The number of tokens to route of each text.
 
@@ -125,14 +125,15 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))  # in the order of `users`
     context = clients.plan.training.context
-    routes = [[model.route(ids, context=context) for model in models] for _, _, ids in streams]  # texts x users
+    # For each text, how each user's model routes it.
+    routes = [[model.route(ids, context=context) for model in models] for _name, _owner, ids in streams]
     return TokenView(
         label=label,
         users=tuple(users),
-        experts=tuple(routing.experts for routing in routes[0]),
+        experts=tuple(routing.experts for routing in routes[0]),  # of each user; the same for all texts
         texts=tuple(
             Text(name=name, owner=owner, tokens=routes_of_text[0].tokens)  # the tokens are the same for all users
-            for (name, owner, _), routes_of_text in zip(streams, routes, strict=True)
+            for (name, owner, _ids), routes_of_text in zip(streams, routes, strict=True)
         ),
         gates=tuple(tuple(routing.gates.numpy() for routing in routes_of_text) for routes_of_text in routes),
         in_distribution=run.recipe.data.in_distribution,

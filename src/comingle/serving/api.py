@@ -119,8 +119,8 @@ class Service:
         Raises:
             ApiError: The key opens no model.
         """
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        names = self.keys.users_of(key.strip() if kind.lower() == "bearer" else "")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        names = self.keys.users_of(key.strip() if scheme.lower() == "bearer" else "")
         if self.keys.required and not names:
             raise ApiError(401, "invalid or missing key; send it as Authorization: Bearer KEY", code="invalid_api_key")
         return names
@@ -218,12 +218,19 @@ class Service:
         if parsed.messages is not None and parsed.prompt is not None:
             raise ApiError(400, "prompt: got messages too; allowed: one of the two", param="prompt")
         messages = [message.plain() for message in parsed.messages or ()]
-        prompt = self._refuse_invalid(
-            lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(parsed.prompt or "")[0]
-        )
+
+        def prompt_tokens() -> list[int]:
+            """Return the tokens before the answer: of the messages, or else of the prompt."""
+            if messages:
+                return self.prompts.of_messages(messages)
+            (tokens,) = self.prompts.of_texts(parsed.prompt or "")  # without a prompt the answer begins a document
+            return tokens
+
+        prompt = self._refuse_invalid(prompt_tokens)
+        # `split_special_tokens`: "<|im_end|>" in the answer is read as characters, not as the special token.
         text: Any = self.engine.tokenizer(parsed.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         self._refuse_invalid(lambda: self.prompts.base.require_rows(text, "the text"), "text")
-        self._require_room(len(prompt) + len(text), 0, "text")
+        self._require_room(len(prompt) + len(text), 0, "text")  # 0: no tokens are generated
         try:
             job = self.worker.call(lambda: self.engine.route(parsed.model, prompt, list(text)))
             routing = await asyncio.wrap_future(job)
@@ -253,11 +260,11 @@ class Service:
 
         Args:
             prompt_tokens: Number of tokens in the prompt.
-            new_tokens: Number of tokens to generate.
+            new_tokens: Number of tokens to generate; 0 for a request that only reads.
             param: Key of the prompt in the request, for the error.
 
         Raises:
-            ApiError: They do not fit.
+            ApiError: Prompt and new tokens together are longer than the context.
         """
         limit = self.engine.context_length
         if limit is not None and prompt_tokens + new_tokens > limit:
@@ -301,7 +308,7 @@ class Service:
             http: The HTTP request.
             parsed: Its body.
             prompts: Tokens of each prompt.
-            ends: Tokens that end an answer; None for those of the base.
+            ends: Tokens that end an answer, as an ``eos_token_id`` of transformers; None for those of the base.
 
         Raises:
             ApiError: Too many or too long answers are requested, or the queue is full.
@@ -310,6 +317,7 @@ class Service:
         if count * len(prompts) > self.limits.choices:
             message = f"got {count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
             raise ApiError(400, message, param="n")
+        # A request may have any whole number as its seed, but random generators take 64 bits at most.
         seed = secrets.randbits(48) if parsed.seed is None else parsed.seed % 2**63
         piece_queue, requests = PieceQueue(), list[engines.Request]()
         for prompt in prompts:
@@ -347,7 +355,9 @@ class Service:
             events = stream(piece_queue, answer, stops, usage=parsed.includes_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         choices = await while_connected(http, collect_choices(piece_queue, stops))
-        return Response(status_code=499) if choices is None else JSONResponse(answer.body(choices))
+        if choices is None:  # the client has disconnected, so no one reads the response
+            return Response(status_code=499)
+        return JSONResponse(answer.body(choices))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -64,20 +64,20 @@ class TokenSampler:
     """Samples the tokens of one text as transformers' ``generate`` does, with a random stream of its own."""
 
     def __init__(
-        self, sampling: Sampling, prompt: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
+        self, sampling: Sampling, prompt_tokens: int, ends: tuple[int, ...], device: torch.device, logprobs: int | None
     ) -> None:
         """Create the sampler of a text that has not begun.
 
         Args:
             sampling: How tokens are sampled.
-            prompt: Number of tokens in the prompt.
+            prompt_tokens: Number of tokens in the prompt.
             ends: Tokens that end the text.
             device: Device of the logits.
             logprobs: Number of most likely tokens to return with each token; None for no log probabilities.
         """
         # Temperature, top-k and so on. If sampling is on, the last one draws a token and sets all other scores to -inf.
-        self.process_scores: Callable[..., Tensor] = row_processors(sampling, prompt, ends, device)
-        self.has_processors = bool(self.process_scores)
+        self.process_scores: Callable[..., Tensor] = row_processors(sampling, prompt_tokens, ends, device)
+        self.has_processors = bool(self.process_scores)  # the list of processors may be empty
         self.device, self.logprobs = device, logprobs
 
     def __call__(self, logits: Float[Tensor, " vocab"], tokens: list[int]) -> SampledToken:
@@ -346,7 +346,8 @@ class Engine:
     def _add_waiting(self) -> None:
         """Read the prompts of waiting requests in one forward pass, and add a row with its first token for each.
 
-        It takes as many requests as there are free rows, and as their padded prompts fit :data:`PROMPT_TOKENS`.
+        Requests wait for the next step if no row is free, or if the padded prompts of the pass would have more than
+        :data:`PROMPT_TOKENS` tokens. A pass has at least one prompt, whatever its length.
         """
         admitted: list[Request] = []
         while self.waiting and len(self.active) + len(admitted) < self.cache.max_rows:

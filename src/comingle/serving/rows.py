@@ -337,10 +337,10 @@ def prepare(network: PreTrainedModel) -> None:
 def without_adapters(personal: PersonalModel) -> PersonalModel:
     """Return a user's model named "pretrained" that computes the same as the base, for comparison with it.
 
-    Factors B of all LoRAs and residuals are zero, so adapters add nothing. Each component of a mixture then equals the
-    base. Its router's entries are zero, too: logits of the components' weights, which become equal, and logarithms of
-    the powers to which their probabilities are raised, which become 1. So the mixture equals the base.
+    All factors B of LoRAs and all residuals are set to zero, so that adapters add nothing. In a mixture of models, each
+    component then equals the base. A mixture may raise the components' probabilities to learned powers, whose
+    logarithms are in the router. The router is set to zero, so these powers are 1, and the mixture equals the base.
     """
-    zeroed = (".b", f".{OUT}", CLIENT_ROUTER)  # endings of the names of such tensors
+    zeroed = (".b", f".{OUT}", CLIENT_ROUTER)  # ends of the names of factors B, residuals and a mixture's router
     tensors = {name: torch.zeros_like(t) if name.endswith(zeroed) else t for name, t in personal.tensors.items()}
     return replace(personal, name="pretrained", tensors=cast(dict[str, Tensor], tensors))

@@ -109,15 +109,15 @@ class SamplingKeys(_Strict):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
 
-    def sampling(self, new: int, seed: int) -> Sampling:
+    def sampling(self, max_new_tokens: int, seed: int) -> Sampling:
         """Return the sampling settings, with the API's defaults: temperature 1, no truncation.
 
         Args:
-            new: Largest number of new tokens.
+            max_new_tokens: Largest number of new tokens.
             seed: Seed of the random stream.
         """
         return Sampling(
-            max_new_tokens=new,
+            max_new_tokens=max_new_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,

@@ -213,7 +213,8 @@ class Card:
     def _metrics(self) -> list[str]:
         """Return the section with the model's scores as Markdown lines; no lines if there are none.
 
-        An exported approximation also has its perplexity and that of the mixture which it replaces (``lost``).
+        The card of an approximation also compares two perplexities (``lost``): that of the exported model, and that of
+        the mixture of experts that it replaces.
         """
         scores = {**(self.about.scores if self.about else {}), **self.lost}
         if not scores:
@@ -244,7 +245,8 @@ def licence_of(base: Base) -> str:
     card = base.origin / "README.md" if isinstance(base.origin, Path) else None
     if card is None or not card.is_file():
         return ""
-    front_matter = card.read_text(encoding="utf-8", errors="replace").split("---")[1:2]  # between the first two lines
+    # A card begins with YAML between two lines "---"; the text before the first of them is empty.
+    front_matter = card.read_text(encoding="utf-8", errors="replace").split("---")[1:2]
     match = re.search(r"^license:\s*([\w.-]+)\s*$", front_matter[0], re.MULTILINE) if front_matter else None
     return match[1] if match else ""
 

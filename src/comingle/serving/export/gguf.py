@@ -126,14 +126,14 @@ def _tokenizer_json(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
     """Return llama.cpp's name for a byte-level pre-tokenizer, which splits texts before merges are applied.
 
-    llama.cpp has such a name for each pre-tokenizer that it implements, and no general description.
+    GGUF files cannot describe a pre-tokenizer. They name one of those that llama.cpp implements.
 
     Args:
         name: The user, for messages.
         settings: Content of ``tokenizer.json``.
 
     Raises:
-        DataError: llama.cpp does not implement it.
+        DataError: llama.cpp does not implement the pre-tokenizer.
     """
     outer = settings["pre_tokenizer"] or {}
     parts = outer.get("pretokenizers", [outer])
