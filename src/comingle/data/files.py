@@ -98,10 +98,10 @@ def max_decompressed_bytes() -> int:
 
 
 def open_bytes(path: Path) -> Any:
-    """Open a file for reading bytes, and decompress it if it has the suffix of a compression.
+    """Open a file for reading bytes; decompress files with the suffix ``.gz`` or ``.xz``.
 
-    Against decompression bombs, reading raises an ``OSError`` when a compressed file expands to more than 200 times its
-    size and 64 MiB, or to more than :func:`max_decompressed_bytes`.
+    A small file that expands to gigabytes (a decompression bomb) would fill the memory. Reading therefore raises an
+    ``OSError`` beyond :func:`max_decompressed_bytes`. Beyond 64 MiB, it also does beyond 200 times the compressed size.
 
     Raises:
         OSError: The file cannot be opened.

@@ -96,10 +96,11 @@ def _arrays_of_answers(user: UserAnswers) -> Arrays:
 
 
 def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
-    """Return the user with conversations from the arrays of :func:`_arrays_of_answers`."""
+    """Return a user's conversations from their arrays: the inverse of :func:`_arrays_of_answers`."""
 
     def of_split(split: str) -> Answers:
-        """Return the conversations of one split."""
+        """Return the conversations of one split; see :class:`Answers` for its fields."""
+        # The fields that are not tensors are stored together, as the bytes of a JSON list.
         references, limit, measures, ends = json.loads(arrays[f"{split}.{_METADATA}"].numpy().tobytes())
         return Answers(
             windows=arrays[f"{split}.windows"],
@@ -299,13 +300,17 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_population(folder: Path) -> LazyPopulation[Any]:
-    """Return a lazy population that reads each user from the folder on access.
+    """Return the users of a population on disk as a sequence that reads each user on access.
+
+    The folder has the encoded data of all users in one file. The table ``ends`` has the end of each user's data in this
+    file, and its checksum.
 
     Raises:
         DataError: The folder is not a population or was changed. A user's data is verified when the user is accessed,
             which raises the same error.
     """
     about = read_about(folder)
+    # The conversion of arrays to users of the stored type; None for an unknown type.
     form = next((form for user_type, form in FORMS.items() if user_type.__name__ == about.get("type")), None)
     try:
         checksums = about["sums"] if form else {}  # without a form, the check of the lengths below raises the error

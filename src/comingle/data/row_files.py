@@ -259,33 +259,37 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
 
     Skips a byte order mark and blank lines. Memory is bounded by the longest row.
 
+    Args:
+        path: The file; the suffix ``.json`` allows objects that span several lines.
+        bad: Collects rows that are not JSON objects.
+
     Raises:
         DataError: The file cannot be read, or a list has a syntax error, after which no row can be located.
     """
     try:
         with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as file:
-            # The first line may be a whole list in gigabytes, so no more of it is read than is needed to see that.
-            number, line = 1, file.readline(_CHUNK_CHARACTERS)
+            # The first line may be a list of many gigabytes. A chunk of it shows whether it is a list.
+            line_number, line = 1, file.readline(_CHUNK_CHARACTERS)
             while line and not line.strip():  # skip blank lines, which may be longer than a chunk
-                number += int(line.endswith("\n"))
+                line_number += int(line.endswith("\n"))
                 line = file.readline(_CHUNK_CHARACTERS)
             if line.lstrip().startswith("["):
-                yield from _stream_objects(file, line, number, path, bad)
+                yield from _stream_objects(file, line, line_number, path, bad)
                 return
-            if not line.endswith("\n"):
-                line += _read_line(file, path, number)
-            if suffix_of(path) == ".json" and not _is_object(line):  # an object in several lines
-                yield from _stream_objects(file, line, number, path, bad)
+            if not line.endswith("\n"):  # only a chunk of the first line was read: read the rest
+                line += _read_line(file, path, line_number)
+            if suffix_of(path) == ".json" and not _is_object(line):  # the first object spans several lines
+                yield from _stream_objects(file, line, line_number, path, bad)
                 return
             while line:
                 if line.strip():
                     try:
                         row = _parse_object(line)
                     except ValueError as error:
-                        bad.add(f"{path}: line {number}", str(error))
+                        bad.add(f"{path}: line {line_number}", str(error))
                     else:
-                        yield f"line {number}", row
-                number, line = number + 1, _read_line(file, path, number + 1)
+                        yield f"line {line_number}", row
+                line_number, line = line_number + 1, _read_line(file, path, line_number + 1)
     except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text with JSON: {error}") from None
 

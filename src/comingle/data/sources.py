@@ -166,7 +166,8 @@ def no_texts_error(source: str | Path | Sequence[str | Path], text: str, user: s
         user: Column that names a row's user.
         **options: Further arguments of :func:`comingle.data.tables.read_tables`.
     """
-    all_rows = (row for table in read_tables(source, **options) for row in table.read(BadRows("skip"), None))
+    all_columns = None
+    all_rows = (row for table in read_tables(source, **options) for row in table.read(BadRows("skip"), all_columns))
     if next(all_rows, None) is not None:
         return DataError(
             f"{source_label(source)}: no row has both text in column {text!r} and a user in column {user!r}"

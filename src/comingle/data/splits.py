@@ -216,6 +216,9 @@ class Mixture:
     def texts(self) -> Iterator[UserText]:
         """Yield the users in the order in which they were added, with mixtures as valid and test.
 
+        For each held-out split, cuts every user's documents into U shares, one for the mixture of each of the U users.
+        A user's mixture has one share of each user.
+
         Raises:
             DataError: A user has no documents in a split that others have.
         """
@@ -226,8 +229,8 @@ class Mixture:
                 self._shares[split] = shares = self.make_lists(split)
                 for contributor in by_name:
                     # `_own` has three lists of documents for each user: train, valid and test.
-                    own, name = self._own[3 * contributor + position], self.names[contributor]
-                    for share in cut_shares(own, quota, len(by_name), split, self.seed, name):
+                    documents, name = self._own[3 * contributor + position], self.names[contributor]
+                    for share in cut_shares(documents, quota, len(by_name), split, self.seed, name):
                         shares.add(share)
                 shares.finish()
         receivers = {user: position for position, user in enumerate(by_name)}  # positions in the order of names

@@ -399,8 +399,8 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Read the sources and yield the data of one user after another.
 
         Args:
-            rows: An empty store, in memory or on disk. If one table has the rows of all users in any order, the reader
-                fills the store with them and takes them out again grouped by user.
+            rows: An empty store, in memory or on disk. Readers of a table with the rows of all users need it to group
+                these rows by user; other readers leave it empty.
 
         Raises:
             DataError: A source cannot be read, or users without data are refused.

@@ -249,7 +249,9 @@ def read_tables(
 def _tables_of(source: str, name: str | None, data_files: object, stream: bool) -> Iterator[Table]:
     """Open the tables of one source; for the arguments see :func:`read_tables`.
 
-    Local files and folders of rows are read here, all other sources with ``datasets``.
+    Reads local files and plain folders of rows without the package ``datasets``. All other sources need it: data sets
+    of the hub, folders that ``datasets`` saved, folders whose README.md lists data files, and folders from which
+    ``name`` or ``data_files`` select files.
     """
     path = expand_home(source)
     if not source.startswith(HUB_PREFIX) and os.path.exists(path):
@@ -260,7 +262,8 @@ def _tables_of(source: str, name: str | None, data_files: object, stream: bool) 
                 raise DataError(f"{path}: not a file of rows; allowed: {allowed}")
             yield open_table(path)
             return
-        if not is_saved(path) and name is None and data_files is None and not _has_configurations(path):
+        selects_files = name is not None or data_files is not None
+        if not is_saved(path) and not selects_files and not _has_configurations(path):
             yield from _tables_of_folder(path)
             return
     with open_splits(source, name=name, data_files=data_files, stream=stream) as splits:

@@ -357,10 +357,10 @@ class Encoder:
     def notes(self) -> list[str]:
         """Warnings over all users: conversations that are too long, and tool calls that the template does not write."""
         notes = [self.too_long_line] if self.too_long_line else []
-        if calls := self.counts["calls"]:
+        if num_responses := self.counts["calls"]:
             notes.append(
-                f"{calls} responses have tool calls that the base model's chat template does not write; they have no "
-                "loss"
+                f"{num_responses} responses have tool calls that the base model's chat template does not write; they "
+                "have no loss"
             )
         return notes
 
@@ -392,14 +392,16 @@ def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[
 
 
 def find_shortages(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
-    """Return which of the splits that will be used have no conversations, for each user with such a split.
+    """Return the users that lack conversations in a split that a run needs, with a phrase that names these splits.
+
+    A run needs train and test. The phrase also says how many conversations were left out as too long.
 
     Args:
         users: Users, encoded or not.
-        needs_validation: The method needs validation data.
+        needs_validation: A run needs valid too, since the method uses validation data.
 
     Returns:
-        Phrases such as "no conversations in train and test", by the names of these users.
+        Phrases such as "no conversations in train and test", by the name of the user.
     """
     used_splits = ("train", "valid", "test") if needs_validation else ("train", "test")
     empty_splits = {user.name: [split for split in used_splits if not len(getattr(user, split))] for user in users}
@@ -499,16 +501,16 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         return about, [*self.encoder.notes, *lines]
 
     def text(self, read: UserConversations) -> UserText:
-        """Join the messages of each conversation, for the search for overlaps between splits.
+        """Return a user's conversations as plain texts, to find held-out texts that are also in the training data.
 
         System messages are excluded, since a user's conversations often share one.
         """
 
         def texts_of(conversations: Sequence[PlacedConversation]) -> tuple[str, ...]:
-            """Return one text for each conversation."""
+            """Return one text for each conversation: its messages, joined."""
             return tuple(
                 " ".join(message["content"] for message in messages if message["role"] != "system")
-                for _, messages in conversations
+                for _place, messages in conversations
             )
 
         return UserText(

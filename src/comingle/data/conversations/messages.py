@@ -159,13 +159,15 @@ def _prompt_and_response(row: Mapping[str, object], columns: Columns) -> list[Me
         ValueError: A column is missing, or a value is not text.
     """
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
-    optional = [name for name in columns.prompt[1:] if has_column(row, name)]
-    if missing := [name for name, value in values.items() if value is None and name not in optional]:
+    may_be_empty = [name for name in columns.prompt[1:] if has_column(row, name)]
+    if missing := [name for name, value in values.items() if value is None and name not in may_be_empty]:
+        # Without names in the recipe, the missing column is a default and cannot be misspelt.
         hint = did_you_mean(missing[0], row) if columns.named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.description}.{hint}")
     texts = {name: _read_text(value, name) for name, value in values.items() if value is not None}
     prompts = [texts[name] for name in columns.prompt if name in texts]
     has_several = len(columns.prompt) > 1
+    # Several prompts are joined without the empty ones. The only prompt is used as it is, even if it is empty.
     prompt = "\n\n".join(text for text in prompts if text.strip()) if has_several else prompts[0]
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
@@ -196,12 +198,12 @@ def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
 
 
 def _prepend_system(messages: list[MessageRecord], value: object, column: str) -> list[MessageRecord]:
-    """Prepend the value of a system column as a message, if it has one.
+    """Prepend the system message of a row's column, unless the column is empty or the message is already there.
 
     Args:
         messages: Messages of the conversation.
-        value: Value of the column.
-        column: Name of the column, for messages.
+        value: Value of the column, which holds a system message.
+        column: Name of the column, for error messages.
 
     Raises:
         ValueError: The conversation begins with a different system message already, or the value is not text.

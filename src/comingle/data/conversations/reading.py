@@ -242,7 +242,10 @@ def split_records(
     *,
     split: SplitSection | None = None,
 ) -> UserConversations:
-    """Read the conversations in a user's rows and split them: as given, or by fractions, shuffled by (seed, name).
+    """Read the conversations in a user's rows, and return them as train, valid and test.
+
+    If ``split.given`` is set, the rows keep their splits; a missing valid may be cut from train. Otherwise all
+    conversations are shuffled by (seed, name) and split by the fractions.
 
     Args:
         data: The recipe's section.
@@ -251,13 +254,15 @@ def split_records(
         records_by_split: Rows by the splits that they are in.
         name: Name of the user.
         seed: Seed of the shuffle.
-        split: Fractions and names of splits; by default those of the section.
+        split: Fractions and names of splits; by default those of the section ``data``.
 
     Raises:
         NoTextError: There are no conversations, or a requested split is missing.
     """
     split = split or data.split
-    max_conversations, held_out = data.max_conversations_of(name), (split.test_name, split.valid_name or "")
+    max_conversations = data.max_conversations_of(name)
+    # A duplicate is kept in test, else in valid, so that no held-out conversation is also trained on.
+    held_out = (split.test_name, split.valid_name or "")  # "" if the recipe names no validation split
     all_conversations = {
         key: _conversations(data, bad, name, records[:max_conversations]) for key, records in records_by_split.items()
     }
@@ -276,7 +281,7 @@ def split_records(
     train, test = tuple(by_split[split.train_name]), by_split[split.test_name]
     valid = by_split.get(split.valid_name or "")
     if valid is None:
-        train, valid, _ = split_by_count(train, split.valid, 0.0, seed, name)
+        train, valid, _no_test = split_by_count(train, split.valid, 0.0, seed, name)  # test is given
     return UserConversations(name=name, train=train, valid=tuple(valid), test=tuple(test))
 
 

@@ -81,6 +81,7 @@ class BrokenImagesError(DataError):
         first, *others = map(str, self.files)
         message = f"{first}: not a readable image (truncated or damaged); replace or remove it"
         if others:
+            # The message names MAX_LISTED files in all, including the first.
             listed = ", ".join(others[: MAX_LISTED - 1])
             more = f" and {len(others) - MAX_LISTED + 1} more" if len(others) >= MAX_LISTED else ""
             message += f". {len(self.files)} such files; the others: {listed}{more}"
@@ -194,8 +195,9 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
     """Check that the subfolders are classes, which hold images directly.
 
-    Without the check, subfolders for splits or albums, whose own subfolders are the classes, would become classes. The
-    check fails if no subfolder holds images directly, or if a subfolder without images of its own is named as a split.
+    Without the check, subfolders such as ``train`` and ``test``, whose own subfolders are the classes, would become
+    classes. The check fails in two cases. Either no subfolder holds images directly, or a subfolder named as a split
+    has images only in its own subfolders.
 
     Args:
         folder: The folder.
@@ -206,8 +208,10 @@ def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None
         DataError: The images are one level deeper; the message says what to give instead.
     """
     with_images = [path for path, files in images.items() if files]
-    deeper = [path for path in with_images if not any(file.parent == path for file in images[path])]  # not directly
-    if deeper != with_images and not any(split_named(path.name) for path in deeper):
+    # Subfolders with images only in their own subfolders.
+    deeper = [path for path in with_images if not any(file.parent == path for file in images[path])]
+    some_are_direct = deeper != with_images
+    if some_are_direct and not any(split_named(path.name) for path in deeper):
         return
     names = [path.name for path in deeper]
     inner = sorted({file.relative_to(path).parts[0] for path in deeper for file in images[path]})

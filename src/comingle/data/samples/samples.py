@@ -372,6 +372,10 @@ def _as_cpu_tensor(values: object, where: str) -> Tensor:
 def read_samples(data: Any, where: str) -> Samples:
     """Return samples from a PyTorch data set, or from a pair of arrays or tensors.
 
+    Args:
+        data: A data set or a pair (inputs, targets); :class:`Samples` are returned unchanged.
+        where: Name of the data in error messages.
+
     Raises:
         DataError: The data has another type, or its inputs and targets do not fit each other.
     """
@@ -426,17 +430,21 @@ def _read_items(data: Any, where: str) -> Samples:
 
 
 def _as_item_tensor(value: object, where: str) -> Tensor:
-    """Return a number, array, tensor or image as a tensor on the CPU; NumPy's float16 becomes float32.
+    """Return the input or target of one sample as a tensor on the CPU.
+
+    Args:
+        value: A number, array, tensor or image.
+        where: Name of the value in error messages.
 
     Raises:
-        DataError: The value is not numeric; the message begins with ``where``.
+        DataError: The value is not numeric.
     """
     if isinstance(value, Tensor):
         return value.detach().cpu()
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":  # Booleans, signed and unsigned integers, real numbers
         raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or an image")
-    if array.dtype == np.float16:
+    if array.dtype == np.float16:  # nets do not train in float16
         return torch.from_numpy(array.astype(np.float32))
     return torch.from_numpy(np.array(array))  # copied, since a tensor on an image's read-only memory would warn
 

@@ -35,8 +35,9 @@ def score_samples(
         batch: Largest number of samples in a slot.
         slots: Largest number of jobs in a forward pass; the number of users by default.
     """
-    # A job's place is the index of its user in the result, its row that in the bank and the models.
-    jobs = [job for place, row in enumerate(rows) for job in _split_into_jobs(place, row, int(bank.counts[row]), batch)]
+    jobs: list[_Job] = []
+    for position, row in enumerate(rows):
+        jobs += _split_into_jobs(position, row, int(bank.counts[row]), batch)
     jobs.sort(key=lambda job: -job.count)  # stable, hence deterministic
     # Sums over each user's samples: of the losses, and of the correct predictions.
     losses = torch.zeros(len(rows), dtype=torch.float64)
@@ -44,10 +45,10 @@ def score_samples(
     jobs_per_pass = slots or max(1, len(rows))
     for start in range(0, len(jobs), jobs_per_pass):
         group = jobs[start : start + jobs_per_pass]
-        places = torch.tensor([job.place for job in group])  # several jobs may belong to one user
+        positions = torch.tensor([job.position for job in group])  # several jobs may belong to one user
         job_losses, job_hits = _score_jobs(forward, bank, group, loss)
-        losses.index_add_(0, places, job_losses)
-        hits.index_add_(0, places, job_hits)
+        losses.index_add_(0, positions, job_losses)
+        hits.index_add_(0, positions, job_hits)
     scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
     return [_mean_score(total, hit if loss.classes else None, count) for total, hit, count in scored]
 
@@ -57,29 +58,29 @@ class _Job:
     """Consecutive samples of one user that are scored together.
 
     Args:
-        place: Index of the user's result.
-        row: Row of the user's model and samples.
+        position: Position of the user among the users that are scored, and of its score in the result.
+        row: Number of the user among all users: its row in the batched models and in the bank of samples.
         first: Index of the first sample.
         count: Number of samples.
     """
 
-    place: int
+    position: int
     row: int
     first: int
     count: int
 
 
-def _split_into_jobs(place: int, row: int, count: int, batch: int) -> Iterator[_Job]:
-    """Yield a user's ``count`` samples as jobs of up to ``batch`` consecutive samples.
+def _split_into_jobs(position: int, row: int, count: int, batch: int) -> Iterator[_Job]:
+    """Split a user's samples into jobs, each of up to ``batch`` consecutive samples that are scored together.
 
     Args:
-        place: Index of the user's result.
-        row: Row of the user's model and samples.
+        position: Position of the user among the users that are scored, and of its score in the result.
+        row: Number of the user among all users: its row in the batched models and in the bank of samples.
         count: Number of the user's samples.
         batch: Largest number of samples in a job.
     """
     for first in range(0, count, batch):
-        yield _Job(place, row, first, min(batch, count - first))
+        yield _Job(position, row, first, min(batch, count - first))
 
 
 def _score_jobs(

@@ -164,19 +164,22 @@ ReadUpTo = Callable[[int | None], list[str]]
 def _dataset_readers(
     data: TextSection, seed: int, rows: Rows, bad: BadRows, duplicates: DuplicateFilter
 ) -> Iterator[tuple[str, Reader]]:
-    """Yield a reader for each selected user of a data set, after grouping all of its rows.
+    """Yield name and reader of each selected user of a data set, after grouping all rows of the data set by user.
 
     Args:
-        data: The recipe's section.
+        data: The recipe's section, with a data set.
         seed: Seed of the splits.
         rows: Groups the rows by user.
         bad: Collects bad rows.
         duplicates: Drops duplicate documents.
+
+    Raises:
+        RecipeError: A token limit names an unknown user.
     """
     assert data.dataset is not None
-    wanted = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
-    check_limits(data, list(wanted))
-    for name, splits in rows.groups(wanted):
+    selected = group_documents(data.dataset.path, rows, **dataset_options(data.dataset), bad=bad)
+    check_limits(data, list(selected))
+    for name, splits in rows.groups(selected):
         yield name, partial(split_rows, name, splits, data.split, seed, duplicates, column_advice(data.dataset.split))
 
 
@@ -193,7 +196,7 @@ def dataset_options(source: DatasetSource) -> dict[str, Any]:
 
 
 def user_readers(data: TextSection, seed: int, bad: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
-    """Return a reader for each user in the recipe; warn of users that share a file.
+    """Return a reader for each user in the recipe; warn of users that train on the same file.
 
     Args:
         data: The recipe's section.
@@ -203,6 +206,7 @@ def user_readers(data: TextSection, seed: int, bad: BadRows, duplicates: Duplica
     """
     users = data.users or {}
     limits = token_limits(data, list(users))
+    # A user trains on `train`, or on part of `path`. The same test file for several users is not a mistake.
     warn_same_files({name: (source.path, source.train) for name, source in users.items()})
     return {
         name: partial(_read_user, name, source, data.split, seed, limits[name], bad, duplicates)
@@ -321,10 +325,10 @@ def split_rows(
             ``valid`` and ``test``.
         seed: Seed of the shuffle.
         duplicates: Drops duplicate documents.
-        advice: What to do if a split is missing, for the message.
+        advice: Advice in the error message about a missing split.
     """
-    # A document in several splits stays in the first of these.
-    held_out = (split.test_name, split.valid_name or "")
+    # A duplicate is kept in test, else in valid, so that no held-out document is also trained on.
+    held_out = (split.test_name, split.valid_name or "")  # "" if the recipe names no validation split
     splits = duplicates.drop(name, splits, text_of=str, held_out=held_out)
     if not split.given:
         documents = [document for documents_of_split in splits.values() for document in documents_of_split]
@@ -480,7 +484,7 @@ class LanguageReader(StreamingReader[Read, User]):
         load_base: Loads the base model.
         context: Tokens per window, excluding the last target.
         validates: The method needs validation data.
-        skips: Skip users with too little data.
+        skips: Skip users with too little data; otherwise such users are an error.
     """
 
     def __init__(
@@ -493,6 +497,7 @@ class LanguageReader(StreamingReader[Read, User]):
         validates: bool,
         skips: bool = False,
     ):
+        """Initialise the reader; ``skips`` leaves out users with too little data instead of raising an error."""
         super().__init__(data, seed, skips=skips)
         self.load_base, self.context, self.validates = load_base, context, validates
 
