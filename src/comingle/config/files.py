@@ -176,7 +176,9 @@ def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda
         path = path / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
-    content = complete_older(read_yaml(path)) if is_run else read_yaml(path)
+    content = read_yaml(path)
+    if is_run:  # keys that an older version did not write get the values with which it ran
+        content = complete_older(content)
     recipe = parse_recipe(change(content), where=str(path))
     return recipe if is_run else _with_absolute_paths(recipe, path.parent)
 
@@ -237,14 +239,14 @@ def _with_absolute_paths(recipe: Recipe, folder: Path) -> Recipe:
 def check_used(recipe: Recipe) -> None:
     """Check that the recipe changes no settings that its kind of data does not use.
 
-    Keys with their default values are accepted, as recipes of runs have all keys. Also check that the kind of data
-    allows the value of ``training.weighting``.
+    Keys with their default values are accepted, since the recipe that a run saves has all keys. Also check that the
+    kind of data allows the value of ``training.weighting``.
 
     Raises:
         RecipeError: A setting is not used for this kind, or its value is not allowed for it.
     """
     data = recipe.data
-    for unread_key, instead in data.unread.items():
+    for unread_key, instead in data.unread.items():  # keys that are not used, each with what to use instead
         if unread_key.startswith("data."):  # refused when the section was parsed
             continue
         if changes := changed_settings(recipe, unread_key):

@@ -244,8 +244,10 @@ def _suggestion(keys: Sequence[str], place: Sequence[str]) -> str:
 
     Args:
         keys: Suggested dotted keys.
-        place: The unknown key, after the sections that contain it. If there are any, suggested keys that are in no
-            section are marked.
+        place: The unknown key, after the sections that contain it: ``["training", "lr"]``.
+
+    Returns:
+        The suggestions. If the unknown key is in a section, a suggested key of no section is marked as top-level.
     """
     if not keys:
         return ""
@@ -283,7 +285,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 def _is_used(key: str, data: type[DataSection] | None) -> bool:
     """Return whether a dotted key has an effect for a kind of data.
 
-    It has none if the kind does not use it (``data.unread``), or does not use a section that contains it.
+    The key has no effect if the kind does not use the key (``data.unread``) or a section that contains the key.
 
     Args:
         key: The dotted key.
@@ -343,8 +345,8 @@ def problems_of(
 ) -> tuple[str, ...]:
     """Return a line for each mistake: its place, the value, the allowed values. The most specific one is first.
 
-    For a key of several types, pydantic reports a problem per type and puts the type's name into the location. Of these
-    only the most specific one is kept: that of an unknown key, or else the one deepest inside the value.
+    For a key of several types, pydantic reports a problem per type and puts the type's name into the location. Only the
+    most specific of these problems is kept: an unknown key, or else the problem deepest inside the value.
 
     Args:
         error: The error of pydantic.
@@ -362,7 +364,8 @@ def problems_of(
         # A missing key in a section with an unknown key is probably misspelt there; the unknown key is reported.
         if problem["type"] == "missing" and problem["loc"][:-1] in with_unknown_keys:
             continue
-        # Of two problems of which one's place contains the other's, the first is kept, as it is more specific.
+        # Two problems are about the same value if the place of one contains the place of the other. The first one is
+        # kept, since `problems` has the most specific problems first.
         is_nested = any(place == other[: len(place)] or other == place[: len(other)] for other in chosen)
         if not is_nested:
             chosen[place] = problem

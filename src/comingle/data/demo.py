@@ -210,7 +210,7 @@ def read_demo(name: str) -> list[str]:
     name = name.removeprefix(DEMO_PREFIX)
     if name not in DEMO_USERS:
         raise DataError(f"no demo user {name!r}; allowed: {', '.join(DEMO_USERS)}.{did_you_mean(name, DEMO_USERS)}")
-    return list(_read_once(name))
+    return list(_read_once(name))  # a new list, so that callers cannot change the cached documents
 
 
 @cache

@@ -30,11 +30,11 @@ def split_words(document: str) -> list[str]:
 def hash_shingles(
     documents: Sequence[list[str]],
 ) -> tuple[UInt64[np.ndarray, " shingles"], Int64[np.ndarray, " shingles"]]:
-    """Return the hash of every run of 13 words inside a document, and the index of its document.
+    """Return the hash of every run of 13 words inside a document (a shingle), and the index of its document.
 
-    The hash is ``sum_k m^(12-k) hash(word_k) mod 2**64`` with an odd multiplier m, computed for all documents in 13
-    passes over one array. Python salts hashes of strings per process, so the values are comparable within one process
-    only.
+    Documents with many shingles in common are near-duplicates. The hash is ``sum_k m^(12-k) hash(word_k) mod 2**64``
+    with an odd multiplier m, computed for all documents in 13 passes over one array. Python salts hashes of strings per
+    process, so the values are comparable within one process only.
 
     Args:
         documents: Words of each document.
@@ -49,6 +49,7 @@ def hash_shingles(
     hashes = np.zeros(count, dtype=np.uint64)
     for offset in range(SHINGLE_WORDS):
         hashes = hashes * _MULTIPLIER + flat[offset : offset + count]
+    # Documents of the first and of the last word of each shingle.
     first, last = owner[:count], owner[len(owner) - count :]
     is_inside = first == last  # not across the border of two documents
     return hashes[is_inside], first[is_inside]

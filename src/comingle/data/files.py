@@ -483,10 +483,11 @@ def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, boo
 
 def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:
     """Read up to ``max_bytes`` bytes in chunks; ``read(max_bytes)`` would allocate that much for a short file too."""
-    pieces, left = [file.read(min(max_bytes, _CHUNK_BYTES))], max_bytes
-    while pieces[-1] and (left := left - len(pieces[-1])) > 0:
-        pieces.append(file.read(min(left, _CHUNK_BYTES)))
-    return b"".join(pieces)
+    chunks, left = list[bytes](), max_bytes
+    while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
 
 
 def _decode(content: bytes, *, final: bool = True) -> str:

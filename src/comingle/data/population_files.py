@@ -190,11 +190,13 @@ class PopulationWriter:
     """
 
     def __init__(self, folder: Path):
+        """Open the files of the population in an existing folder for writing."""
         self.folder, self._names = folder, StoredNamesWriter(folder)
-        self._open = ExitStack()
+        self._open = ExitStack()  # closes the three files
         self._files = [self._open.enter_context(open(folder / name, "wb")) for name in (USERS, ENDS, SIZES)]  # noqa: SIM115 (closed with it)
-        self._end, self.count, self._form = 0, 0, type(None)
-        self._digest, self._counts = hashlib.sha256(), dict[str, int]()
+        self._end, self.count = 0, 0  # bytes and users written so far
+        self._user_type: type = type(None)  # type of the users, known from the first user on
+        self._digest, self._counts = hashlib.sha256(), dict[str, int]()  # digest and totals of all users
 
     def __enter__(self) -> PopulationWriter:
         return self
@@ -212,10 +214,10 @@ class PopulationWriter:
             DataError: The name is invalid, or the user's type is not registered or differs from the other users' type.
         """
         form = FORMS.get(type(user))
-        if form is None or (self.count and type(user) is not self._form):
-            allowed = self._form.__name__ if self.count else ", ".join(known.__name__ for known in FORMS)
+        if form is None or (self.count and type(user) is not self._user_type):
+            allowed = self._user_type.__name__ if self.count else ", ".join(known.__name__ for known in FORMS)
             raise DataError(f"user {user.name!r}: got {type(user).__name__}; allowed: {allowed}")
-        self._form, self.count = type(user), self.count + 1
+        self._user_type, self.count = type(user), self.count + 1
         self._names.add(user.name)
         content = _serialise(form, user)
         users, ends, sizes = self._files
@@ -245,7 +247,7 @@ class PopulationWriter:
         hashed_files = [path for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)]
         checksums = {path.name: _checksum(path) for path in hashed_files}
         about = {
-            "type": self._form.__name__,
+            "type": self._user_type.__name__,
             "digest": self._digest.hexdigest(),
             "counts": self._counts,
             "sums": checksums,
@@ -545,7 +547,10 @@ def _digest_states(states: Iterator[Sequence[object] | None]) -> str | None:
 
 
 def _source_states(sources: list[str]) -> Iterator[list[object] | None]:
-    """Yield path, size and times of each file of the sources; None for a source that is not a file or folder."""
+    """Yield a list for each file of the sources that changes when the file does, as part of the key of cached users.
+
+    Yields None for a source that is not a file or folder, whose changes cannot be noticed.
+    """
     for source in sources:
         path = expand_home(source)
         if not os.path.exists(path):  # unlike Path.exists, also False for a name that is too long

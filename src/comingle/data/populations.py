@@ -165,8 +165,11 @@ class StoredNames(IndexedNames):
     """
 
     def __init__(self, folder: Path, span: range | None = None):
+        """Map the files of all names; the sequence holds those of ``span``, a range of user numbers."""
         self.folder = folder
+        # All names in one text, and the end of each name in it.
         self._text, self._ends = _map_array(folder / NAMES, "u1"), _map_array(folder / _ENDS, "<i8")
+        # User numbers sorted by the hashes of the names, and these hashes, to find a name by binary search.
         self._index, self._hashes = _map_array(folder / _INDEX, "<i8"), _map_array(folder / _HASHES, "<u8")
         self.span = range(len(self._ends)) if span is None else span
         self._sum = (folder / _SUM).read_text(encoding="utf-8")
@@ -328,8 +331,13 @@ class LazyPopulation(UserCollection[User]):
         sizes: Int64[np.ndarray, "users splits"] | None = None,
         about: Mapping[str, int] = MappingProxyType({}),
     ):
+        """Initialise the population without creating users.
+
+        ``largest`` is the number of a user with the most training data; ``sizes``, if given, determines it. ``about``
+        has totals over all users.
+        """
         self._names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
-        self.largest = largest if sizes is None else int(sizes[:, 0].argmax())
+        self.largest = largest if sizes is None else int(sizes[:, 0].argmax())  # column 0 is train
         self.make = lru_cache(cache_size)(make)
 
     @property

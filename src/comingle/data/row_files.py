@@ -65,6 +65,7 @@ class BadRows:
     """
 
     def __init__(self, policy: OnBadRow = "refuse"):
+        """Start without bad rows; ``policy`` says whether :meth:`report` refuses or skips the rows that it finds."""
         self.policy, self.count = policy, 0
         self.skipped = 0
         """Number of rows skipped so far, over all calls of :meth:`report`."""
@@ -85,6 +86,13 @@ class BadRows:
 
     def add(self, where: str, problem: str) -> None:
         """Add a bad row.
+
+        If bad rows are refused, the 1,000th stops reading with an error, so that a long unusable file is not read to
+        its end.
+
+        Args:
+            where: Place of the row.
+            problem: Why the row cannot be used.
 
         Raises:
             BadRowsError: The policy is ``refuse``, and 1,000 rows have been collected.
@@ -203,15 +211,16 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, extr
     Raises:
         DataError: A Parquet file cannot be opened.
     """
-    # `read` takes a collection of bad rows and the columns to read, and yields the rows with their places.
+    # `read` takes a collection of bad rows and the columns to read, and yields the rows with their places. Only Parquet
+    # files can be read by column; the other formats read all columns.
     suffix, columns = suffix_of(path), None
     if suffix == ".parquet":
         columns, read = _open_parquet(path)
     elif suffix in (".csv", ".tsv"):
         sep = sep or ("\t" if suffix == ".tsv" else ",")
-        columns, read = _csv_columns(path, sep), lambda bad, _: read_csv(path, sep, bad)
+        columns, read = _csv_columns(path, sep), lambda bad, _columns: read_csv(path, sep, bad)
     else:
-        read = lambda bad, _: read_json(path, bad)  # noqa: E731
+        read = lambda bad, _columns: read_json(path, bad)  # noqa: E731
     if not extra_columns:
         return Table(where=str(path), split=split, read=read, columns=columns)
 
@@ -305,7 +314,7 @@ def _read_line(file: io.TextIOWrapper, path: Path, number: int) -> str:
     Raises:
         DataError: The line is longer than a row may be.
     """
-    line = file.readline(MAX_ROW_CHARACTERS + 1)
+    line = file.readline(MAX_ROW_CHARACTERS + 1)  # one character more shows that the line is too long
     if len(line) > MAX_ROW_CHARACTERS:
         raise DataError(f"{path}: line {number} is {_TOO_LONG}")
     return line
@@ -371,7 +380,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         DataError: There is a syntax error.
     """
     # The chunk in memory, the position in it, whether the file has ended, and the number of rows so far.
-    text, at, ended, number = head, 0, False, 0
+    text, at, ended, num_rows = head, 0, False, 0
     decoder = json.JSONDecoder(parse_float=TypedNumber)
 
     def read_more() -> None:
@@ -393,7 +402,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
 
     def error_at(what: str, position: int) -> DataError:
         """Return the error for a problem at a position of ``text``, with the numbers of the line and the row."""
-        return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {number + 1}: {what}")
+        return DataError(f"{path}: line {line_number + text.count(chr(10), 0, position)}: row {num_rows + 1}: {what}")
 
     def parse_value() -> object:
         """Parse the value at ``at`` and move ``at`` behind it; read more of the file if the value is cut off.
@@ -427,7 +436,7 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
             if next_character():
                 raise error_at("text after the end of the list", at)
             return
-        if is_list and number:
+        if is_list and num_rows:
             if character != ",":
                 raise error_at("not JSON: Expecting ',' delimiter", at)
             at += 1
@@ -437,10 +446,10 @@ def _stream_objects(file: io.TextIOWrapper, head: str, line_number: int, path: P
         except DataError:
             raise
         except ValueError as error:
-            bad.add(f"{path}: row {number + 1}", str(error))
+            bad.add(f"{path}: row {num_rows + 1}", str(error))
         else:
-            yield f"row {number + 1}", row
-        number += 1
+            yield f"row {num_rows + 1}", row
+        num_rows += 1
     if is_list:
         raise error_at("the list is not closed", at)
 
@@ -560,6 +569,7 @@ def _parquet_rows(path: Path, open_file: Callable[[], Any], wanted: Sequence[str
         batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=names)
         while True:
             try:
+                # "lossy" keeps the last of equal keys of a map; any other setting gives pairs or an error.
                 rows = next(batches).to_pylist(maps_as_pydicts="lossy")
             except StopIteration:
                 return

@@ -286,7 +286,8 @@ def _read_rows(source: str, column: str, count: int | None, max_bytes: int | Non
     rows = (document for table in tables for (document,) in iterate_texts(table, [column], bad))
     for document in islice(rows, count):
         if left <= 0:
-            warn_longer(source, max_bytes or 0)
+            assert max_bytes is not None  # otherwise `left` is infinite
+            warn_longer(source, max_bytes)
             break
         documents.append(document)
         left -= len(document.encode(errors="replace"))

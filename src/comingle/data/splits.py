@@ -138,7 +138,11 @@ GIVE_SPLITS = "give train and test, and valid where a method needs it"
 
 
 def column_advice(column: str | None) -> str:
-    """Return what to do if the rows of a data set lack a split, by the column that ``data.dataset.split`` names."""
+    """Return advice for a data set whose rows lack a split.
+
+    Args:
+        column: Column with the split of each row (the recipe's ``data.dataset.split``); None if the recipe names none.
+    """
     names = "name the splits in data.split.train_name, valid_name and test_name"
     if column is not None:
         return f"these are the values of column {column!r}; {names}"
@@ -307,7 +311,11 @@ def _documents_in_train(documents: Sequence[str], texts: set[str], shingles: UIn
 def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
     """Return how many characters each user contributes to the mixtures of a split: the minimum of ``sizes``.
 
-    The result is 0 if all sizes are 0.
+    A mixture is a user's held-out text with an equal share of every user's text. The result is 0 if all sizes are 0.
+
+    Args:
+        sizes: Number of characters of each user in the split, by name.
+        split: Name of the split, for messages.
 
     Raises:
         DataError: Some users have no documents, and others have some.

@@ -159,11 +159,11 @@ class Rows(ABC):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Store the rows.
+        """Store the rows, as Python objects in memory or as bytes in a file.
 
         Args:
             rows: User, split and content of each row; iterated once.
-            pack: Serialises the content of a row.
+            pack: Converts the content of a row to bytes, for a file.
             unpack: Inverse of ``pack``.
         """
 
@@ -239,8 +239,11 @@ class StoredRows(Rows):
                 index.write(np.array((user_number, split_number, end), dtype=_ROW).tobytes())
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-        """Yield each of these users with its rows by split, read from the file."""
-        if not self.owners:
+        """Yield each of these users with its rows by split, read from the file.
+
+        The index file has the user, the split and the end of each row. ``owners`` has the number of each user.
+        """
+        if not self.owners:  # no rows; an empty file cannot be memory-mapped
             return
         rows = np.memmap(self._index, dtype=_ROW, mode="r")
         # Row numbers by user: those of user u are rows_by_user[starts[u] : starts[u + 1]]. int32 saves memory.
@@ -281,10 +284,8 @@ def read_each(
 ) -> Generator[Read, None, None]:
     """Yield the data of each user, then raise one error if some users had no data.
 
-    The error has the number of these users and the names of the first of them.
-
-    With ``skips``, users without data are yielded as empty users, which the caller skips. It is then an error only if
-    no user has data.
+    The error has the number of these users and the names of the first of them. Users without data are yielded as empty
+    users. With ``skips`` the caller skips them, so an error is raised only if no user has data.
 
     Args:
         readers: Name of each user, and the function that reads its data.
@@ -296,9 +297,9 @@ def read_each(
     Raises:
         DataError: A reader raised it, users have no data, or bad rows are refused.
     """
-    users, empty = 0, FirstUsers()
+    num_users, empty = 0, FirstUsers()
     for name, read in readers:
-        users += 1
+        num_users += 1
         try:
             found = read()
         except NoTextError as error:
@@ -307,26 +308,27 @@ def read_each(
         yield found
         del found, read  # free memory before the next user is read
     report()
-    if not empty.count or (skips and empty.count < users):
+    if not empty.count or (skips and empty.count < num_users):
         return
     if empty.count == 1:
         raise DataError(next(iter(empty.first.values())))
-    raise DataError(f"{empty.count} of {users} users have no {noun}: {empty.listed}")
+    raise DataError(f"{empty.count} of {num_users} users have no {noun}: {empty.listed}")
 
 
 class SmallUserFilter(Generic[User]):
     """Filter that counts users and skips those with too little data.
 
     Args:
-        skips: Skip users with too little data.
+        skips: Skip users with too little data; otherwise the filter lets all users pass.
     """
 
     too_little: str = ""
     """Phrase for messages about skipped users, such as "too little text"."""
 
     def __init__(self, *, skips: bool):
+        """Initialise the filter; without ``skips``, all users pass."""
         self.skips = skips
-        self.users, self.left_out = 0, FirstUsers()
+        self.num_users, self.left_out = 0, FirstUsers()  # all users so far, and the skipped ones
         self.on_skip: Callable[[str, str], object] = lambda name, what: None
         """Called with the name of each skipped user, and what it has too little of."""
         self._left_out_line = ""
@@ -337,7 +339,7 @@ class SmallUserFilter(Generic[User]):
 
     def has_enough(self, user: User) -> bool:
         """Count a user; return False if it is skipped."""
-        self.users += 1
+        self.num_users += 1
         if not self.skips or (shortage := self.shortage(user)) is None:
             return True
         self.left_out.add(user.name, shortage)
@@ -354,10 +356,10 @@ class SmallUserFilter(Generic[User]):
         """
         if not self.skips or not self.left_out.count:
             return
-        count, users, listed = self.left_out.count, self.users, self.left_out.listed
-        if count == users:
-            raise DataError(f"all {users} users have {self.too_little}: {listed}")
-        self._left_out_line = f"skipped {count} of {users} users, which have {self.too_little}: {listed}"
+        count, num_users, listed = self.left_out.count, self.num_users, self.left_out.listed
+        if count == num_users:
+            raise DataError(f"all {num_users} users have {self.too_little}: {listed}")
+        self._left_out_line = f"skipped {count} of {num_users} users, which have {self.too_little}: {listed}"
 
     @property
     def left_out_lines(self) -> list[str]:
@@ -415,7 +417,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         raise AssertionError(small.listed)
 
     def check(self, user: User) -> None:
-        """Check a user who is not skipped; the base class accepts all users.
+        """Check that an encoded user can be trained; not called for skipped users. The base class accepts all users.
 
         Raises:
             DataError: The user cannot be trained.
@@ -438,7 +440,9 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the totals over all users, and warnings to log at the start of every run.
+        """Return totals over all users and warnings for the start of every run; called after the last user.
+
+        The totals are stored with the users. The base class has none, and warns only of skipped users.
 
         Raises:
             DataError: The users are inconsistent with each other.
@@ -456,14 +460,17 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
     def stream(self, read: Iterable[Read]) -> Iterator[tuple[Read, User]]:
         """Encode users and yield each user that is not skipped, together with its data before encoding.
 
+        Args:
+            read: The users' data, from :meth:`read`.
+
         Raises:
             DataError: A user cannot be used, or all users would be skipped.
         """
-        for found in read:
-            user = self.encode(found)
-            if self.has_enough(user):
+        for unencoded in read:
+            user = self.encode(unencoded)
+            if self.has_enough(user):  # otherwise the user has too little data and is skipped
                 self.check(user)
-                yield found, user
-            del found, user  # free memory before the next user is read
+                yield unencoded, user
+            del unencoded, user  # free memory before the next user is read
         self.report()
         self.require_some()

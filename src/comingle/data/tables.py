@@ -102,7 +102,8 @@ def _check_document(value: object, column: str) -> str:
     """Return a document if it can be tokenised.
 
     Raises:
-        ValueError: It is not text, cannot be encoded, or has a word that is too long.
+        ValueError: The value is not text, or cannot be encoded as UTF-8. Or it has a word of more than a million
+            characters, so it is probably encoded binary data.
     """
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} holds {type(value).__name__}; allowed: text")
@@ -343,19 +344,21 @@ def _load_splits(
         raise
     except Exception as error:  # datasets, pyarrow, pandas and the hub have separate exception hierarchies
         raise DataError(f"{source}: cannot be loaded as a data set: {describe_cause(error)}") from error
-    if isinstance(loaded, list):
+    if isinstance(loaded, list):  # pairs of split and table, from our own readers
         return loaded
-    splits = loaded if isinstance(loaded, dict) else {hub.split if hub and hub.split else "train": loaded}
+    # A ``DatasetDict`` has several splits. A ``Dataset`` is the requested split or the only one.
+    only_split = hub.split if hub and hub.split else "train"
+    splits = loaded if isinstance(loaded, dict) else {only_split: loaded}
     return [(str(split), rows) for split, rows in splits.items()]
 
 
 def _load_any(
     datasets: ModuleType, source: str, name: str | None, data_files: object, cache: str, decoded: bool
 ) -> object:
-    """Load a source that is not named as ``hub:NAME``: a file, a folder, a builder such as ``json``, or a hub name.
+    """Load a file, a folder, a data set of the hub, or files for a loader of ``datasets`` such as ``json``.
 
-    For the arguments see :func:`_load_splits`. Local files are read by our own readers where possible, which need no
-    converted copy of them; these do not decode values such as images.
+    For the arguments see :func:`_load_splits`. ``datasets`` converts a local file to a copy before reading. Our own
+    readers need no copy, so they are used where possible. They do not decode values such as images.
 
     Returns:
         Pairs of split and table from our own readers; else a ``Dataset`` or ``DatasetDict`` of ``datasets``.

@@ -444,16 +444,16 @@ def check_shortages(users: Sequence[object], *, needs_validation: bool) -> None:
         raise too_few_error(list_shortages(small), len(small), len(users))
 
 
-def too_few_error(description: str, small: int, users: int) -> DataError:
+def too_few_error(description: str, num_small: int, num_users: int) -> DataError:
     """Return the error for users with too few conversations.
 
     Args:
         description: The first of these users, with the splits that are empty.
-        small: Number of these users.
-        users: Number of all users.
+        num_small: Number of these users.
+        num_users: Number of all users.
     """
-    skip = "; or skip such users with data.on_small_user: skip" if small < users else ""
-    count = f"{small} of {users} users have too few conversations: " if small > 1 else "user "
+    skip = "; or skip such users with data.on_small_user: skip" if num_small < num_users else ""
+    count = f"{num_small} of {num_users} users have too few conversations: " if num_small > 1 else "user "
     return DataError(
         f"{count}{description}; give more conversations, change the fractions or raise training.context{skip}"
     )
@@ -489,7 +489,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
 
     def refuse(self, small: FirstUsers) -> DataError:
         """Return the error that lists the first small users."""
-        return too_few_error(small.listed, small.count, self.users)
+        return too_few_error(small.listed, small.count, self.num_users)
 
     def report(self) -> None:
         """Report conversations that the template rejects."""
@@ -556,7 +556,7 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
         reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad)
     reader.on_skip = lambda name, what: skipped.add(name)
     users = [user for _, user in reader.stream(list(reader.read(ListedRows())))]
-    _, warnings = reader.summary()
+    _totals, warnings = reader.summary()
     for line in warnings:
         logger.warning("%s", line)
     check_shortages(users, needs_validation=validates)

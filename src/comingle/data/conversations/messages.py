@@ -180,7 +180,7 @@ def _read_history(value: object, remark: Remark) -> list[MessageRecord]:
         remark: Called with a text about each problem of a usable message, for a warning.
 
     Raises:
-        ValueError: The value is neither.
+        ValueError: The value is neither a list of pairs nor a list of messages.
     """
     if not _is_value(value):
         return []

@@ -174,7 +174,9 @@ def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
         bad: Collects rows that are not mappings.
     """
     if hasattr(rows, "column_names"):
-        yield from ((split, place, row) for place, row in table_of(rows, "", split).read(bad, None))
+        table = table_of(rows, "", split)  # without a name, since the caller names the user in messages
+        all_columns = None
+        yield from ((split, place, row) for place, row in table.read(bad, all_columns))
         return
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
@@ -191,7 +193,7 @@ Reader = Callable[[str, int], UserConversations]
 
 
 def file_readers(data: ConversationsSection, bad: BadRows, duplicates: DuplicateFilter) -> dict[str, Reader]:
-    """Return a reader for each user in the recipe; warn of users that share a file.
+    """Return a reader for each user in the recipe; warn of users that train on the same file.
 
     Args:
         data: The recipe's section.
@@ -199,6 +201,7 @@ def file_readers(data: ConversationsSection, bad: BadRows, duplicates: Duplicate
         duplicates: Drops duplicate conversations.
     """
     users = data.users or {}
+    # A user trains on `train`, or on part of `path`. The same test file for several users is not a mistake.
     warn_same_files({name: (source.path, source.train) for name, source in users.items()})
     return {name: partial(read_files, data, bad, duplicates, source) for name, source in users.items()}
 
@@ -299,14 +302,14 @@ def _conversations(
     conversations: list[PlacedConversation] = []
     dataset = data.dataset
     other_columns = [] if dataset is None else [column for column in (dataset.user, dataset.split) if column]
-    for _, where, row in records:
+    for _split, where, row in records:
         place = f"user {name!r}: {where}"
         with bad.row(place):
             messages = messages_of(row, data.columns, read=other_columns, remark=partial(bad.remark, place))
             for message in messages:
                 if problem := long_word_problem(str(message["content"])):
                     raise ValueError(f"a message holds {problem}")
-            _check_labels(messages, data.labels)
+            _check_labels(messages, data.labels)  # of a classification: each response must be one of the labels
             conversations.append((where, messages))
     return conversations
 
@@ -417,7 +420,8 @@ def records_with_users(data: ConversationsSection, bad: BadRows) -> Iterator[tup
     assert source is not None
     for table in read_tables(source.path, name=source.config):
         columns, has_user_column = list(table.columns or ()), False
-        for place, row in table.read(bad, None):
+        all_columns = None
+        for place, row in table.read(bad, all_columns):
             columns, where = columns or list(row), f"{table.where}: {place}"
             has_user_column = has_user_column or has_column(row, source.user)
             with bad.row(where):
@@ -451,7 +455,8 @@ def _user_and_split(row: Row, source: ConversationRows, own_split: str) -> tuple
     split = own_split if source.split is None else field_of(row, source.split)
     if owner is None or split is None:
         return None
-    return read_name(owner, source.user), read_name(split, source.split or "")
+    split_column = source.split or ""  # only for messages; the split of a table needs none
+    return read_name(owner, source.user), read_name(split, split_column)
 
 
 def choose_dataset_users(source: ConversationRows, groups: Mapping[str, T]) -> Mapping[str, T]:

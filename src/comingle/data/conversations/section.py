@@ -104,9 +104,9 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
         return self
 
     def max_conversations_of(self, name: str) -> int | None:
-        """Return how many first conversations of each split of a user are kept; None for all.
+        """Return the largest number of conversations that a user keeps in each split, from the first on; None for all.
 
-        The user's own entry overrides that of the data set, which overrides that of the section.
+        The limit of the user's own entry overrides ``dataset.max_conversations``, which overrides the section's limit.
         """
         limit = self.max_conversations
         general = limit.get(name) if isinstance(limit, Mapping) else limit

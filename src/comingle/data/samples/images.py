@@ -144,7 +144,7 @@ def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[P
 
     Args:
         folder: The folder.
-        seen: Real paths of the folder's parents up to the first call's folder, to detect cycles.
+        seen: Real paths of the folders between the first call's folder and this one, to detect cycles of links.
     """
     real = os.path.realpath(folder)
     if real in seen:

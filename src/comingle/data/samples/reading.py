@@ -215,16 +215,16 @@ class Remarks:
     unread: dict[str, Counter[str]] = field(default_factory=dict)
     """Numbers of files that are not read, by user and suffix."""
 
-    def add_splits(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
-        """Record what :func:`comingle.data.samples.images.find_splits` makes of a user's folder.
+    def add_folder(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
+        """Record what is unusual in a user's folder with subfolders for splits.
 
-        Records a validation split that is used as the test split, and the files outside of splits, which are not read.
-        A folder without splits has neither.
+        This is a validation split that is used as the test split, and files outside of splits, which are not read.
+        A folder without subfolders for splits has neither.
 
         Args:
             user: Name of the user.
             folder: Folder of the user.
-            splits: Subfolder of each split.
+            splits: Subfolder of each split (:func:`comingle.data.samples.images.find_splits`).
         """
         if "test" in splits:  # the folder has splits
             if split_named(splits["test"].name) != "test":
@@ -281,7 +281,7 @@ def read_source(
         if _is_npz_file(path, where):
             return dict(read_npz(path, where))
         splits = find_splits(path, key)
-        remarks.add_splits(user, path, splits)
+        remarks.add_folder(user, path, splits)
     else:
         given = {split: getattr(source, split) for split in SPLITS}
         splits = {split: expand_home(place) for split, place in given.items() if place is not None}
@@ -393,20 +393,22 @@ def collect_classes(
 def _spelling_notes(classes: Sequence[str], bits: Mapping[str, int], masks: Mapping[str, int]) -> list[str]:
     """Return notes on classes whose names differ only in case, and on classes of a single user.
 
+    Both may be folders with misspelt names. A user's classes are a bit mask, since there may be many users.
+
     Args:
         classes: Names of the classes.
-        bits: Bit of each class.
-        masks: Classes of each user, as a sum of bits.
+        bits: Power of two that stands for each class.
+        masks: Classes of each user, as the sum of their powers of two.
     """
     notes, by_folded = [], dict[str, list[str]]()
     for label in classes:
         by_folded.setdefault(label.casefold(), []).append(label)
     if alike := [" and ".join(labels) for labels in by_folded.values() if len(labels) > 1]:
         notes.append(f"classes differ only in case: {list_names(alike)}; rename the folders if they mean the same")
-    once = twice = 0
+    of_any_user = of_two_users = 0  # classes that at least one user has, and classes that at least two have
     for mask in masks.values():
-        once, twice = once | mask, twice | (once & mask)
-    if len(masks) > 1 and (single := [label for label in classes if not twice & bits[label]]):
+        of_any_user, of_two_users = of_any_user | mask, of_two_users | (of_any_user & mask)
+    if len(masks) > 1 and (single := [label for label in classes if not of_two_users & bits[label]]):
         owners = {label: next(name for name, mask in masks.items() if mask & bits[label]) for label in single[:_LISTED]}
         listed = ", ".join(f"{label} ({owner!r})" for label, owner in owners.items())
         more = f" and {len(single) - _LISTED} more" if len(single) > _LISTED else ""
@@ -480,11 +482,17 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         net: MakeNet | None = None,
         loss: str | LossFunction | None = None,
     ):
+        """Initialise the reader; ``given``, ``net`` and ``loss`` replace the recipe's data, net and loss.
+
+        Raises:
+            RecipeError: A program passes samples, and the recipe has settings for folders of images.
+        """
         super().__init__(data, seed)
         self.section = data
         if given is not None and (data.image_size is not None or data.grayscale):
             raise RecipeError("data.image_size and grayscale are for folders of images; scale the images that you pass")
         self.given, self.net = given, net
+        # The chosen loss (None for the default), and the resulting function for real (False) or whole (True) targets.
         self._loss, self._losses = loss or data.loss, dict[bool, Loss]()
         self._split_options = {"valid": data.split.valid, "test": data.split.test, "seed": seed}
         self.labels, self._classes_notes, self._remarks = tuple[str, ...](), list[str](), Remarks()
@@ -588,10 +596,11 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
 
         Args:
             read: The samples as read, which are not needed.
-            user: The samples after :meth:`encode`.
+            user: The samples after :meth:`encode`, which sets the first user.
         """
         assert self._first_user is not None
-        check([user] if user is self._first_user else [self._first_user, user], classes=self._class_limit)
+        users = [user] if user is self._first_user else [self._first_user, user]
+        check(users, classes=self._class_limit)  # classes must be below this limit; None for real targets
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return what the users have in common, and warnings about classes that users lack or do not train on.
@@ -614,7 +623,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if is_classification and self._targets_are_whole:
             lines += check_classes(self._seen, outputs, self.section.outputs, self.labels)
         if self._unseen.count:
-            lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.users))
+            lines.append(describe_unseen(self._unseen.first, self._unseen.count, self.num_users))
         about = {
             "shape": list(train.inputs.shape[1:]),
             "outputs": outputs,
@@ -669,10 +678,10 @@ def default_net(shape: Sequence[int]) -> str:
 def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> list[str]:
     """Check that there is more than one class; return a warning if the train samples have a single one.
 
-    A single class often means that the given folder is one level too high, and any net would always be right.
+    With a single class, any net is always right. The cause is often a given folder that is one level too high.
 
     Args:
-        seen: Classes of train samples, as numbers from 0; two suffice.
+        seen: Classes of train samples, as numbers from 0. If there are several classes, any two of them are enough.
         outputs: Number of classes.
         given: Number of classes in the recipe; set in federations in which a user may have one class of many.
         labels: Names of the classes, if they have names.

@@ -310,12 +310,12 @@ def as_inputs(x: Tensor, where: str) -> Tensor:
         where: Place for error messages.
 
     Raises:
-        DataError: It is a single number, or integers of unknown range.
+        DataError: ``x`` is a single number, or an array of integers of unknown range.
     """
     if not x.dim():
         raise DataError(f"{where}: inputs are a single number; allowed: arrays with samples along the first axis")
     if not x.is_floating_point() and x.dim() in (3, 4):
-        if x.dtype not in _WHITE:
+        if x.dtype not in _WHITE:  # the dtype does not determine the range of pixel values
             got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
             raise DataError(
                 f"{where}: inputs are {got}, integers of unknown range; allowed: uint8 or uint16 for images, or real "
@@ -333,13 +333,14 @@ _WHITE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 def as_images(pixels: Tensor) -> Tensor:
     """Return images ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as floats ``(n, c, h, w)`` in [0, 1].
 
-    Pixels are divided by the largest value of their dtype. With four axes, the channels are the last axis if that has
-    length 1, 3 or 4 and the second one does not look like channels (length 1 or 3, or that of the last axis);
-    otherwise the second.
+    Pixels are divided by the largest value of their dtype. With four axes, the second or the last one has the channels.
+    The last one does if its length is 1, 3 or 4, and the length of the second is neither 1 nor 3 nor equal to it.
     """
     if pixels.dim() == 3:
-        pixels = pixels.unsqueeze(1)
-    elif (last := pixels.shape[-1]) in (1, 3, 4) and pixels.shape[1] not in {1, 3, last}:
+        pixels = pixels.unsqueeze(1)  # one channel
+        return pixels.contiguous().float() / _WHITE[pixels.dtype]
+    second, last = pixels.shape[1], pixels.shape[-1]
+    if last in (1, 3, 4) and second not in {1, 3, last}:
         pixels = pixels.permute(0, 3, 1, 2)
     return pixels.contiguous().float() / _WHITE[pixels.dtype]
 
@@ -531,17 +532,17 @@ def unseen_labels(user: UserSamples) -> list[int]:
     return sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)})
 
 
-def describe_unseen(unseen: Mapping[str, Sequence[int]], count: int, users: int) -> str:
+def describe_unseen(unseen: Mapping[str, Sequence[int]], count: int, num_users: int) -> str:
     """Return the warning about users with labels that their train samples lack.
 
     Args:
         unseen: Missing labels of the first of these users, by name.
         count: Number of these users.
-        users: Number of all users.
+        num_users: Number of all users.
     """
     named = [f"{name!r} on {list_labels(labels)}" for name, labels in islice(unseen.items(), _LISTED_USERS)]
     more = f"; and {count - _LISTED_USERS} more users" if count > _LISTED_USERS else ""
-    description = f"{count} of {users} users are validated or tested on labels that their train samples lack"
+    description = f"{count} of {num_users} users are validated or tested on labels that their train samples lack"
     return f"{description}: {'; '.join(named)}{more}"
 
 

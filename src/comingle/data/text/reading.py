@@ -282,7 +282,9 @@ def split_sources(
     limits: Mapping[str, int | None],
     duplicates: DuplicateFilter,
 ) -> UserText:
-    """Read a source for each split; without one for valid, cut valid from train by the recipe's fraction.
+    """Read a user's documents from a separate source for each split.
+
+    Without a source for valid, a fraction of train becomes valid.
 
     Args:
         name: Name of the user.
@@ -302,6 +304,7 @@ def split_sources(
         "test": max_read_bytes(train=(max_test, 1.0)),
     }
     all_documents = {key: read(max_bytes[key]) for key, read in readers.items()}
+    # A duplicate is kept in test, else in valid, so that no held-out document is also trained on.
     documents = duplicates.drop(name, all_documents, text_of=str, held_out=("test", "valid"))
     valid_name = "valid" if "valid" in documents else None
     return split_given(documents, name=name, valid=valid_name, valid_fraction=valid_fraction, seed=seed)
@@ -519,8 +522,8 @@ class LanguageReader(StreamingReader[Read, User]):
         """Return what determines how users are encoded and checked; part of the key of cached users.
 
         This is the tokenizer's digest, the context, and whether users need validation data. If the base model has fewer
-        embedding rows than the tokenizer has tokens, their number is added, since users with tokens beyond them are
-        refused.
+        embedding rows than the tokenizer has tokens, the number of rows is added. Users with tokens that have no
+        embedding row are refused.
         """
         has_few_rows = self.base.rows < len(tokenizer_of(self.base))  # type: ignore[arg-type]
         embedding_rows = [self.base.rows] if has_few_rows else []
@@ -574,9 +577,11 @@ class DocumentsReader(LanguageReader[Read, User]):
         validates: bool,
         given: Mapping[str, object] | None = None,
     ):
+        """Initialise the reader; ``given`` has the data of each user if a program passes it instead of the recipe."""
         skips = data.on_small_user == "skip"
         super().__init__(data, seed, load_base, context=context, validates=validates, skips=skips)
-        self.given, self.overlaps = given, FirstUsers()
+        self.given = given
+        self.overlaps = FirstUsers()  # users whose held-out documents are also in their training data
         self.bad, self.duplicates = BadRows(data.on_bad_row), DuplicateFilter(data.deduplicate)
 
     def sources(self) -> list[str]:
@@ -616,10 +621,11 @@ class TextReader(DocumentsReader[UserText, UserData]):
     data: TextSection
 
     def key(self) -> list[object]:
-        """Return the base class's key, extended if a begin-of-text token is put in front of each window.
+        """Return what the key of cached users depends on besides their data: the base class's key and one more entry.
 
-        That token is not part of a user's token stream. A stream may therefore be one token shorter and still fill a
-        window, so other users have too little text.
+        The entry says whether the base model needs a begin-of-text token in front of each window. This token is not
+        part of a user's token stream, so a stream that is one token shorter than a window is still long enough. The
+        entry therefore affects which users are skipped for having too little text.
         """
         return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
 
@@ -654,10 +660,10 @@ class TextReader(DocumentsReader[UserText, UserData]):
 
     def refuse(self, small: FirstUsers) -> DataError:
         """Return the error that lists the first small users."""
-        return too_short_error(small.first, small.count, self.users)
+        return too_short_error(small.first, small.count, self.num_users)
 
     def check(self, user: UserData) -> None:
-        """Check that a user has validation text if ``data.train_on_valid`` is set."""
+        """Check that a user has validation text if the recipe trains on it too (``data.train_on_valid``)."""
         if self.data.train_on_valid and not len(user.valid):
             raise DataError(
                 f"data.train_on_valid: user {user.name!r} has no validation text; give a valid split or fraction"

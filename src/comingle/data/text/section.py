@@ -108,7 +108,10 @@ class DocumentsSection(OwnUsersSection[Files], Generic[Files, Rows]):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> DocumentsSection:
-        """Check that exactly one source of users is set, that it allows ``split.given``, and that it is not empty."""
+        """Check that the recipe names its users in one way: listed users, a data set, or users that a program passes.
+
+        Listed users must not be empty. They name their own files for splits, so ``split.given`` is not allowed.
+        """
         if [self.users, self.dataset, self.given].count(None) != 2:  # exactly one is set
             raise ValueError(f"give one of {self.sources}")
         if self.users is not None and self.split.given:

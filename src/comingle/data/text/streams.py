@@ -25,9 +25,9 @@ def tokenise(
 ) -> Int32[Tensor, " tokens"]:
     """Return the documents as one token stream, each followed by the tokenizer's end-of-sequence token.
 
-    A tokenizer without one uses its begin-of-sequence token in the same place; without either, documents are
-    concatenated directly. No other special tokens are added. Special tokens that are spelt out in a document are
-    tokenised as plain text, so that only real borders have border tokens.
+    If the tokenizer has no end-of-sequence token, its begin-of-sequence token separates the documents; without either,
+    documents are concatenated directly. No other special tokens are added. Special tokens that are spelt out in a
+    document are tokenised as plain text, so that this token occurs only between documents.
 
     Args:
         documents: Documents in order.
@@ -50,7 +50,8 @@ def tokenise(
 def _tokenise_batches(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Int32[Tensor, " tokens"]]:
-    """Yield the tokens of 256 documents at a time, each document followed by the token that marks its end."""
+    """Yield the tokens of 256 documents at a time, each document followed by the tokenizer's end-of-text token."""
+    # Tokenizers without an end-of-text token may have a begin-of-text token, which separates documents just as well.
     border: Any = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
     suffix = [] if border is None else [border]
     for start in range(0, len(documents), _BATCH_DOCUMENTS):
@@ -148,15 +149,15 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
         raise too_short_error(shortages, len(shortages), len(users))
 
 
-def too_short_error(shortages: Mapping[str, Shortage], count: int, users: int) -> DataError:
+def too_short_error(shortages: Mapping[str, Shortage], count: int, num_users: int) -> DataError:
     """Return the error for users with too little text.
 
     Args:
         shortages: Shortages of the first of them, by name.
         count: Number of users with too little text.
-        users: Number of all users.
+        num_users: Number of all users.
     """
-    skip = "; or skip such users with data.on_small_user: skip" if count < users else ""
+    skip = "; or skip such users with data.on_small_user: skip" if count < num_users else ""
     if count == 1:
         ((name, shortage),) = shortages.items()
         return DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
@@ -164,7 +165,7 @@ def too_short_error(shortages: Mapping[str, Shortage], count: int, users: int) -
     advice, *other_advice = {shortage.advice for shortage in shortages.values()}
     if other_advice:  # users lack different things
         advice = "; give them more text or shorten training.context"
-    return DataError(f"{count} of {users} users have too little text: {listed}{advice}{skip}")
+    return DataError(f"{count} of {num_users} users have too little text: {listed}{advice}{skip}")
 
 
 def find_shortage(user: UserData, *, context: int, needs_validation: bool, begins: bool = False) -> Shortage | None:
