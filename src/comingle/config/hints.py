@@ -401,7 +401,9 @@ def _describe_problem(
     is_user = parts[:2] == _USERS and len(parts) == 3
     wanted = accepted.get("data.users.*" if is_user else place)
     if wanted and problem["type"].endswith(_WRONG_TYPES):
-        return f"{place}: give {wanted}{got or '; got ' + _TYPE_NAMES.get(type(problem['input']), 'a section')}"
+        got = got or f"; got {_TYPE_NAMES.get(type(problem['input']), 'a section')}"  # no scalar: name its type
+        return f"{place}: give {wanted}{got}"
+    # pydantic's own text, in the words of YAML.
     reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])
     return f"{place + ': ' if place else ''}{reason.removeprefix('Value error, ')}{got}"
 

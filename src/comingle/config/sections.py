@@ -178,7 +178,7 @@ class Recipe(Section):
     def result_content(self) -> dict[str, Any]:
         """The content of the recipe that determines a run's result; the fingerprint is its hash.
 
-        It is all but the runtime, checkpoints and which rounds and users are evaluated. Evaluations count only if the
+        The runtime, checkpoints, and which rounds and users are evaluated do not count. Evaluations count only if the
         best of the evaluated rounds is selected. The order of the users does not count: lists with a value per user
         become mappings by name. Sections and keys that did not exist in older versions are left out if they have no
         effect, so that older runs keep their fingerprints.

@@ -130,13 +130,16 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
 
 
 def _has_repeated_end(is_repeated: Sequence[bool]) -> bool:
-    """Return whether some head or tail of a document consists mostly of shingles that occur elsewhere.
+    """Return whether the beginning or the end of a document, of any length, is mostly a copy of other text.
+
+    A split may cut a document in two, so that its beginning or its end alone is test data. The comparison is by
+    shingles (runs of 13 words): more than half of those of a part must occur elsewhere.
 
     Args:
         is_repeated: For each shingle of the document, in order, whether it occurs elsewhere too.
     """
     lengths = range(1, len(is_repeated) + 1)
-    for flags in (is_repeated, is_repeated[::-1]):  # heads, then tails
+    for flags in (is_repeated, is_repeated[::-1]):  # beginnings, then ends
         if any(2 * repeated > length for repeated, length in zip(accumulate(flags), lengths, strict=True)):
             return True
     return False

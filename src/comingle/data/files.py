@@ -124,6 +124,11 @@ class _BoundedExpansion(io.RawIOBase):
     """
 
     def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
+        """Bound the bytes that the decompressing file ``inner`` may return.
+
+        The bound is ``limit`` or a multiple of the compressed size, whichever is smaller. The multiple does not count
+        for small files.
+        """
         self._inner = inner
         self._left = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
         self._problem = f"expands to more than {MAX_EXPANSION} times its size; decompress it first if this is expected"
@@ -173,8 +178,10 @@ def max_read_bytes(*, train: SplitLimit, valid: SplitLimit = (None, 0.0), test: 
         valid: Token limit and fraction of valid.
         test: Token limit and fraction of test.
     """
-    if train[0] is None:
+    max_train_tokens, _train_fraction = train
+    if max_train_tokens is None:
         return None
+    # Splits of fraction 0 get nothing. Valid and test without a limit get their fraction of the text that train needs.
     needed = [ceil(BYTES_PER_TOKEN * tokens / share) for tokens, share in (train, valid, test) if tokens and share]
     return max(MIN_READ_BYTES, *needed)
 
@@ -267,7 +274,7 @@ def list_files(folder: Path) -> list[str]:
     """List all files below a folder recursively, as sorted relative POSIX paths.
 
     Follows symbolic links to folders but visits each folder once. Skips names that begin with a dot, and ``__MACOSX``.
-    A folder that cannot be read is listed as if it were a file.
+    A folder that cannot be read is listed like a file, so that the caller reports it as unreadable.
     """
     found: list[str] = []
     seen = {os.path.realpath(folder)}
@@ -301,8 +308,8 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
 
     1. If every path has the word of a split anywhere, as in ``news_train.csv``, and at least one of these words is
        for train, the words decide. A single ``mental_test.csv`` need not be a test split, so it falls under rule 2.
-    2. Otherwise a file belongs to the split that begins its name or that names one of its folders, as in
-       ``train.jsonl``, ``test-00000-of-00002.parquet`` or ``validation/a.csv``, and else to "train".
+    2. Otherwise, the beginning of a file's name or the name of one of its folders denotes the split, as in
+       ``train.jsonl``, ``test-00000-of-00002.parquet`` or ``validation/a.csv``. Other files belong to "train".
 
     Returns:
         The files of rows; and the relative paths of the other files, except a README.md.
@@ -311,18 +318,21 @@ def list_row_files(folder: Path) -> tuple[list[RowFile], list[str]]:
         DataError: The folder has no files of rows.
     """
     names = list_files(folder)
-    rows = [name for name in names if has_rows(Path(name)) and (folder / name).is_file()]
-    rows = [name for name in rows if Path(name).name not in _METADATA]
-    other_files = [name for name in names if name not in set(rows) and Path(name).name.lower() != _DATA_CARD]
-    if not rows:
+    with_rows = [
+        name
+        for name in names
+        if has_rows(Path(name)) and (folder / name).is_file() and Path(name).name not in _METADATA
+    ]
+    other_files = [name for name in names if name not in set(with_rows) and Path(name).name.lower() != _DATA_CARD]
+    if not with_rows:
         there = f"{len(names)} other files, first: {names[0]}" if names else "nothing"
         raise DataError(f"{folder}: no files of rows; found: {there}; allowed: {', '.join(ROW_SUFFIXES)}")
-    splits = [_split_by_word(name) for name in rows]
+    splits = [_split_by_word(name) for name in with_rows]  # rule 1
     if "train" not in splits or None in splits:
-        splits = [_split_by_name(name) for name in rows]
+        splits = [_split_by_name(name) for name in with_rows]  # rule 2
     files = [
         RowFile(path=folder / name, split=split or "train", extra_columns=dict(_partition_columns(name)))
-        for name, split in zip(rows, splits, strict=True)
+        for name, split in zip(with_rows, splits, strict=True)
     ]
     return sorted(files, key=lambda file: _ORDER.index(file.split)), other_files
 
@@ -430,9 +440,9 @@ def read_text_folder(folder: Path, *, max_bytes: int | None = None) -> list[str]
             break
         try:
             if not path.is_file():  # a device or pipe, or a folder that cannot be read
-                raise _NotText
+                raise _NotText  # caught below, where the file is counted as skipped
             with path.open("rb") as file:
-                text, _ = _read_head(file, left)
+                text, _is_longer = _read_head(file, left)  # if it is longer, `left` becomes negative
                 left = left if left is None else left - file.tell()
             documents.append(text)
         except (OSError, _NotText):
@@ -495,7 +505,7 @@ def _decode(content: bytes, *, final: bool = True) -> str:
 
     Args:
         content: Bytes of a file from its beginning.
-        final: Whether they reach to its end; if not, the last character may be cut off and is then dropped.
+        final: The bytes reach to the end of the file. If not, a last character that is cut in two is dropped.
 
     Raises:
         _NotText: The bytes are not UTF-8 text, or have a word that is too long for tokenizers.
@@ -503,7 +513,7 @@ def _decode(content: bytes, *, final: bool = True) -> str:
     if kind := describe_binary(content):
         raise _NotText(f"is {kind}, not text; {_ALLOWED}")
     try:
-        text, _ = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)
+        text, _num_bytes = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)
     except UnicodeDecodeError as error:
         # error.start does not count the byte order mark, which was removed.
         at = error.start + len(content) - len(error.object)

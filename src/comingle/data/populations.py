@@ -73,12 +73,12 @@ class NumberedNames(IndexedNames):
         return f"{self.prefix}{range(self.size)[at]}"
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
-        """Return the number in a name.
+        """Return the number in a name, which is its position in the sequence.
 
         Args:
             value: The name.
-            start: Ignored.
-            stop: Ignored.
+            start: Ignored, as a name has one position; part of ``Sequence.index``.
+            stop: Ignored, like ``start``.
 
         Raises:
             ValueError: No user has the name.
@@ -202,8 +202,8 @@ class StoredNames(IndexedNames):
 
         Args:
             value: The name.
-            start: Ignored.
-            stop: Ignored.
+            start: Ignored, as a name has one position; part of ``Sequence.index``.
+            stop: Ignored, like ``start``.
 
         Raises:
             ValueError: No user has the name.

@@ -511,7 +511,7 @@ def _open_csv(path: Path, sep: str) -> Iterator[tuple[list[str], Iterator[tuple[
             lines = takewhile(bool, (_read_line(file, path, number) for number in count(1)))
             reader = csv.reader(lines, delimiter=sep, strict=True)
             rows = ((reader.line_num, row) for row in reader if row)
-            _, columns = next(rows, (0, []))
+            _line_number, columns = next(rows, (0, []))  # the first line names the columns; none in an empty file
             yield columns, rows
     except (*UNREADABLE, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: line {reader.line_num if reader else 0}: {error}") from None
@@ -540,7 +540,8 @@ def _open_parquet(path: Path) -> tuple[tuple[str, ...], Callable[[BadRows, Seque
         compressed = path.suffix.lower() != ".parquet"
         return parquet.ParquetFile(pyarrow.BufferReader(open_bytes(path).read()) if compressed else str(path))
 
-    def read(_: BadRows, wanted: Sequence[str] | None) -> PlacedRows:
+    def read(_bad: BadRows, wanted: Sequence[str] | None) -> PlacedRows:
+        """Yield the rows; no row of a Parquet file can be bad, since all have the same columns and types."""
         for number, row in enumerate(_parquet_rows(path, open_file, wanted), start=1):
             yield f"row {number}", row
 

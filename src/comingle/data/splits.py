@@ -265,14 +265,14 @@ class Mixture:
 
 
 def find_overlap(user: UserText) -> Overlap:
-    """Count the held-out documents of a user that it also trains on.
+    """Count the held-out documents of a user that are also in the user's training data, at least mostly.
 
-    A document overlaps when it equals a train document except for case and white space, or when more than half of its
-    13-word shingles occur in train. Linear in the text except for one sort of the train shingles.
+    A document counts if it equals a train document except for case and white space. It also counts if more than half of
+    its shingles (runs of 13 words) occur in train. Linear in the text except for one sort of the train shingles.
     """
     train = [split_words(document) for document in user.train]
     texts = {" ".join(words) for words in train}
-    hashes, _ = hash_shingles(train)
+    hashes, _documents = hash_shingles(train)
     shingles = np.unique(hashes)
     valid = _documents_in_train(user.valid, texts, shingles)
     test = _documents_in_train(user.test, texts, shingles)
@@ -327,8 +327,10 @@ def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
     return quota
 
 
-def cut_shares(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
-    """Return the shares that the user ``name`` contributes to each of the mixtures of a split.
+def cut_shares(
+    documents: Sequence[str], quota: int, num_mixtures: int, split: str, seed: int, name: str
+) -> list[list[str]]:
+    """Cut a user's documents of a split into shares, one for each user's mixture of this split.
 
     Shuffles the documents, then cuts their first ``quota`` characters into consecutive shares of equal size, to within
     a line; the rest is not used.
@@ -336,16 +338,16 @@ def cut_shares(documents: Sequence[str], quota: int, parts: int, split: str, see
     Args:
         documents: Documents of the user in the split.
         quota: Number of characters to contribute.
-        parts: Number of mixtures, each of which gets one share.
+        num_mixtures: Number of mixtures, each of which gets one share.
         split: Name of the split.
         seed: Seed of the shuffle.
         name: Name of the user.
     """
     shares: list[list[str]] = []
     rest = _shuffle(documents, "mix", split, seed, name)
-    # Cut from the end, so that every cut is at a multiple of quota / parts characters from the beginning.
-    for index in range(parts, -1, -1):
-        rest, share = _cut(rest, quota * index // parts)
+    # Cut from the end, so that every cut is at a multiple of quota / num_mixtures characters from the beginning.
+    for index in range(num_mixtures, -1, -1):
+        rest, share = _cut(rest, quota * index // num_mixtures)
         shares.insert(0, share)
     return shares[:-1]  # the last entry is the text beyond the quota
 

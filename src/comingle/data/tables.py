@@ -396,15 +396,15 @@ def _tables_of_builder(builder: Any) -> list[tuple[str, Table]] | None:
     irrelevant = ("name", "version", "data_dir", "data_files", "description")
     # Options with another value than the default, which our readers would not respect.
     options = {key: value for key, value in config.items() if key not in irrelevant and defaults[key] != value}
-    sep = options.pop("sep", None) or options.pop("delimiter", None)  # two names of the same option
-    options.pop("delimiter", None)
+    # Two names of the same option, of which `sep` takes precedence. Both are removed, as our readers know the option.
+    sep, delimiter = options.pop("sep", None), options.pop("delimiter", None)
     files_by_split = builder.config.data_files
     if builder.name not in ("json", "csv", "parquet") or options or not files_by_split:
         return None
     files = [(str(split), Path(str(file))) for split, of_split in files_by_split.items() for file in of_split]
-    if not all(file.exists() and (has_rows(file) or file.suffix in OPENERS) for _, file in files):
+    if not all(file.exists() and (has_rows(file) or file.suffix in OPENERS) for _split, file in files):
         return None
-    return [(split, open_table(file, split=split, sep=sep)) for split, file in files]
+    return [(split, open_table(file, split=split, sep=sep or delimiter)) for split, file in files]
 
 
 def _import_datasets(source: str) -> ModuleType:

@@ -232,9 +232,10 @@ def pool_answers(users: Sequence[UserAnswers]) -> UserAnswers:
 
 
 def _concatenate(parts: Sequence[Answers]) -> Answers:
-    """Concatenate the conversations of several users.
+    """Concatenate the conversations of several users; see :class:`Answers` for the fields.
 
-    Windows are padded to the widest, and the numbers of conversations in ``owners`` are shifted.
+    Windows are padded to the widest. ``owners``, which has the row of each response's conversation, is shifted by the
+    number of earlier rows.
     """
     first_rows = accumulate((len(part) for part in parts), initial=0)  # one more than parts: the last is the total
     return Answers(
@@ -242,9 +243,9 @@ def _concatenate(parts: Sequence[Answers]) -> Answers:
         owners=torch.cat([part.owners + first for part, first in zip(parts, first_rows, strict=False)]),
         prompt_tokens=torch.cat([part.prompt_tokens for part in parts]),
         references=tuple(reference for part in parts for reference in part.references),
-        limit=max(part.limit for part in parts),
+        limit=max(part.limit for part in parts),  # length of the longest response
         measures=parts[0].measures,  # the same for all users of a run
-        ends=tuple(dict.fromkeys(end for part in parts for end in part.ends)),
+        ends=tuple(dict.fromkeys(end for part in parts for end in part.ends)),  # end tokens, each once
     )
 
 
@@ -430,7 +431,7 @@ def check_nonempty(users: Sequence[UserAnswers]) -> None:
         DataError: Users have no conversations, such as when all are longer than the context.
     """
     empty = [user for user in users if not any(len(user.split(split)) for split in SPLITS)]
-    if small := find_shortages(empty, needs_validation=True):
+    if small := find_shortages(empty, needs_validation=True):  # so that the error names all three splits
         raise too_few_error(list_shortages(small), len(small), len(users))
 
 

@@ -76,10 +76,11 @@ class Columns:
         """
         messages, prompt, response = (section.get(key) for key in ("messages", "prompt", "response"))
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        is_valid = isinstance(prompts, list | tuple) and prompts and all(isinstance(name, str) for name in prompts)
+        if not isinstance(prompts, list | tuple) or not all(isinstance(name, str) for name in prompts):
+            prompts = ()
         return cls(
             messages=messages if isinstance(messages, str) else cls.messages,
-            prompt=tuple(prompts) if isinstance(prompts, list | tuple) and is_valid else cls.prompt,
+            prompt=tuple(prompts) or cls.prompt,
             response=response if isinstance(response, str) else cls.response,
         )
 
@@ -323,7 +324,8 @@ def _has_loss(record: Mapping[str, object], role: str, where: str) -> bool:
         where: Its place, for messages.
 
     Raises:
-        ValueError: Such a key has another value than 0 or 1, or puts the loss on a message that is no response.
+        ValueError: A key such as ``weight`` has another value than 0 or 1, or puts the loss on a message that is no
+            response.
     """
     values = {key: record[key] for key in _LOSS_KEYS if record.get(key) is not None}
     for key, value in values.items():

@@ -315,17 +315,17 @@ def _conversations(
 
 
 def _comparable_text(conversation: PlacedConversation) -> str:
-    """Return the messages as JSON with normalised white space, which is equal for duplicate conversations.
+    """Return a conversation as text that is equal for duplicates: its messages as JSON with normalised white space.
 
     Args:
         conversation: Place in its source, which does not count, and messages.
     """
-    _, messages = conversation
+    _place, messages = conversation
     normalised = [
         {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
         for message in messages
     ]
-    return json.dumps(normalised, sort_keys=True, default=str)
+    return json.dumps(normalised, sort_keys=True, default=str)  # str: values that JSON does not know, such as dates
 
 
 def _check_labels(messages: Messages, labels: Sequence[str]) -> None:

@@ -114,7 +114,9 @@ class AnswerScore:
 
 
 def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerScore:
-    """Return the score of ``samples`` conversations from their response losses alone.
+    """Return the score of one user's conversations with the losses, but without measures of generated responses.
+
+    :func:`judge` adds these measures once responses have been generated.
 
     Args:
         score: Losses of the response tokens.

@@ -578,7 +578,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """Loss of the program or recipe; by default cross-entropy if all targets are whole numbers, else MSE.
 
         Whole numbers are taken for classes. Whether the targets are whole is known only once users have been read, so
-        the loss may change while they are read. It is therefore cached for both cases.
+        the loss may change while they are read. Both losses are therefore cached.
         """
         has_classes = self._targets_are_whole
         if has_classes not in self._losses:

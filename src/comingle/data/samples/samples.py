@@ -292,7 +292,7 @@ def as_samples(inputs: object, targets: object, where: str) -> Samples:
             f"{where}: inputs have shape {tuple(x.shape)} but targets {tuple(y.shape)}; every input needs one target"
         )
     if y.is_floating_point():
-        y = y.reshape(len(y), -1) if len(y) else y.reshape(0, 1)
+        y = y.reshape(len(y), -1) if len(y) else y.reshape(0, 1)  # -1 would be ambiguous without samples
     elif y.dim() == 2 and y.shape[1] == 1:
         y = y.flatten().long()
     elif y.dim() == 1:

@@ -52,8 +52,8 @@ class UsersRows(Section):
 
     @field_validator("users")
     @classmethod
-    def _names(cls, users: list[str] | int | None) -> list[str] | int | None:
-        """Check that listed names are valid user names, and that there is at least one."""
+    def _check_names(cls, users: list[str] | int | None) -> list[str] | int | None:
+        """Check that listed names are valid user names, and that there is at least one; a number needs no check."""
         if isinstance(users, list):
             if problem := name_problem(users):
                 raise ValueError(problem)
