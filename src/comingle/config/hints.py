@@ -411,9 +411,8 @@ def _describe_problem(
 def _keys_in(location: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
     """Return the keys of the location that pydantic reports for a problem, from the outermost section inwards.
 
-    For a key of several types pydantic adds the name of a type to the location, such as ``list[int]`` or ``int``. Such
-    names are left out. A plain type's name counts as one only after a key of several types, as a user may be named
-    ``int`` too.
+    For a key of several types pydantic adds the name of a type to the location, such as ``list[int]`` or ``int``. The
+    names of types are left out. After a key of a single type, ``int`` is kept, since it may be the name of a user.
 
     Args:
         location: The location.

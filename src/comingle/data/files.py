@@ -31,7 +31,7 @@ ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 def suffix_of(path: Path) -> str:
-    """Return the last suffix of a file's name in lower case, ignoring that of a compression."""
+    """Return the suffix of a file's name in lower case, without compression: ``.jsonl`` for ``Chats.JSONL.gz``."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -85,6 +85,8 @@ MAX_EXPANDED_VARIABLE = "COMINGLE_MAX_DECOMPRESSED_BYTES"
 
 def max_decompressed_bytes() -> int:
     """Return the largest allowed size of a decompressed file: 8 GiB, unless an environment variable sets another.
+
+    The limit protects memory from small files that expand to a huge size.
 
     Raises:
         DataError: The environment variable is not a positive whole number.
@@ -488,7 +490,7 @@ def _read_head(file: io.BufferedIOBase, max_bytes: int | None) -> tuple[str, boo
     if max_bytes is None or len(content) <= max_bytes:
         return _decode(content), False
     text = _decode(content[:max_bytes], final=False)  # not final: the last character may be cut in two
-    return text.rpartition("\n")[0] or text, True
+    return text.rpartition("\n")[0] or text, True  # without a line end, all of the text that was read
 
 
 def _read_up_to(file: io.BufferedIOBase, max_bytes: int) -> bytes:

@@ -145,9 +145,9 @@ def group_documents(
         pack=lambda document: document.encode("utf-8", "surrogatepass"),
         unpack=lambda content: content.decode("utf-8", "surrogatepass"),
     )
-    if not rows.owners:  # users by name
+    if not rows.owners:  # no row has a user
         if (bad := options.get("bad")) is not None:
-            bad.report()
+            bad.report()  # raises an error if rows are bad, which may be why no row has a user
         raise no_texts_error(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
     wanted = choose_users(rows.owners, users, where)
     if problem := name_problem(wanted):

@@ -104,8 +104,8 @@ def split_given(
     """Return a user whose documents are split already; cut off a validation split if there is none.
 
     If ``valid`` is None or missing in ``splits``, ``valid_fraction`` of train becomes valid (by characters, documents
-    shuffled by (seed, name)). If that fraction is 0, valid stays empty if no split is named, and a named split that is
-    missing is an error.
+    shuffled by (seed, name)). With a fraction of 0, there are two cases. If ``valid`` is None, the validation split
+    stays empty. If ``valid`` names a split that is missing, an error is raised.
 
     Args:
         splits: Documents by split.
@@ -150,12 +150,12 @@ def column_advice(column: str | None) -> str:
 
 
 def missing_split(name: str, wanted: str, found: Collection[str], advice: str = "") -> NoTextError:
-    """Return the error for a user without a split.
+    """Return the error for a user whose data lacks a split that the recipe requests.
 
     Args:
         name: Name of the user.
-        wanted: The split.
-        found: Splits of the user.
+        wanted: The requested split.
+        found: Splits that the user's data has.
         advice: What to do; by default to give the user's splits.
     """
     hint = did_you_mean(wanted, found)
@@ -209,7 +209,7 @@ class Mixture:
     def add(self, text: UserText) -> None:
         """Store a user's documents, and count the characters of its valid and test splits.
 
-        From these counts follows how much each user contributes to the others' mixtures.
+        Every user contributes as much to the mixtures as the user with the smallest split has.
         """
         self.names.append(text.name)
         for documents in (text.train, text.valid, text.test):

@@ -214,11 +214,12 @@ class StoredRows(Rows):
     """Rows in a file below ``folder``; only the rows of one user are in memory at a time."""
 
     def __init__(self, folder: Path):
+        """Start an empty store; :meth:`fill` creates its two files in the folder."""
         self.folder = folder
         self._contents, self._index = folder / "rows.bin", folder / "rows.index"
-        self.owners: dict[str, Any] = {}
-        self._splits: dict[str, int] = {}
-        self._unpack: Callable[[bytes], Any] = bytes
+        self.owners: dict[str, Any] = {}  # number of each user with rows, by name
+        self._splits: dict[str, int] = {}  # number of each split, by name
+        self._unpack: Callable[[bytes], Any] = bytes  # converts stored bytes to the content of a row
 
     def fill(
         self,

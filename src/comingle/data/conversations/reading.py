@@ -228,7 +228,7 @@ def read_files(
     for split, path in paths.items():
         if path is not None:  # the key counts, not the split that the name of the file denotes
             records = islice(read_records(path, bad=bad), max_conversations)
-            records_by_split[split] = [(split, where, row) for _, where, row in records]
+            records_by_split[split] = [(split, where, row) for _named_split, where, row in records]
     valid_name = "valid" if source.valid is not None else None
     names = {"train_name": "train", "valid_name": valid_name, "test_name": "test"}
     section = data.split.model_copy(update={"given": has_own_splits, **names})

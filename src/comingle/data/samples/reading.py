@@ -112,7 +112,8 @@ def split_samples(name: str, splits: Mapping[str, Samples], *, valid: float, tes
         valid /= 1 - test  # a fraction of all samples, not of those that remain
         train, held_out["test"] = _hold_out_share(name, train, "test", test)
     if "valid" not in splits:
-        train, held_out["valid"] = _hold_out_share(name, train, "valid", valid) if valid else (train, train.first(0))
+        no_samples = train.first(0)
+        train, held_out["valid"] = _hold_out_share(name, train, "valid", valid) if valid else (train, no_samples)
     return UserSamples(name=name, train=train, valid=held_out["valid"], test=held_out["test"])
 
 

@@ -233,8 +233,13 @@ def _check_split(user: UserSamples, split: Split, first: UserSamples, classes: i
 def _check_targets(targets: Tensor, classes: int | None, where: str) -> None:
     """Check that targets are class numbers below ``classes``, or real numbers if ``classes`` is None.
 
+    Args:
+        targets: Targets of a user's split, at least one.
+        classes: Number of classes; None for a regression.
+        where: User and split, for the message.
+
     Raises:
-        DataError: They are not; the message begins with ``where``.
+        DataError: Targets have the wrong type, or a class number is out of range.
     """
     if targets.is_floating_point() != (classes is None):
         got, needed = str(targets.dtype).removeprefix("torch."), "real numbers" if classes is None else "whole numbers"
@@ -475,7 +480,7 @@ _LISTED_USERS = 3
 
 
 def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
-    """Select samples to hold out, about the same fraction of each label.
+    """Select samples to hold out for validation or test, about the same fraction of each label (stratified).
 
     Of a label with ``n_y`` samples, ``floor(share n_y)`` are held out. One more is held out of the labels that lose
     most by rounding, until ``round(share n)`` samples, but at least one, are held out. The last sample of a label is
@@ -494,9 +499,11 @@ def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, "
     quota = share * counts.double()
     num_held_out = quota.floor().long().minimum((counts - 1).clamp(min=0))
     num_missing = max(1, round(share * len(labels))) - int(num_held_out.sum())
-    lost = torch.where(num_held_out < counts - 1, quota - num_held_out, -1.0)  # -1: only the last sample is left
+    # The loss of each label by rounding; -1 if only its last sample is left.
+    lost = torch.where(num_held_out < counts - 1, quota - num_held_out, -1.0)
     most_lost = lost.sort(descending=True, stable=True).indices[: max(0, num_missing)]
-    num_held_out[most_lost[lost[most_lost] >= 0]] += 1  # one more of each of these labels
+    may_give_one = lost[most_lost] >= 0
+    num_held_out[most_lost[may_give_one]] += 1
     is_held_out = _rank_in_label(labels, counts) < num_held_out[labels]
     return (~is_held_out).nonzero().flatten(), is_held_out.nonzero().flatten()
 

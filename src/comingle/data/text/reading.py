@@ -93,7 +93,10 @@ LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
 
 
 def limits_for_user(data: TextSection, name: str) -> dict[str, int | None]:
-    """Return the token limits of a user by recipe key; the user's own limit overrides the general one."""
+    """Return the token limits of a user by recipe key; the limit of the user's own entry overrides the general one.
+
+    A user's entry in the recipe can only limit train.
+    """
     given = {key: getattr(data, key) for key in LIMITS}
     limits = {key: limit.get(name) if isinstance(limit, Mapping) else limit for key, limit in given.items()}
     own = data.users[name].max_train_tokens if data.users is not None and name in data.users else None
