@@ -349,11 +349,14 @@ class _Session:
             self._print("no local models here; add those of another run with --against RUN", "dim")
 
     def _engine_of_run(self, run: Path) -> Engine:
-        """Return an engine that generates text with the models of another run; they are loaded on the first call."""
+        """Return an engine that generates text with the models of another run.
+
+        The first call for a run loads its models; later calls return the same engine.
+        """
         from comingle.serving.engine import Engine
 
         if str(run) not in self.engines_of_runs:
-            models = load_all_models(run, None).models
+            models = load_all_models(run, method=None).models  # None: a folder of one run, not of several methods
             self.engines_of_runs[str(run)] = Engine(models, rows=1)  # rows: number of answers at a time
         return self.engines_of_runs[str(run)]
 

@@ -390,7 +390,7 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
 def _excerpts_of_user(run_data: RunData, user: Any) -> dict[str, str | Text]:
     """Return an excerpt of a user's training data and one of the test data.
 
-    It is the beginning of a user's text, or the first of a user's conversations.
+    An excerpt is the beginning of a text, or the first conversation.
 
     Args:
         run_data: The data, with the base, whose tokenizer decodes tokens.

@@ -297,7 +297,7 @@ class Shape:
         return blocks
 
     def _to_linear(self, name: str, module: nn.Module, trained: frozenset[str]) -> Linear:
-        """Return the sizes of a linear layer of the base and of the LoRA on it.
+        """Return the numbers of entries of a linear layer's weight and of its LoRA's factors A and B.
 
         Args:
             name: Name of the layer, with which the names of its LoRA's tensors start: ``NAME.a`` and ``NAME.b``.
@@ -305,10 +305,11 @@ class Shape:
             trained: Names of the adapter tensors that the pass trains.
         """
         a, b = f"{name}.a", f"{name}.b"
-        # A frozen residual of the weight is a product of two factors, which are fused into those with A and B.
+        # Some methods add a frozen change to the weight, a product of two factors (a residual). One factor is multiplied
+        # together with A, the other together with B.
         residual_in, residual_out = (self.entries.get(f"{name}.{end}", 0) for end in (IN, OUT))
         return Linear(
-            weight=base_weight(module)[0].numel(),
+            weight=num_weights(module),
             a=self.entries[a] + residual_in,
             b=self.entries[b] + residual_out,
             trains_a=a in trained,
@@ -331,13 +332,21 @@ class Shape:
 def head_entries(model: AdaptedModel) -> int:
     """Return the number of entries of all matrices outside the decoder layers, such as the head.
 
-    These are the linear layers without adapters. Embeddings are looked up, not multiplied, so they do not count.
+    Linear layers without adapters are taken to be outside the decoder layers. Embeddings are looked up, not multiplied,
+    so they do not count.
     """
     adapted = {id(m.linear) for m in model.adapters.attention.values()}
     for mlp in model.adapters.experts.values():
         adapted |= {id(m) for m in (*mlp.first.values(), mlp.last)}
+    # Conv1D is the linear layer of GPT-2 in transformers.
     linears = [m for m in model.network.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    return sum(base_weight(m)[0].numel() for m in linears if id(m) not in adapted)
+    return sum(num_weights(m) for m in linears if id(m) not in adapted)
+
+
+def num_weights(linear: nn.Module) -> int:
+    """Return the number of entries of a linear layer's weight, without its bias."""
+    weight, _bias = base_weight(linear)
+    return weight.numel()
 
 
 @dataclass(frozen=True, kw_only=True)

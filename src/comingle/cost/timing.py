@@ -430,7 +430,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     """
     num_processes = 1 if ranks is None else ranks.size
     run_data = prepare(recipe)
-    # A federation of one user tells how many users fit into a cohort, and the bytes of each.
+    # With one user: how many users fit into a cohort, and the bytes of a user's tensors.
     one_user = build(recipe, copy_users(run_data, 1)).clients
     cohort_size, tensor_bytes = min(MAX_TRAINED, one_user.pass_size.users), user_bytes(one_user.state, MEMORY)
     # Users that send messages without training: as many as possible, so that the time of each can be measured.
@@ -441,14 +441,16 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     # Local steps, with as many participants as planned, and with a full cohort if these are fewer.
     trained_users = min(own_users, cohort_size)
     with count_collectives() as collective_counts:
-        own_seconds, _ = time_rounds(federation, trained_users, num_processes)
+        own_seconds, _other_seconds = time_rounds(federation, trained_users, num_processes)
     own_user_seconds = cohort_user_seconds = own_seconds / trained_users
     if own_users < cohort_size:
-        cohort_user_seconds = time_rounds(federation, cohort_size, num_processes)[0] / cohort_size
+        cohort_seconds, _other_seconds = time_rounds(federation, cohort_size, num_processes)
+        cohort_user_seconds = cohort_seconds / cohort_size
     # Everything else, with few and with many participants.
     few_users = max(1, built_users // FEW)
     with skip_local_steps():
-        other_seconds = [time_rounds(federation, count, num_processes)[1] for count in (few_users, built_users)]
+        _no_seconds, seconds_with_few = time_rounds(federation, few_users, num_processes)
+        _no_seconds, seconds_with_many = time_rounds(federation, built_users, num_processes)
     clients.scored = range(cohort_size)  # indices of the evaluated users: one cohort
     wait_for_others()
     measured = describe_messages(federation) | {
@@ -457,7 +459,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
         "own_user_s": own_user_seconds,
         "user_s": cohort_user_seconds,
         "evaluation_s": median_seconds(clients.evaluate, times=1) / cohort_size,
-        "other_work_s": other_seconds,
+        "other_work_s": [seconds_with_few, seconds_with_many],
         "other_work_users": [few_users, built_users],
         "collectives": {name: count / ROUNDS for name, count in collective_counts.items()},
     }

@@ -243,16 +243,20 @@ def register(name: str, method: Method | Make) -> None:
 def temporarily_registered(method: str | Method | Make) -> Iterator[str]:
     """Register a method for the duration of a ``with`` block and yield its name.
 
-    A name, or a method that is registered already, is left as it is.
+    A method that is registered already is not registered again, and stays registered after the block.
+
+    Args:
+        method: Name of a registered method, a ``Method`` object, or a constructor: a function that returns a
+            ``Method``.
 
     Raises:
         PluginError: Another method has the name.
         RecipeError: The constructor fails with its default settings.
     """
-    if isinstance(method, str):
+    if isinstance(method, str):  # a registered method's name
         yield method
         return
-    made = make(method)
+    made = make(method)  # a constructor is called with its default settings
     if _is_registered(made, method):
         yield made.name
         return

@@ -77,7 +77,11 @@ class Phase:
 
     @property
     def optimizers(self) -> tuple[tuple[Literal["experts", "router"], frozenset[str]], ...]:
-        """Pairs of an optimiser and the roles that it updates."""
+        """Optimisers of the phase, each with the roles that it updates.
+
+        There are two optimisers with their own settings, "experts" and "router". A phase uses one of them for all its
+        roles, or "both": "router" for the routers and "experts" for the other roles.
+        """
         if self.optimizer != "both":
             return ((self.optimizer, self.roles),)
         routers = self.roles & ROUTERS

@@ -103,27 +103,31 @@ class AssignmentServer(Server):
         return kept
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
-        """Return the shared tensors, each user with the domain experts that are assigned to it.
+        """Return the tensors to send: the shared ones, and for each user the domain experts that are assigned to it.
 
-        The first ``rank`` rows of a router are the projection T. The rows below only carry users' reports to the
-        server, so they are sent as zeros.
+        The first ``rank`` rows of a router are the matrix T, which projects a token's hidden state to compare it with
+        experts. In uploads, the rows below T have numbers that users report. Downloads have zeros there.
 
         Args:
-            kept: State of the server; ``places`` ``(users, mlps, most)`` has the indices of each user's domain experts,
-                the number of experts for an empty place.
+            kept: State of the server. ``places`` ``(users, mlps, most)`` has the indices of each user's domain experts.
+                A user with fewer than ``most`` experts has empty places, where the index is the number of experts.
             users: Indices of the users.
+
+        Returns:
+            Tensors by name, ``(users, 1, *shape)``: each user gets one model.
         """
         sent, places = {}, kept[PLACES][list(users)]  # indices of experts, (users, mlps, most)
-        rank = kept[TOKENS].shape[-1]  # these are means of T x, (users, mlps, rank)
+        rank = kept[TOKENS].shape[-1]  # ``tokens``: projections by T, (users, mlps, rank)
         for name, t in model_of(kept).items():
             by_user = t.expand(len(users), *t.shape)
             if name.endswith(ROUTER):
                 by_user = torch.cat([by_user[:, :rank], torch.zeros_like(by_user[:, rank:])], 1)
             elif EXPERTS + name in kept:
-                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])  # the last one fills empty places
+                # The additional last expert, of zeros, fills empty places.
+                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])
                 mlp = layers_of(model_of(kept)).index(layer_of(name))
                 by_user = torch.cat([by_user, pool[places[:, mlp]]], 1)
-            sent[name] = by_user.unsqueeze(1)
+            sent[name] = by_user.unsqueeze(1)  # dimension 1: one model per user
         return sent
 
     def aggregate(self, kept: Tree, received: Received) -> None:
@@ -132,22 +136,27 @@ class AssignmentServer(Server):
         Shared tensors are averaged over all participants, a domain expert over the participants that had it. If experts
         are ``fixed`` (for users who join later), nothing is averaged and only the participants are reassigned.
 
+        The assignment compares two projections of a user's hidden states x: T x, with the shared matrix T of the
+        router, and A_e x, with the LoRA factor A_e of domain expert e.
+
         Args:
             kept: State of the server, changed in place: shared tensors, domain experts, each user's mean of T x
-                (``tokens``), each expert's mean of A_e x (``embeddings``), and the assignment of experts to users
-                (``places``).
-            received: The uploads; the rows of a router below T have the means that a user reports.
+                (``tokens``), each expert's mean of A_e x over its users (``embeddings``), and the indices of each
+                user's domain experts in each MLP (``places``).
+            received: The uploads. An uploaded router consists of T and, in the rows below T, the means that the user
+                reports.
         """
         users, weights = list(received.users), received.weights
         if not self.fixed:
-            # Of the experts of an MLP only the first, the generalist, is common to all users.
+            # An upload has the generalist and the user's domain experts. Only the generalist, the first, is common to
+            # all users.
             common = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
             for name, mean in weighted_sums(common, dict.fromkeys(common, weights)).items():
                 kept[MODEL_PREFIX + name].copy_(mean)
         reassigned = users if self.fixed else list(range(len(kept[PLACES])))
         for number, mlp in enumerate(layers_of(model_of(kept))):
             assigned = kept[PLACES][users, number]
-            # Mean projections (users, 1 + most, rank): first T x, then A_e x of the experts in the user's places.
+            # Mean projections (users, 1 + most, rank): first T x, then A_e x of each domain expert of the user.
             reported = unpack_means(received.tensors[f"{mlp}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
             kept[TOKENS][users, number] = reported[:, 0].to(kept[TOKENS])
             if not self.fixed:
@@ -248,15 +257,17 @@ def set_expert_means(
 
     Args:
         experts: A tensor of all experts.
-        uploads: The same tensor of the experts that each user has, as the user uploaded it.
-        assigned: Indices of these experts; the number of experts stands for an empty place.
+        uploads: Each user's uploads for up to ``most`` experts.
+        assigned: Indices of the experts that ``uploads`` are for. A user with fewer than ``most`` experts has the number
+            of experts as index of the rest, whose uploads are ignored.
         weights: Aggregation weights of the users.
     """
     flat = assigned.flatten()  # the expert of each upload
-    counts = flat.bincount(minlength=len(experts) + 1)[: len(experts)]  # uploads of each expert, without empty places
+    counts = flat.bincount(minlength=len(experts) + 1)[: len(experts)]  # uploads of each expert
     columns = torch.arange(int(counts.max()), device=experts.device)
-    # Row e of ``positions`` has the positions in ``flat`` of expert e's uploads, padded with others to the largest
-    # count; padding has a share of 0. All means are then one product.
+    # To compute all means in one product, uploads are sorted by expert: row e of ``positions`` says where in ``flat``
+    # the uploads of expert e are. All rows have the largest count as length. Shorter ones are filled with positions of
+    # other experts' uploads, which get a share of 0.
     first = (counts.cumsum(0) - counts).unsqueeze(1)
     positions = flat.argsort(stable=True)[(first + columns).clamp(max=len(flat) - 1)]
     weight_by_upload = weights.to(experts).repeat_interleave(assigned.shape[1])

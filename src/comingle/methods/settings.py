@@ -19,16 +19,16 @@ class Range:
     below: bool = False
 
     def describe(self, kind: type) -> str:
-        """Return a description of the allowed values, for messages.
+        """Return a description of the allowed values, for messages, such as "numbers from 0 to 1".
 
         Args:
-            kind: Type of the setting: int or float. Limits of :data:`LARGEST` mean that there is no limit.
+            kind: Type of the setting: int or float.
         """
         if kind is int:
             return f"whole numbers from {self.least:,} to {self.most:,}"
-        if self.least == -LARGEST and self.most == LARGEST:
+        if self.least == -LARGEST and self.most == LARGEST:  # the defaults: any number that a setting may have
             return "numbers"
-        most = f"{self.most:.0e}" if self.most == LARGEST else f"{self.most:g}"
+        most = f"{self.most:g}"
         if self.above:
             return f"numbers above {self.least:g}, {'below' if self.below else 'up to'} {most}"
         return f"numbers from {self.least:g}{', below' if self.below else ' to'} {most}"
@@ -111,13 +111,15 @@ def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
 
 
 def _fits(limit: Range, kind: type, value: object, accepts_lists: bool) -> bool:
-    """Return whether a number is within a range, or all numbers of a list that is not empty.
+    """Return whether a setting's value is within a range.
+
+    A list fits if it has an element and all elements are within the range.
 
     Args:
         limit: The range.
-        kind: int or float.
-        value: The value.
-        accepts_lists: Whether a list of numbers is allowed too.
+        kind: Type of the numbers: int or float.
+        value: The setting's value.
+        accepts_lists: Whether the setting also accepts a list of numbers.
     """
     values = list(value) if accepts_lists and isinstance(value, list | tuple) else [value]
     return bool(values) and all(limit.fits(kind, each) for each in values)

@@ -104,12 +104,14 @@ def load_files_of_command() -> None:
 
 
 def write_origin(folder: Path, method: str, net: str = "") -> None:
-    """Record the Python files of a method and of a net in a run folder, for those that come from one.
+    """Record in a run folder which Python files of the user define its method and its net.
+
+    Built-in methods and nets have no such file. If both are built in, nothing is written.
 
     Args:
         folder: Run folder.
         method: Name of the method.
-        net: Name of the net; empty without one.
+        net: Name of the net; empty for a language model.
     """
     record: dict[str, Any] = {}
     if (path := _file_of(method)) is not None:

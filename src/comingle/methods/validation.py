@@ -56,7 +56,10 @@ def check_method(name: str, method: Method) -> None:
 
 
 def _all_roles(method: Method) -> Iterator[tuple[str, object]]:
-    """Yield all sets of roles that a method names, each with its place for messages, such as "Placement.shared"."""
+    """Yield all sets of roles in a method's definition: the field's name, such as "Placement.shared", and the set.
+
+    Roles name parts of a model, such as "attention" or "router". Error messages use the field's name.
+    """
     placement, client = method.placement, method.client
     for key in ("shared", "received", "needs"):
         yield f"Placement.{key}", getattr(placement, key)
