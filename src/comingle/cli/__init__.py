@@ -209,7 +209,10 @@ def _join_lines(text: str) -> str:
 
 
 def _build_broken_command(name: str, error: PluginError) -> object:
-    """Return a command that accepts any arguments and raises ``error``; its help text is the error's message."""
+    """Return the command of a plugin that cannot be loaded: called with any arguments, it raises ``error``.
+
+    The error's message is also the command's help text.
+    """
 
     def raise_error() -> None:
         raise error

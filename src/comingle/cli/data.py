@@ -47,19 +47,21 @@ def data(
 def _describe_placement(method: Method) -> str:
     """Return the roles of a user's model that are shared, local and frozen, as text.
 
-    A method for language models is described for these. A method for nets or mixtures is described for nets.
+    Roles are the parts of a model. A method that works for language models is described with their roles, such as
+    "attention" and "router". Other methods and mixtures are described with the roles that they train or share.
     """
     placement, trained, shared = method.placement, method.client.trained, method.shared
-    has_specialists = placement.specialists != 0
-    roles = {
-        "attention": True,
-        "generalist": placement.generalists > 0,
-        "specialist": has_specialists,
-        "router": placement.routed,
-    }
     if "language" not in method.applies_to or placement.mixture is not None or not trained | shared:
-        roles = dict.fromkeys(sorted({role.partition(".")[0] for role in trained | shared}), True)
-    existing = [role for role, exists in roles.items() if exists]
+        existing = sorted({role.partition(".")[0] for role in trained | shared})
+    else:
+        roles_of_language_model = {
+            "attention": True,
+            "generalist": placement.generalists > 0,
+            "specialist": placement.specialists != 0,
+            "router": placement.routed,
+        }
+        existing = [role for role, exists in roles_of_language_model.items() if exists]
+    # A name such as "attention.a" is a part of the role "attention", here the LoRA factor A.
     shared_texts = [role for role in sorted(shared) if role.partition(".")[0] in existing]
     partly_shared = {role.partition(".")[0] for role in shared if "." in role}
     trained_roles = {role.partition(".")[0] for role in trained}

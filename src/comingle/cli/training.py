@@ -492,9 +492,10 @@ def _conversation_counts(user: UserAnswers) -> list[int]:
 
 
 def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of each user's number of samples in each split and of each class, and true cluster.
+    """Return a table of each user's number of samples in each split and of each class.
 
-    Its title has the net, the shape of a sample, and the names of the classes if the data has names.
+    The table has a column with the users' true clusters if the data has them. The title names the net, the shape of a
+    sample and, if they have names, the classes.
     """
     population = run_data.common  # for samples, the users with the shape of an input and the classes
     shape = " x ".join(str(size) for size in population.input_shape)

@@ -178,18 +178,19 @@ def _user_cost(
 
 
 def _parameters_by_role(clients: Clients) -> dict[str, list[int]]:
-    """Return each trainer's number of trained parameters by role: one list, in the order of the trainers, per role.
+    """Return the number of parameters that each user trains, by role: for each role a list with one number per user.
 
-    A method may keep several copies of a user's model; their parameters are added. The usual roles are always listed,
-    others only if they have parameters.
+    A role is a part of the model, such as "attention" or "router". A method may keep several copies of a user's model;
+    their parameters are added. The usual roles are always listed, others only if they have parameters.
     """
-    layout, users = clients.model.layout, len(clients.trainers)
+    layout, num_users = clients.model.layout, len(clients.trainers)
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
     roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
     counts = {}
     for role in roles:
         counts_of_rows = (trained & layout.mask([role])).sum(1)
-        counts[role] = counts_of_rows.view(-1, users).sum(0).tolist()  # rows are copies of all users, one after another
+        # Rows are the first copies of all users' models, then the second copies, and further.
+        counts[role] = counts_of_rows.view(-1, num_users).sum(0).tolist()
     return {role: count for role, count in counts.items() if role in ROLES or any(count)}
 
 
@@ -305,8 +306,8 @@ class Shape:
             trained: Names of the adapter tensors that the pass trains.
         """
         a, b = f"{name}.a", f"{name}.b"
-        # Some methods add a frozen change to the weight, a product of two factors (a residual). One factor is multiplied
-        # together with A, the other together with B.
+        # Some methods add a frozen change to the weight, a product of two factors (a residual). One factor is
+        # multiplied together with A, the other together with B.
         residual_in, residual_out = (self.entries.get(f"{name}.{end}", 0) for end in (IN, OUT))
         return Linear(
             weight=num_weights(module),
@@ -455,12 +456,20 @@ class _MeasuredFlops:
     """
 
     def __init__(self, rehearsal: Rehearsal):
-        """Measure a forward pass, a step of each phase, and a sweep over all training data."""
+        """Measure a forward pass, a step of each phase, and a sweep over all training data.
+
+        Each is a linear function of the number of sequences or samples.
+
+        Args:
+            rehearsal: The run's federation, on fake tensors (shapes without values).
+        """
         self.rehearsal, self.clients = rehearsal, rehearsal.federation.clients
-        self.cohort = rehearsal.cohort([0])
+        self.cohort = rehearsal.cohort([0])  # the first user stands for all
         self.forward = measure_flops(self._predict)
+        # phase=phase: a lambda without it would use the last phase
         self.steps = {phase: measure_flops(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
-        # A sweep computes losses on all training data: of each component, or of each model that the user chooses from.
+        # Some methods compute losses on all training data, to weigh the components of a mixture or to choose a model. A
+        # sweep is one pass of each component, or of each model that the user chooses from.
         method = self.clients.method
         if method.client.sweeps and method.placement.mixture is not None:
             self.sweep = measure_flops(self._sweep)

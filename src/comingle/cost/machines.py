@@ -436,9 +436,11 @@ def _num_participants(participation: Participation, recipe_users: int, users: in
         users: Size of the population.
     """
     if isinstance(participation, float | int):
-        return largest_round(participation, users)
-    mean_participants = fmean(len(set(names)) for names in participation)
-    return largest_round(min(1.0, mean_participants / recipe_users), users)
+        fraction = participation
+    else:
+        mean_participants = fmean(len(set(names)) for names in participation)
+        fraction = min(1.0, mean_participants / recipe_users)  # names may be listed that are not among these users
+    return largest_round(fraction, users)  # with a fraction all rounds are equally large
 
 
 def _check_single_values(recipe: Recipe) -> None:

@@ -536,6 +536,7 @@ def time_rounds(federation: InProcess, participants_each: int, num_processes: in
     counted_seconds = local_seconds[1:]
     round_seconds = [end - start for start, end in pairwise(ends)]
     other_seconds = [whole - local for whole, local in zip(round_seconds, counted_seconds, strict=True)]
+    # Local seconds are those of the slowest process, so the difference may be a little below 0.
     return median(counted_seconds), max(0.0, median(other_seconds))
 
 
@@ -627,10 +628,12 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
 def measure_links(ranks: Ranks) -> dict[str, float]:
     """Measure latency and bandwidth between the processes.
 
+    A small message is timed with a barrier, which gathers one number from each of P processes in ``P - 1`` messages.
+    The bandwidth is measured with a sum and with a broadcast of large tensors; the lower value counts. The sum is taken
+    as a ring, in which each process sends ``2 (P - 1) / P`` of the bytes.
+
     Returns:
-        ``hop``, the seconds of a small message: those of a barrier, which gathers one number from each of P processes,
-        divided by its ``P - 1`` messages; and ``bus``, the bandwidth in bytes per second: the lower one of a
-        reduction, taken as a ring in which each process sends ``2 (P - 1) / P`` of the bytes, and of a broadcast.
+        ``hop``: seconds of a small message; ``bus``: bandwidth in bytes per second.
     """
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
     P = ranks.size

@@ -258,8 +258,8 @@ def set_expert_means(
     Args:
         experts: A tensor of all experts.
         uploads: Each user's uploads for up to ``most`` experts.
-        assigned: Indices of the experts that ``uploads`` are for. A user with fewer than ``most`` experts has the number
-            of experts as index of the rest, whose uploads are ignored.
+        assigned: Indices of the experts that ``uploads`` are for. A user with fewer than ``most`` experts has the
+            number of experts as index of the rest, whose uploads are ignored.
         weights: Aggregation weights of the users.
     """
     flat = assigned.flatten()  # the expert of each upload
@@ -433,10 +433,11 @@ class ReportEmbeddings(ClientHook):
         cohort.reset_moments(SHARED)
 
     def end(self, cohort: Cohort) -> None:
-        """Write the mean projections T x and A_e x of each user's data into the router's rows below T.
+        """Write each user's mean projections T x and A_e x into the user's router, which is uploaded afterwards.
 
-        From there they reach the server with the upload. The input x is a mean of unit vectors, scaled to a mean
-        square of 1, as after a norm layer.
+        T is the projection in the first rows of the router, and A_e the LoRA factor A of domain expert e. The server
+        assigns experts by the products of these projections. They are written to the rows below T, which have no other
+        use. The input x is a mean of unit vectors, scaled to a mean square of 1, as after a norm layer.
         """
         for name, direction in cohort.router_directions(self.instances, whole=True).items():
             router, keys = cohort.tensors[name], expert_keys(cohort.tensors, name)

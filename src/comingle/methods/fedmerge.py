@@ -61,11 +61,12 @@ EMPTY = 1e-12
 def column_shares(
     shares: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return ``p_i w_ij / sum_i' p_i' |w_i'j|``: eq. 5's shares, scaled so that a column's magnitudes sum to 1.
+    """Return each user's share in the step of each model: ``p_i w_ij / sum_i' p_i' |w_i'j|`` for user i and model j.
 
-    If no weight is negative, a model moves by a mean of its users' updates. With negative weights it keeps the
-    direction of eq. 5 and moves by at most the largest update; a signed sum, as in the public code, would reverse a
-    negative column. A model that no participant uses gets zeros, as in eq. 5, so it is unchanged.
+    FedMerge's eq. 5 has the shares ``p_i w_ij``. Here they are scaled so that the magnitudes for each model sum to 1.
+    If no weight is negative, a model moves by a mean of its users' updates. With negative weights a model moves in the
+    direction of eq. 5, by at most the largest update. The public code divides by the signed sum, which would reverse
+    the direction of a model with a negative sum. A model that no participant uses gets zeros, so it is unchanged.
 
     Args:
         shares: Merging weights w.

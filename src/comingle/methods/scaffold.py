@@ -116,12 +116,14 @@ class Controlled(ClientHook):
 
 
 def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> Float[Tensor, "users ..."]:
-    """Return ``(x - y_i) / sum of rates`` for tensors ``(users, *shape)``.
+    """Return each user's mean update per unit of learning rate, ``(x - y_i) / sum of rates``.
+
+    With plain SGD that is the mean gradient of the user's steps. SCAFFOLD's control variates are such means.
 
     Args:
-        before: Tensors x at the start of the round.
-        after: Tensors y at its end.
-        rates: Sum of each user's learning rates.
+        before: Tensors x ``(users, *shape)`` at the start of the round.
+        after: Tensors y ``(users, *shape)`` at the end of the round.
+        rates: Sum of the learning rates of each user's steps.
     """
     # 1e-12 avoids 0 / 0 for a user who has taken no step.
     return (before - after) / rates.to(after).clamp(min=1e-12).view(-1, *[1] * (after.dim() - 1))
