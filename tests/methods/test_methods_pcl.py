@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comingle.methods import make
-from comingle.methods.pcl import collaboration
+from comingle.methods.pcl import collaboration_weights
 from comingle.training.backends.local import InProcess
 from comingle.training.rounds import run_rounds
 from federations import exchange, local_round, message_bytes
@@ -24,7 +24,7 @@ def validated(federation: InProcess, members: list[int]) -> torch.Tensor:
 
 def test_weights_are_a_softmax_of_minus_the_perplexities() -> None:
     losses = torch.rand(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
-    weights = collaboration(losses, torch.eye(3))
+    weights = collaboration_weights(losses, torch.eye(3))
     for i in range(3):
         terms = [math.exp(-math.exp(losses[i, j])) for j in range(3)]
         for j in range(3):
@@ -35,7 +35,10 @@ def test_the_absent_are_not_heard_and_keep_their_own(federate: Any) -> None:
     federation = federate("pcl")
     local_round(federation, [0, 1, 2], 0)
     federation.clients.state.rows[1] = torch.nan
-    before, weights = federation.clients.state.rows.clone(), collaboration(validated(federation, [0, 2]), torch.eye(2))
+    before, weights = (
+        federation.clients.state.rows.clone(),
+        collaboration_weights(validated(federation, [0, 2]), torch.eye(2)),
+    )
     exchange(federation, [0, 2])
     after = federation.clients.state.rows
     torch.testing.assert_close(after[[0, 2]], weights @ before[[0, 2]], rtol=1e-12, atol=1e-15)
@@ -44,8 +47,8 @@ def test_the_absent_are_not_heard_and_keep_their_own(federate: Any) -> None:
 
 def test_a_perplexity_beyond_all_numbers_is_infinitely_bad() -> None:
     losses = torch.tensor([[1.0, 5000.0], [5000.0, 5000.0]], dtype=torch.float64)
-    assert collaboration(losses, torch.eye(2)).tolist() == [[1, 0], [0, 1]]
-    assert collaboration(losses, torch.eye(2)[[1, 0]]).tolist() == [[1, 0], [1, 0]]
+    assert collaboration_weights(losses, torch.eye(2)).tolist() == [[1, 0], [0, 1]]
+    assert collaboration_weights(losses, torch.eye(2)[[1, 0]]).tolist() == [[1, 0], [1, 0]]
 
 
 def test_cross_validation_is_a_loop_over_models_and_texts(federate: Any) -> None:
@@ -66,7 +69,7 @@ def test_everybody_gets_a_mixture_of_their_own(federate: Any) -> None:
     local_round(federation, [0, 1, 2], 0)
     before, weights = (
         federation.clients.state.rows.clone(),
-        collaboration(validated(federation, [0, 1, 2]), torch.eye(3)),
+        collaboration_weights(validated(federation, [0, 1, 2]), torch.eye(3)),
     )
     exchange(federation, [0, 1, 2])
     torch.testing.assert_close(federation.clients.state.rows, weights @ before, rtol=1e-12, atol=1e-15)

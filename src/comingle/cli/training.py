@@ -510,14 +510,16 @@ _MAX_CLASS_COLUMNS = 12
 
 
 def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Sequence[str] = ()) -> Table:
-    """Return a table of the users' clusters, if they are known, and numbers of samples in each split and of each class.
+    """Return a table of the users' numbers of samples in each split and of each class.
+
+    The table also has the users' clusters if they are known.
 
     Args:
         title: Title of the table.
         run_data: The data.
         all_users: List all users; otherwise many users are summarised (:func:`choose_rows`), without clusters.
-        classes: Names of the classes, for a column each with the samples of all splits; without columns if there are
-            many.
+        classes: Names of the classes. A class has a column with its samples in all splits, unless there are too many
+            classes.
     """
     classes = classes if len(classes) <= _MAX_CLASS_COLUMNS else ()
     clusters = {user.name: getattr(user, "cluster", None) for user in run_data.users}
@@ -527,8 +529,9 @@ def _count_table(title: str, run_data: RunData, all_users: bool, *, classes: Seq
         table.add_column(words(name), justify="right")
 
     def counts_of(user: Any) -> list[int]:
+        """Return a user's number of samples in each split, then that of each class."""
         splits = [getattr(user, split) for split in SPLITS]
-        of_class = [sum(int((split.targets == number).sum()) for split in splits) for number in range(len(classes))]
+        of_class = [sum(int((split.targets == index).sum()) for split in splits) for index in range(len(classes))]
         return [*map(len, splits), *of_class]
 
     counts = {user.name: counts_of(user) for user in run_data.users}

@@ -145,8 +145,10 @@ def _user_cost(
 ) -> UserCost:
     """Return the costs of users with equal tensor sizes, from the model of one of them.
 
-    The FLOPs of a round are counted for one token per local step, and multiplied by the tokens of a batch:
-    ``batch_size * context * (sweep + sum over phases of steps * copies * training)``.
+    The FLOPs of a round are first counted with one token per local step: ``sweep + sum over phases of steps * copies *
+    training``. Here ``sweep`` are the forward passes of methods whose users choose among models, ``copies`` is the
+    number of models that a user trains, and ``training`` are the FLOPs of a token's forward and backward pass. The sum
+    is then multiplied by the tokens of a batch, ``batch_size * context``.
 
     Args:
         shape: The matrix products of that model.
@@ -172,7 +174,7 @@ def _user_cost(
         upload_bytes=upload_bytes,
         download_bytes=download_bytes,
         forward=shape.forward(),
-        training=flops * (1 / plan.training.local_steps),
+        training=flops * (1 / plan.training.local_steps),  # mean of a token in the local steps
         round=flops * (clients.batch_size * plan.training.context),
     )
 

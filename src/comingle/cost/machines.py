@@ -439,7 +439,7 @@ def _num_participants(participation: Participation, recipe_users: int, users: in
         fraction = participation
     else:
         mean_participants = fmean(len(set(names)) for names in participation)
-        fraction = min(1.0, mean_participants / recipe_users)  # names may be listed that are not among these users
+        fraction = min(1.0, mean_participants / recipe_users)  # at most all users
     return largest_round(fraction, users)  # with a fraction all rounds are equally large
 
 

@@ -233,9 +233,15 @@ SKIPPED: dict[str, str] = {}
 def register(name: str, method: Method | Make) -> None:
     """Register a method under a name in this process, replacing an earlier registration of the name.
 
+    Args:
+        name: Name of the method.
+        method: A ``Method``, or a constructor: a function that returns a ``Method`` and whose parameters are the
+            method's settings.
+
     Raises:
         PluginError: The name belongs to a built-in method or a plug-in.
     """
+    # The registry has constructors; a ``Method`` is registered as a constructor without settings.
     REGISTRY.register(name, (lambda: method) if isinstance(method, Method) else method)
 
 

@@ -371,11 +371,13 @@ class PairGating:
     def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
         """Return the number of rows of an MLP's router tensor ``(rows, width)``, and its initialiser.
 
-        The first ``rank`` rows are the projection T. The rows below hold the means that a user reports, ``rank``
-        numbers for T x and for A_e x of each domain expert, as the router is sent to the server anyway.
+        The first ``rank`` rows are the projection T. Users report the mean of T x over their tokens x, and the mean of
+        A_e x for the LoRA factor A of each domain expert e. Each mean has ``rank`` numbers. Reports need no message of
+        their own: they are stored in further rows of the router, which is uploaded in any case.
 
         Args:
-            experts: Number of experts with the generalist, hence of reported means.
+            experts: Number of experts, including the generalist. There are as many means: one for each domain expert,
+                and that of T x.
             rank: LoRA rank.
             width: Width of the router's input.
         """

@@ -66,16 +66,19 @@ def client_mixture(
     server: Server | None = None,
     reports: bool = True,
 ) -> Method:
-    """Return a method whose users mix components.
+    """Return a method in which all users train the same components and each user has its own weights to mix them.
+
+    Components are sets of adaptors (as in FLoRAL), or whole models.
 
     Args:
         name: Name of the method.
-        mixture: The mixture.
+        mixture: The mixture: number and type of components, and how they are mixed.
         phases: Phases of a round.
         parts: Client hooks.
         shared: Roles that are shared.
         server: The server; by default :class:`ClusterSteps`.
-        reports: Whether users who share components report their mixture weights.
+        reports: Whether users also upload their mixture weights, if components are shared. Servers use them to weigh
+            the uploads of each component.
     """
     report_hooks = (ReportMixture(mixture),) if reports and ADAPTOR in shared else ()
     return Method(

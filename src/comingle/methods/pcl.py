@@ -15,12 +15,13 @@ from comingle.methods.settings import Count
 from comingle.utils.trees import ATTENTION, GENERALIST, Tree
 
 
-def collaboration(
+def collaboration_weights(
     losses_nats: Float[Tensor, "users senders"], is_own: Float[Tensor, "users senders"]
 ) -> Float[Tensor, "users senders"]:
-    """Return rows ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
+    """Return the weights with which each user averages all senders' models (Wagner et al. 2024, strategy 2).
 
-    A perplexity that overflows counts as infinite. If all of a user's perplexities do, the user keeps its own model.
+    Row i is ``softmax_j(-perplexity of sender j's model on user i's validation text)``. A perplexity that overflows
+    counts as infinite. A user whose perplexities all overflow keeps its own model.
 
     Args:
         losses_nats: Mean validation losses of users under senders' models.
@@ -46,7 +47,7 @@ class AverageByPerplexity(ClientHook):
         """
         losses = cohort.validation_losses(models)
         is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
-        weights = collaboration(losses, is_own)
+        weights = collaboration_weights(losses, is_own)
         return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
 
 

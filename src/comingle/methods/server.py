@@ -167,10 +167,10 @@ class Server:
     def settled(self) -> Server:
         """Return a copy of the server for users who join after the run has ended.
 
-        State shared by all users stays fixed. Without state by user (:attr:`by_user`) there is nothing to send to the
-        server, so there is no exchange.
+        The state that all users share stays fixed. This base class keeps no state of single users (:attr:`by_user`), so
+        new users have nothing to exchange with the server.
         """
-        return replace(self, exchange_from=NEVER)
+        return replace(self, exchange_from=NEVER)  # the first round with an exchange is never reached
 
 
 @dataclass(frozen=True, kw_only=True)

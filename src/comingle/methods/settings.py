@@ -95,7 +95,11 @@ def allowed_values(constructor: Callable[..., object]) -> dict[str, tuple[str, F
 
 
 def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
-    """Return the allowed values of a setting with this annotation: a description and a test."""
+    """Return the allowed values of a setting: a description for messages, and a function that tests a value.
+
+    Args:
+        hint: Annotation of the setting, such as ``bool``, ``Literal["mean", "sum"]`` or ``Annotated[int, Range(...)]``.
+    """
     # Annotated[TYPE, Range(...)] has its range in __metadata__ and TYPE in __origin__.
     limit = next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Range)), None)
     plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
@@ -104,7 +108,7 @@ def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
         return ", ".join(map(str, choices)), lambda v: v in choices
     if limit is None:
         return allowed_by_type(plain)
-    kinds = get_args(plain) or (plain,)
+    kinds = get_args(plain) or (plain,)  # the types of a union, or the single type
     # With several kinds, such as int | Sequence[int], a list is allowed too: one number for each user.
     kind, accepts_lists = int if int in kinds else float, len(kinds) > 1
     return limit.describe(kind), lambda v: _fits(limit, kind, v, accepts_lists)

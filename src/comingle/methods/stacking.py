@@ -144,13 +144,16 @@ class FitWeights(ClientHook):
     language_only = True
 
     def settle(self, cohort: Cohort) -> None:
-        """Set each user's router to ``log w, log (1 - w)``, the logits of a softmax, with w the likeliest weight.
+        """Set each user's router to the logits ``log w, log (1 - w)`` of its two models.
 
-        With ``tempered`` each model's probabilities are first raised to a power, which has the lowest validation loss
-        of the model alone; the logarithms of the two powers are the router's entries 3 and 4.
+        A user mixes the predictions of two models, with the weight w for the first. The w with the largest likelihood
+        on the user's validation data is used. With ``tempered`` the probabilities of each model are raised to a power
+        before they are mixed. Each power minimises the validation loss of its model alone. The logarithms of the two
+        powers follow the logits in the router.
         """
         powers = best_powers(cohort) if self.tempered else None
-        first = likeliest_weight(cohort.held_out_losses(powers))
+        first_weight = likeliest_weight(cohort.held_out_losses(powers))
         # A weight of 0 would have a logit of minus infinity.
-        weights = torch.stack([first, 1 - first], 1).clamp(min=torch.finfo(torch.float32).tiny)
-        cohort.tensors[CLIENT_ROUTER].copy_((weights if powers is None else torch.cat([weights, powers], 1)).log())
+        weights = torch.stack([first_weight, 1 - first_weight], 1).clamp(min=torch.finfo(torch.float32).tiny)
+        weights_and_powers = weights if powers is None else torch.cat([weights, powers], 1)
+        cohort.tensors[CLIENT_ROUTER].copy_(weights_and_powers.log())
