@@ -133,12 +133,19 @@ class _Command(TyperCommand):
 
 
 def _value_after(option: str, args: Sequence[str]) -> str:
-    """Return the value of an option in the arguments of a command, or ``NAME`` if it has none."""
-    for number, word in enumerate(args):
+    """Return the value of an option in the arguments of a command, or the placeholder ``NAME`` if it has no value.
+
+    Error messages show the value in a command that the user should give instead.
+
+    Args:
+        option: The option, such as "--method".
+        args: Arguments of the command, with ``--option VALUE`` or ``--option=VALUE``.
+    """
+    for position, word in enumerate(args):
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
-        if word == option and number + 1 < len(args):
-            return args[number + 1]
+        if word == option and position + 1 < len(args):
+            return args[position + 1]
     return "NAME"
 
 

@@ -61,12 +61,15 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     return sizes
 
 
-def mean_bytes(messages: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the mean upload and download bytes, rounded, from a pair (upload bytes, download bytes) per user.
+def mean_bytes(message_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the users' mean upload bytes and mean download bytes, both rounded.
 
-    It is meant for users whose messages differ only in the lengths of the users' names.
+    The users have messages of the same tensors, whose sizes differ only in the lengths of the users' names.
+
+    Args:
+        message_sizes: A pair (upload bytes, download bytes) for each user.
     """
-    upload_bytes, download_bytes = zip(*messages, strict=True)
+    upload_bytes, download_bytes = zip(*message_sizes, strict=True)
     return round(fmean(upload_bytes)), round(fmean(download_bytes))
 
 
@@ -252,18 +255,23 @@ class Shape:
         return forward(blocks, head) + backward_flops if backward_flops.total else backward_flops
 
     def _entries_without(self, without: frozenset[str]) -> dict[str, int]:
-        """Return the number of entries of each adapter tensor that take part in a pass without some roles.
+        """Return the number of entries of each adapter tensor, by name, in a pass that leaves out some roles.
+
+        Tensors of the roles that are left out have 0 entries. Padding is not counted.
 
         Args:
-            without: Roles that are left out.
+            without: Roles (parts of the model, such as "router") that are left out.
         """
         layout = self.clients.model.layout
+        # The mask is False where this user's tensors are padded to the sizes of other users' tensors.
         remaining = self.clients.mask.cpu() & ~layout.mask(without)
         views = layout.views(remaining[self.row : self.row + 1].double())  # (1, *shape) by name: 1.0 where it remains
         return {name: int(t.sum()) for name, t in views.items()}
 
     def _to_blocks(self, trained: frozenset[str]) -> list[Block]:
         """Return the sizes of the matrices in each decoder layer, with this user's adapters.
+
+        They determine the FLOPs of a pass through the layer.
 
         Args:
             trained: Names of the adapter tensors (slots) that the pass trains.
@@ -278,12 +286,12 @@ class Shape:
             ]
             # In every known layout the output projection is the last of the attention's linears.
             *reads, writes = attention
-            router = self.entries.get(f"{name}.router", 0)  # 0 without a router
-            trains_router = router > 0 and f"{name}.router" in trained
-            # Some gatings take products beyond those with the router's own matrix.
-            if router and (count_products := getattr(mlp.router.gating, "multiply_adds", None)) is not None:
-                input_width = base_weight(mlp.first["up"])[0].shape[1]
-                router += count_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
+            router_entries = self.entries.get(f"{name}.router", 0)  # 0 without a router
+            trains_router = router_entries > 0 and f"{name}.router" in trained
+            # Some gatings take products beyond those with the router's own matrix, which count like its entries.
+            if router_entries and (count_products := getattr(mlp.router.gating, "multiply_adds", None)) is not None:
+                weight, _bias = base_weight(mlp.first["up"])  # (d_out, d_in)
+                router_entries += count_products(self.num_experts, self.entries[f"{name}.up.a"], weight.shape[1])
             blocks.append(
                 Block(
                     reads=tuple(reads),
@@ -291,7 +299,7 @@ class Shape:
                     scores=self._score_products(),
                     first=tuple(self._to_linear(f"{name}.{key}", m, trained) for key, m in mlp.first.items()),
                     last=self._to_linear(f"{name}.down", mlp.last, trained),
-                    router=router,
+                    router=router_entries,
                     trains_router=trains_router,
                     whole=mlp.mix == "output",  # experts' outputs are mixed in a single autograd function
                     parallel=self._has_parallel_mlp(),

@@ -180,10 +180,11 @@ def _to_measurement(
 
     Core seconds are seconds times ``cores_each``, for work that is faster with more cores.
 
-    The seconds of rounds without local steps, measured with few and with many participants (``other_work_s``), are
-    taken as a line. Its slope is the time that one participant adds. Less the participant's messages and the
-    aggregation of its upload, which are measured on their own, it is ``report``. The seconds at 0 participants, less
-    the latencies of messages between processes, are ``fixed``.
+    Rounds without local steps were measured with few and with many participants (``other_work_s``). A line through both
+    points has the time that one participant adds as its slope. From this time the participant's messages and the
+    aggregation of its upload are subtracted, which were measured on their own. The remainder is ``report``: seconds for
+    the numbers about a participant, such as its loss, that processes send to each other. The line's value at 0
+    participants, minus the latencies of messages between processes, is ``fixed``.
 
     Args:
         times: Seconds, sizes and counts from the processes that measured.
@@ -225,7 +226,7 @@ def _to_measurement(
         handling=handling_seconds * cores_each,
         evaluation=times["evaluation_s"] * cores_each,
         upload=times["aggregate_s"] * cores_each,
-        report=max(0.0, report_seconds) if num_processes > 1 else 0.0,
+        report=max(0.0, report_seconds) if num_processes > 1 else 0.0,  # max: differences of measured times may be < 0
         fixed=max(0.0, fixed_seconds),
         hop=hop,
         bus=times.get("bus", float("inf")),  # a single process has no connections

@@ -264,7 +264,9 @@ class ClientHook:
         return {}
 
     def start_like(self, tensors: Tree) -> Tree:
-        """Return state for each user, besides that of :meth:`start`, with tensors shaped like the shared ones.
+        """Return further initial state of the hook for each user, if its shapes depend on the shared tensors.
+
+        State with other shapes is returned by :meth:`start`.
 
         Args:
             tensors: Shared tensors before any training, ``(users, *shape)``.

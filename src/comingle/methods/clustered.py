@@ -64,6 +64,7 @@ class ChooseModel(ClientHook):
             senders: Not used.
         """
         choice, losses = cohort.kept[CHOICE], cohort.training_losses(models)
+        # Among equally good models a user keeps its previous choice.
         choice.copy_(best_model(losses, choice.to(losses.device)))
         return {name: t[torch.arange(len(choice)), choice] for name, t in models.items()}
 

@@ -233,16 +233,18 @@ class SimilarityGating:
     def __call__(
         self, router: Router, products: Float[Tensor, "users n others"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Return expert weights ``p_j = (phi x)_j / |x|``, clamped to [0, 1]; the first expert has the rest.
+        """Return the experts' weights ``p_j = phi_j x / |x|``, clamped to [0, 1]; the first expert has the rest.
 
-        With ``phi_j`` the mean of unit vectors, ``p_j`` is the mean cosine of x with them. If these weights sum to more
-        than 1 they are scaled to sum to 1. Experts that a user does not have get no weight.
+        ``phi_j`` is the stored direction of expert j, a row of the router. The direction is a mean of unit vectors, so
+        ``p_j`` is the mean cosine of x with these vectors. If the weights sum to more than 1, they are scaled to sum
+        to 1. Experts that a user does not have get no weight.
 
         Args:
             router: The router; ``present`` ``(users, experts)`` is 1 for the experts that a user has.
-            products: Products ``phi_j x`` of its rows with x, for n tokens of each user.
+            products: Products ``phi_j x`` for n tokens of each user.
             x: Inputs of the MLP.
         """
+        # clamp: a zero vector has no direction, and must not divide by 0
         length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
         others = (products / length).clamp(0, 1) * router.present[:, None, 1:]
         others = others / others.sum(-1, keepdim=True).clamp(min=1)

@@ -61,10 +61,11 @@ class AssignmentServer(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial state: experts with different initial values, assigned to users at random.
 
-        Later assignments follow from mean projections of data that users report: ``tokens`` ``(users, mlps, rank)``,
-        a user's mean of T x, and ``embeddings`` ``(mlps, experts, rank)``, an expert's mean of A_e x. Nothing is
-        reported yet, so these start at random values. ``places`` ``(users, mlps, most)`` has the indices of each
-        user's experts.
+        Later assignments compare two projections of the users' hidden states x: T x, with the shared matrix T of the
+        router, and A_e x, with the LoRA factor A of expert e. Users report means of both. The server keeps each user's
+        mean of T x as ``tokens`` ``(users, mlps, rank)``, and each expert's mean of A_e x as ``embeddings`` ``(mlps,
+        experts, rank)``. Nothing is reported yet, so both start at random values, which makes the first assignment
+        random. ``places`` ``(users, mlps, most)`` has the indices of each user's experts.
 
         Raises:
             RecipeError: The mean number of experts per user is above ``most`` or below 1. A single user is exempt: it
@@ -82,7 +83,7 @@ class AssignmentServer(Server):
             )
         kept: Tree = {}
         for name, t in setup.models.items():
-            if t.dim() != 4:
+            if t.dim() != 4:  # not a LoRA of an MLP's experts; all models have the same initial values
                 kept[MODEL_PREFIX + name] = t[0].clone()
                 continue
             # LoRA of an MLP, (models, experts, rank, width). The first expert is the generalist.

@@ -109,16 +109,18 @@ def weight_gradient(
 def logit_gradient(
     shares: Float[Tensor, "users models"], inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return ``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>``, where w is the row-wise softmax of a (appendix D).
+    """Return the gradient of the logits a, whose row-wise softmax are the merging weights w (FedMerge, appendix D).
 
-    The merged model is not needed: ``<theta_i, g_i> = sum_k w_ik <Theta_k, g_i>``.
+    ``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>`` for user i and model j, with the server's models Theta, the user's
+    merged model ``theta_i = sum_k w_ik Theta_k`` and update ``g_i``. The merged model itself is not needed, as
+    ``<theta_i, g_i> = sum_k w_ik <Theta_k, g_i>``.
 
     Args:
         shares: Merging weights w.
         inner: Inner products ``<Theta_j, g_i>``.
         weights: Aggregation weights p.
     """
-    merged = (shares * inner).sum(1, keepdim=True)
+    merged = (shares * inner).sum(1, keepdim=True)  # <theta_i, g_i>
     return weight_gradient(shares * (inner - merged), weights)
 
 

@@ -72,16 +72,16 @@ class NormWeightedMean(Mean):
 def change_norm(
     a: Float[Tensor, "users *experts rank d_in"], b: Float[Tensor, "users *experts rank d_out"]
 ) -> Float[Tensor, " users"]:
-    """Return the Frobenius norm of each user's ``B A``.
+    """Return the Frobenius norm of each user's change ``B A``, over all experts together.
 
-    It is computed from the small matrices ``A A^T`` and ``B B^T``, as ``|B A|^2 = sum_ij (A A^T)_ij (B B^T)_ij``.
+    The norm is computed from the small matrices ``A A^T`` and ``B B^T``, as ``|B A|^2 = sum_ij (A A^T)_ij (B B^T)_ij``.
 
     Args:
         a: Factors A of the users.
         b: Factors B of the users.
     """
     squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
-    return squares.clamp(min=0).sqrt()
+    return squares.clamp(min=0).sqrt()  # rounding may leave a sum just below 0
 
 
 def last_ranks_mask(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
