@@ -349,7 +349,7 @@ def plot(
 
 
 def _draw_figures(kind: str, entries: list[Entry]) -> Figures:
-    """Draw the figures of one kind, without those for which the runs have no numbers.
+    """Draw the figures of one kind. Figures that would be empty are left out.
 
     Args:
         kind: Kind of figure, an element of :data:`KINDS` other than "tokens".

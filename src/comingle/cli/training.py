@@ -553,8 +553,8 @@ def skipped_lines(run_data: RunData, reason: str, all_users: bool) -> list[Rende
     """Return a line with the number of users skipped for lack of data, and a line for each of the first 24 of them.
 
     Args:
-        run_data: The data; its ``skipped`` has by user what each of them lacks.
-        reason: The reason for all of them, as "too little text".
+        run_data: The data. ``run_data.skipped`` has, for each skipped user, a text on the data that the user lacks.
+        reason: The reason for which users were skipped, such as "too little text".
         all_users: Return a line for every skipped user.
 
     Returns:

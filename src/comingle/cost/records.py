@@ -255,10 +255,10 @@ def _block_backward(block: Block, input_needs_grad: bool) -> tuple[Flops, bool]:
 
 
 def _lora_backward(linear: Linear, needs_input_grad: bool, needs_inner_grad: bool = True) -> float:
-    """Return the FLOPs of the gradients of a LoRA ``B A x``.
+    """Return the FLOPs of the gradients of a LoRA ``B A x``, for one token.
 
-    Each gradient takes one product, of 2 FLOPs per entry: those of A and of x as many as A has entries, those of B and
-    of ``A x`` as many as B. Gradients of A and of B count if they are trained.
+    Each gradient takes one matrix product. The gradients of A and of x take 2 FLOPs per entry of A. The gradients of B
+    and of ``A x`` take 2 FLOPs per entry of B. Gradients of A and of B count if they are trained.
 
     Args:
         linear: The sizes of the LoRA (``a`` and ``b`` entries), and which factors are trained.

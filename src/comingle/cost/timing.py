@@ -481,7 +481,8 @@ def _build_federation(recipe: Recipe, run_data: RunData, ranks: Ranks | None) ->
     if ranks is None:
         return build(recipe, run_data)
     select_gpu(recipe, ranks.place)
-    # All processes have equally many users, so cohorts (here of 1 user) need not be kept together.
+    # A run divides whole cohorts (users that train in one batch) among processes, so that batches stay full. Here the
+    # users are copies, equally many for each process, and may be divided one by one.
     own_users = divide_users(len(run_data.users), ranks.size, cohort_size=1)[ranks.rank]
     method = make(recipe.method.name, **recipe.method.settings)
     return build_sharded(recipe, keep_users(run_data, own_users), method, ranks)

@@ -97,7 +97,10 @@ def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[T
 def weight_gradient(
     inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
 ) -> Float[Tensor, "users models"]:
-    """Return the gradient of the merging weights, ``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6).
+    """Return the gradient of the users' total loss L in the merging weights (FedMerge, eq. 6).
+
+    ``dL/dw_ij = p_i <Theta_j, g_i>`` for user i and model j, with the server's models Theta and the users' updates g,
+    which stand for gradients.
 
     Args:
         inner: Inner products ``<Theta_j, g_i>`` of each model with each user's update.
@@ -127,19 +130,20 @@ def logit_gradient(
 def fixed_step(
     gradient: Float[Tensor, "users models"], weights: Float[Tensor, " users"], size: float
 ) -> Float[Tensor, "users models"]:
-    """Return the step to subtract from the weights, its largest entry just above ``size``.
+    """Return the step to subtract from the merging weights, a multiple of the gradient of nearly fixed magnitude.
 
-    This is the paper's "fixed magnitude" (section 4.1). The public code writes the gradient as ``p_i G_ij`` and scales
-    it so that the magnitudes of G sum to 1. Then it adds up steps of ``size p_i G_ij`` until an entry has moved by more
-    than ``size``, or :data:`MOST_STEPS` are taken. This is the closed form of that sum.
+    FedMerge's section 4.1 has steps of a "fixed magnitude". Its public code gets them by a search: it writes the
+    gradient as ``p_i G_ij``, scales it so that the magnitudes of G sum to 1, and takes equal small steps of ``size p_i
+    G_ij`` until an entry has moved by more than ``size``, or :data:`MOST_STEPS` are taken. Here the number of small
+    steps is computed. The largest entry of the result is just above ``size``.
 
     Args:
         gradient: Gradient of the merging weights or logits, ``p_i G_ij`` for user i and model j.
         weights: Aggregation weights p.
-        size: Size of the step.
+        size: Magnitude of the step.
     """
-    shares = weights.to(gradient).unsqueeze(1)
-    total = torch.where(shares > 0, gradient / shares, 0.0).abs().sum()  # of the magnitudes of G
+    weights = weights.to(gradient).unsqueeze(1)
+    total = torch.where(weights > 0, gradient / weights, 0.0).abs().sum()  # of the magnitudes of G
     small_step = size * gradient / total
     largest = float(small_step.abs().max())
     if not largest > 0:  # the gradient is zero, so the division above gave nan

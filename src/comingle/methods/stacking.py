@@ -28,11 +28,12 @@ That costs half the logits' variance times the error's square, about 0.0002 nats
 
 
 def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
-    """Return for each user's two models the power a of their probabilities with the lowest validation loss.
+    """Return the power a for each model of each user: raising the model's probabilities to a lowers its loss most.
 
-    The loss of ``p_t(v)^a``, normalised over the vocabulary, is ``sum_t log sum_v p_t(v)^a - a log p_t``. It is convex
-    in a, so bisection finds the root of its slope. Of the last interval, the end closer to 1 is returned, so that no
-    loss exceeds that of a = 1.
+    A power is an inverse temperature. A user has two models, and each gets its own power, by the loss on the user's
+    validation data. For the probabilities ``p_t(v)^a`` of token v at position t, normalised over the vocabulary, the
+    loss is ``sum_t log sum_v p_t(v)^a - a log p_t``. It is convex in a, so bisection finds the root of its slope. Of
+    the last interval, the end closer to 1 is returned, so that no loss exceeds that of a = 1.
     """
 
     def falls(logs: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:

@@ -111,7 +111,7 @@ def _require_router(name: str, method: Method) -> None:
     Raises:
         RecipeError: A phase has the role "router" and the placement has no router.
     """
-    if method.placement.routed or method.placement.mixture is not None:
+    if method.placement.routed or method.placement.mixture is not None:  # a mixture has a router for each user
         return
     for kind, phases in (("phases", method.client.phases), ("tuning", method.client.tuning)):
         for number, phase in enumerate(phases):
