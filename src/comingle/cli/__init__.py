@@ -120,7 +120,11 @@ class _Command(TyperCommand):
     """A command whose error for an unknown ``--method`` names the setting, if it has ``--set`` instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options and arguments of a command line."""
+        """Read the options and arguments of a command line; hint at ``--set method=NAME`` if ``--method`` is unknown.
+
+        Many users try ``--method`` with commands that take the method from the recipe, which ``--set`` changes.
+        Commands with ``--methods`` keep click's own hint, as that is the option meant.
+        """
         given = list(args)  # click removes what it has read
         try:
             return super().parse_args(ctx, args)

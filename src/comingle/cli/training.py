@@ -371,19 +371,19 @@ def _preview_population(title: str, run_data: RunData, all_users: bool) -> list[
     skip_reason = "too little text" if has_text else f"too few {run_data.kind.name}"
     for split in SPLITS:
         table.add_column(f"{split} {unit}", justify="right")
-    numbers: Sequence[int] = range(len(users))
+    listed: Sequence[int] = range(len(users))  # indices of the users who have a row
     if len(users) > LISTED_USERS and not all_users:
         for word, rank in {"least": 0, "median": (len(users) - 1) // 2, "most": len(users) - 1}.items():
             cells = [f"{np.partition(sizes[:, column], rank)[rank]:,}" for column in range(len(SPLITS))]
             table.add_row(f"{word} of {len(users):,}", *cells)
         order = np.argsort(sizes[:, 0], kind="stable")  # by amount of training data
-        numbers = [int(number) for number in (*order[:_NUM_EXTREMES], *order[-_NUM_EXTREMES:])]
-    for number in numbers:
-        table.add_row(words(users.names[number]), *(f"{size:,}" for size in sizes[number].tolist()))
-    with_excerpts = numbers if len(numbers) <= LISTED_USERS else ()
+        listed = [int(index) for index in (*order[:_NUM_EXTREMES], *order[-_NUM_EXTREMES:])]
+    for index in listed:
+        table.add_row(words(users.names[index]), *(f"{size:,}" for size in sizes[index].tolist()))
+    with_excerpts = listed if len(listed) <= LISTED_USERS else ()
     lines = []
-    for number in with_excerpts:
-        lines += excerpt_lines(users.names[number], _excerpts_of_user(run_data, users[number]))
+    for index in with_excerpts:
+        lines += excerpt_lines(users.names[index], _excerpts_of_user(run_data, users[index]))
     return [table, *skipped_lines(run_data, skip_reason, all_users), *lines]
 
 
@@ -486,7 +486,8 @@ def _conversation_counts(user: UserAnswers) -> list[int]:
     a conversation, and the number of tokens of the longest response in any split.
     """
     splits = (user.train, user.valid, user.test)
-    lengths = [len(split.tokens(number)) for split in splits for number in range(len(split))] or [0]
+    lengths = [len(split.tokens(index)) for split in splits for index in range(len(split))]
+    lengths = lengths or [0]  # a user without conversations has a mean and a largest length of 0
     longest_response = user.test.limit  # of all splits, so it is the same number in each of them
     return [*map(len, splits), round(sum(lengths) / len(lengths)), max(lengths), longest_response]
 

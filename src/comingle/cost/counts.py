@@ -127,18 +127,20 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     rows_by_name = [rows[min(i, len(rows) - 1)] for i in range(len(names))]
     num_entries, parameters = unpadded_entries(clients), _parameters_by_role(clients)
     message_sizes = message_bytes(federation, names)
-    groups: dict[tuple[int, ...], list[int]] = {}  # places in `names`, by the numbers of entries in the slots
+    # Indices in `names` of the users with equal tensor sizes, by the numbers of entries of their tensors (slots).
+    groups: dict[tuple[int, ...], list[int]] = {}
     for i, row in enumerate(rows_by_name):
         groups.setdefault(tuple(num_entries[row].tolist()), []).append(i)
     costs = []
     slot_names = [slot.name for slot in clients.model.layout.slots]
-    for entries_of_slots, places in groups.items():
-        row = rows_by_name[places[0]]
-        trainer = row % len(clients.trainers)  # with several copies per user, row copy * trainers + i is one of user i
+    for entries_of_slots, indices in groups.items():
+        row = rows_by_name[indices[0]]
+        # Rows are the first copies of all users' models, then the second copies, and further.
+        trainer = row % len(clients.trainers)
         parameters_of_user = {role: counts[trainer] for role, counts in parameters.items()}
         shape = Shape(clients, row, dict(zip(slot_names, entries_of_slots, strict=True)))
-        upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in places])
-        group_names = tuple(names[i] for i in places)
+        upload_bytes, download_bytes = mean_bytes([message_sizes[i] for i in indices])
+        group_names = tuple(names[i] for i in indices)
         costs.append(_user_cost(shape, group_names, parameters_of_user, upload_bytes, download_bytes))
     return costs
 
@@ -245,9 +247,9 @@ class Shape:
     def training(self, phase: Phase) -> Flops:
         """Return the FLOPs of one token's forward and backward pass in a phase.
 
-        They are 0 if the phase trains no tensor of this model, since the pass is then left out.
+        A phase that trains no tensor of this model takes no FLOPs, since it runs no pass at all.
         """
-        # A phase reaches the tensors for which it computes gradients, and leaves out roles (`without`) of the model.
+        # `reached`: roles for which the phase computes gradients; `without`: roles that it leaves out of the model.
         trained_slots = [slot.name for slot in self.clients.model.layout.touching(phase.reached).slots]
         used = replace(self, entries=self._entries_without(phase.without)) if phase.without else self
         blocks, head = used._to_blocks(frozenset(trained_slots)), head_entries(self.adapted)
@@ -400,7 +402,9 @@ BaseFlops = Callable[[Load], tuple[Flops, Flops]]
 def text_load(clients: Clients) -> Load:
     """Return the local work of a user of a language model in a round, which is the same for all users.
 
-    Text has no epochs: each local step counts as an epoch of one batch. A sweep reads as much text as the local steps.
+    Local work is described in epochs. Steps on text draw random windows instead, so each local step is described as an
+    epoch of one batch. Some methods also compute losses on training data without training; such a sweep reads as much
+    text as the local steps.
     """
     steps, size = clients.plan.training.local_steps, clients.batch_size
     context = clients.plan.training.context

@@ -557,7 +557,7 @@ class Method:
             return ""
         if self.trains and not self.client.trained & NET_ROLES:
             return "trains no part of a net; it is for language models"
-        # A shared role may name a part, such as "base.head", of which the role "base" counts.
+        # A shared role may name a part of a role: "base.head" is a part of the role "base".
         if self.shared and not {role.partition(".")[0] for role in self.shared} & NET_ROLES:
             return "shares no part of a net; it is for language models"
         if any(part.language_only for part in self.client.parts):

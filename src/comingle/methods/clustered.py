@@ -128,15 +128,17 @@ CHOICE = "choice"
 
 
 def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
-    """Return the number of each user's model with the lowest loss; among ties the current one, if it is among them.
+    """Return the index of the model with the lowest loss for each user.
+
+    If several models have the lowest loss, a user keeps its current model if possible, else gets the first of them.
 
     Args:
         losses: Loss of each user under each model.
-        before: Number of each user's current model.
+        before: Index of each user's current model.
     """
     is_best = losses == losses.min(1, keepdim=True).values
     is_current = torch.nn.functional.one_hot(before, losses.shape[1])
-    preference = is_best * (1 + is_current)  # 2 for the current model if it is among the best, 1 for the others of them
+    preference = is_best * (1 + is_current)  # 2 for the current model if it is a best one, 1 for other best ones
     return preference.argmax(1)
 
 

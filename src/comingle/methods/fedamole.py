@@ -29,9 +29,10 @@ MIN_EXPERTS = 2
 
 
 def expert_keys(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
-    """Return the A factors of an MLP's domain experts, with which the input is projected to score each expert.
+    """Return the LoRA factors A of an MLP's domain experts, which serve as the experts' keys in routing.
 
-    Of an MLP's linears, the one named "up" provides them.
+    The router compares a key's product with a token's hidden state to a projection of the same state. An expert has a
+    factor A for each linear of the MLP; the key is that of the linear named "up".
 
     Args:
         tensors: Tensors of all users.
@@ -199,9 +200,10 @@ class AssignmentServer(Server):
         return F.pad(by_user, (0, self.most), value=num_experts)[:, : self.most]
 
     def settled(self) -> AssignmentServer:
-        """Return a server with fixed experts.
+        """Return a copy of the server with fixed experts, for users who join after the run has ended.
 
-        A new user reports its means for one round, gets experts, and trains on without further exchanges.
+        A new user takes part in one exchange: it reports mean projections of its data and gets the experts that fit
+        best. Then the user trains without further exchanges.
         """
         return replace(self, fixed=True, exchange_every=NEVER)
 
@@ -209,7 +211,8 @@ class AssignmentServer(Server):
 def fit_scores(kept: Tree, mlp: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
     """Return how well experts fit users: ``(mean of A_e x)^T (mean of T x) / sqrt(rank)`` for expert e and each user.
 
-    The first mean is over the texts of the expert's users, the second over the user's own.
+    A_e is the LoRA factor A of the expert, T a projection that all users share, and x are hidden states of tokens. The
+    first mean is over the texts of the expert's users, the second over the user's own texts.
 
     Args:
         kept: State of the server: tensors by name.
@@ -404,8 +407,9 @@ class PairGating:
     ) -> Float[Tensor, "users n experts"]:
         """Return the experts' weights for n tokens of each user: one half for the generalist, the rest by softmax.
 
-        Domain expert e has the logit ``(A_e x)^T (T x) / sqrt(rank)``. A place whose A is zero is empty and gets no
-        weight. If the router has a load-balancing penalty, it is computed here too.
+        Domain expert e has the logit ``(A_e x)^T (T x) / sqrt(rank)``, where T is the projection in the router and A_e
+        the expert's LoRA factor A. A user may have fewer domain experts than the model has room for; missing experts
+        have A = 0 and get no weight. If the router has a load-balancing penalty, it is computed here too.
 
         Args:
             router: The router, with the A factors of all experts as ``keys``.
@@ -414,14 +418,15 @@ class PairGating:
         """
         keys = router.keys[:, 1:]  # of the domain experts
         rank = keys.shape[2]
-        occupied = keys.flatten(2).any(-1)
+        occupied = keys.flatten(2).any(-1)  # False for missing experts
         expert_projections = torch.bmm(x, keys.flatten(1, 2).to(x.dtype).mT).unflatten(-1, keys.shape[1:3])
         token_projection = products[..., :rank, None]
         logits = (expert_projections.to(products.dtype) @ token_projection).squeeze(-1) / math.sqrt(rank)
         gates, picks = gate(logits, occupied, router.top_k)
         if router.balance != "none" and router.top_k < keys.shape[1]:
             router.penalty = balance_penalty(logits, picks, occupied, "uniform")
-        return torch.cat([torch.full_like(gates[..., :1], 0.5), gates / 2], -1)
+        generalist_gate = torch.full_like(gates[..., :1], 0.5)
+        return torch.cat([generalist_gate, gates / 2], -1)
 
 
 @dataclass(frozen=True)

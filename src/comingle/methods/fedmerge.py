@@ -217,7 +217,9 @@ Keys = Literal["head", "all", "trained", "body", "first"]
 
 
 def names_for_inner_products(tree: Tree, which: Keys) -> list[str]:
-    """Return the names of the tensors from whose inner products merging weights move.
+    """Return the names of the tensors that are used to update the merging weights.
+
+    The update follows inner products of models and users' updates, over these tensors alone.
 
     Args:
         tree: Tensors of a model, in the model's order.

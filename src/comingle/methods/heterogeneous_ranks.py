@@ -107,8 +107,9 @@ def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " u
 def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
     """Return a measure of how much each user uses its last ranks: ``sum over linears of |B[:, tail]| |A[tail]|``.
 
-    ``tail`` are the ranks from ``floor(gamma * rank)`` on, and norms are L2 over all experts of a linear together.
-    It is differentiable; :class:`TailPenalty` adds it to the loss, :class:`Prune` compares it over a round.
+    ``tail`` are the ranks from ``floor(gamma * rank)`` on, and norms are L2 over all experts of a linear together. The
+    measure is differentiable. :class:`TailPenalty` adds it to the loss; :class:`Prune` compares its values before and
+    after a round.
 
     Args:
         tensors: LoRA tensors, ``(users, *shape)``.
@@ -117,7 +118,8 @@ def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Flo
     """
     total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
     for _, a, b in lora_pairs(tensors):
-        mask = last_ranks_mask(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
+        mask = last_ranks_mask(ranks, gamma, a.shape[-2])  # (users, rank)
+        mask = mask.view(len(ranks), *[1] * (a.dim() - 3), -1, 1)  # for factors (users, *experts, rank, width)
         norm_a, norm_b = (torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b))
         total = total + norm_a * norm_b
     return total
@@ -253,9 +255,10 @@ def _join_ranks(factors: Float[Tensor, "users *experts rank width"]) -> Float[Te
 
 
 def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
-    """Return -1 or 1 for each row, so that its largest entry becomes positive.
+    """Return a factor of -1 or 1 for each row, which makes the row's entry of largest magnitude positive.
 
-    An SVD leaves the signs open; this makes them independent of the order of users.
+    The rows are singular vectors, whose signs an SVD may choose freely. With these factors the signs do not depend on
+    the order of users.
     """
     largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)

@@ -39,9 +39,9 @@ class Centres(Server):
     def start(self, setup: ServerSetup) -> Tree:
         """Return the initial state: the same model for all users, and centres of zero.
 
-        Besides these it has a random number of each user (``draw``), which chooses the users at whose momenta the
-        centres start; the sum of all steps of each cluster so far (``moved``); and a flag that is 1 until the centres
-        have started (``left``).
+        Centres are set in the first round, to the momenta of random participants: those with the smallest random
+        numbers (``draw``, one per user). A flag (``left``) is 1 until then. The state also has the sum of all steps of
+        each cluster so far (``moved``), for users who join later.
         """
         initial = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         models = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)

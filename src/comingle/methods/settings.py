@@ -130,7 +130,11 @@ def _fits(limit: Range, kind: type, value: object, accepts_lists: bool) -> bool:
 
 
 def allowed_by_type(kind: object) -> tuple[str, Fits]:
-    """Return the description and the test of a setting that is only limited by its type."""
+    """Return the allowed values of a setting without a range: a description for messages, and a test of a value.
+
+    Args:
+        kind: Type of the setting. All values are allowed for types other than bool, int, float and str.
+    """
     if kind is bool:
         return "true, false", lambda v: isinstance(v, bool)
     if kind is int:

@@ -51,12 +51,15 @@ def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
 def likeliest_weight(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
     """Return the first model's weight w with the largest likelihood of the mixed predictions of two models.
 
-    It maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))`` over the tokens t. The slope in w, ``sum_t
-    (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so bisection finds its root,
-    or the end of [0, 1] beyond which it lies. If the two models never differ, w is 1/2.
+    The weight maximises the log-likelihood ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))`` over the tokens t.
+    Its slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, is decreasing, so
+    bisection finds the root. If the slope has no root in [0, 1], w is 0 or 1. If the two models never differ, w is 1/2.
+
+    Args:
+        losses: Losses of the two models at each token of a user's validation text.
     """
     margin = losses[:, 1] - losses[:, 0]
-    # Divided by r + 1, so that neither a very large nor a very small ratio overflows.
+    # r / (r + 1) and 1 / (r + 1) take the places of r and 1 in the slope, as r may overflow.
     first, second = margin.sigmoid(), (-margin).sigmoid()
 
     def rises(weight: Float[Tensor, " users"]) -> Bool[Tensor, " users"]:
