@@ -245,14 +245,14 @@ class _SecureSum:
 
         In the step "advertise" users send public keys, in "share" encrypted shares of their secrets for each other, in
         "mask" their masked uploads, and in "unmask" the shares that remove the masks from the sum. A user that does not
-        answer a step gets no later one. The sum is over the users that have answered "mask".
+        answer a step is left out of the later steps. The sum is over the users that have answered "mask".
 
-        Each step has a function that makes a user's message and one that checks and stores its answer.
+        For each later step there is a function that makes a user's message, and one that checks and stores its answer.
 
         Args:
-            answers: Answers to the step "advertise" by name, which users get with their training task.
-            largest: Largest magnitude that an entry of an upload may have; a sum beyond this, times its number of
-                users, is refused.
+            answers: Answers to the step "advertise" by name. Users carry out this step within their training task.
+            largest: Largest magnitude that an entry of an upload may have. A sum of n uploads with an entry beyond n
+                times ``largest`` is refused.
 
         Raises:
             NoSumError: Too few users have answered a step, or the sum is out of range.

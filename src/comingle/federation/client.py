@@ -440,9 +440,9 @@ class Client:
         Args:
             folder: The user's state folder, which holds a folder for each run.
             own: The user's own settings: its name and data, and what it allows the server to see.
-            bases: Base models that the clients of this process share in memory, by what they were loaded from and with:
-                name, quantisation, dtype, device and kind of attention. A base that this client loads is added. None
-                shares nothing.
+            bases: Cache of base models that the clients of this process share in memory. Its keys are tuples of name,
+                quantisation, dtype, device and kind of attention. A base that this client loads is added. With None
+                this client loads its own base.
             say: Called with each line to show to the user.
             refuse: Called with the reason if this user cannot join before its settings are changed.
             end: Called when the user's model has been saved, at the end of a federation.
@@ -771,7 +771,7 @@ def upload_notice(store: ClientStore) -> str:
         return f"user {name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
     shared_roles = ", ".join(sorted(method.shared & roles))
     upload_bytes = clients.upload_bytes()[0]  # a client has a single user
-    how = "" if clients.plan.sums is None else ", masked,"
+    how = "" if clients.plan.sums is None else ", masked,"  # with secure aggregation
     size = f"{upload_bytes:,} bytes"
     return f"user {name!r}: {shared_roles} ({size}) leave this machine{how} each round you take part in{stays}"
 

@@ -82,8 +82,9 @@ def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple
     check_remote_clients(recipe)
     kind = kind_of(recipe)
     names = kind.names_of(recipe)
-    settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # Shapes and labels depend on all users.
-    plan = Plan(recipe=recipe, users=names, settings=settings, network=network or NetworkSection())
+    # A network without a base has input shapes and labels that depend on all users' data.
+    shapes_and_labels = {} if kind.needs_base else kind.settings(prepare(recipe))
+    plan = Plan(recipe=recipe, users=names, settings=shapes_and_labels, network=network or NetworkSection())
     # Clients refuse paths from a server, so each gets its own copy of the same path.
     base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
     # All data is on this machine, so all metrics may be reported, even with privacy.

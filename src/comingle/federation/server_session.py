@@ -173,12 +173,13 @@ class ServerSession:
     ) -> dict[str, Answer]:
         """Send each client a task and return the answers that arrive in time, by user.
 
-        Of each client that answers, records its last task, the version that it has downloaded, and that it has received
-        the verdict on its validation loss. Adds the bytes of the messages to the clock's counts.
+        For each client that answers, records the number of its last task, and the version of the shared tensors that it
+        has downloaded. If its task had the step "hear", the client has received the verdict: whether the mean
+        validation loss is the lowest so far. Adds the bytes of the messages to the clock's counts.
 
         Args:
             steps: Steps of each client's task, by user. Steps that need the newest download begin with "receive".
-            number: The round to train, from 0, or the number of rounds that are done.
+            number: For tasks that train: the round, from 0. For other tasks: the number of rounds that are done.
             arguments: Values that the steps need (:class:`Task`), the same for all tasks.
             seconds: Timeout; ``network.round_timeout`` by default.
             messages: Messages for steps other than "receive", by user.

@@ -299,11 +299,12 @@ class Account(ABC):
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
         """Return the epsilon that a client computes for its own user, from the noise that the user itself added.
 
-        Unlike :meth:`epsilon_of` it does not rely on the draw of participants, which is the server's.
+        The client does not trust the server to draw participants in secret. So, unlike :meth:`epsilon_of`, this epsilon
+        is not lowered by sampling.
 
         Args:
-            count: Number of uploads, or rounds of noisy steps.
-            work: Amount of work of the user, for noisy steps.
+            count: Number of noisy uploads; or number of rounds, if each local step adds noise.
+            work: Number of examples and steps of the user in a round, if each local step adds noise.
         """
 
     def charge(self, users: Sequence[int]) -> None:

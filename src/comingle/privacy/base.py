@@ -104,9 +104,9 @@ def one_model(server: Server, kept: Tree) -> Tree:
 
     Args:
         server: Server of the method.
-        kept: Its state.
+        kept: State of the server.
     """
-    # User 0 stands for all. Tensors are (users, models, *shape).
+    # User 0 stands for all, as all users download the same. Tensors are (users, models, *shape) with one model.
     return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}
 
 

@@ -215,18 +215,19 @@ class DifferentialPrivacy(PrivacyMechanism):
     def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
         """Return the participants of a round: the selected users whose budget is not spent.
 
-        If there are none, return None, which ends the run. If the account relies on secret sampling, the selection is
-        ignored, and participants are drawn here with the secret key from which the noise is drawn too.
+        If there are none, return None, which ends the run. With privacy amplification by sampling, the draw of
+        participants must stay secret. Then ``selected`` is ignored, and :meth:`draw` draws them with the secret key.
 
         Args:
-            selected: Indices of the selected users.
+            selected: Indices of the users selected by the public schedule.
             round_index: Number of the round, from 0.
-            releases: Whether anything is uploaded in the round; only then budgets are checked.
+            releases: Whether users upload anything in the round. A round without uploads costs no budget, so budgets
+                are not checked.
         """
-        if self.account is None:
+        if self.account is None:  # no noise, so no budget
             return list(selected)
         if self.account.sampled:
-            # A round with sampling counts as a release of all users, so the first user stands for all.
+            # With sampling a round costs all users the same, drawn or not, so the first user's budget stands for all.
             is_affordable = not releases or bool(self.account.affordable([0]))
             return self.draw(round_index) if is_affordable else None
         if not releases:

@@ -166,7 +166,7 @@ def keys_bytes(terms: Terms, name: str) -> int:
 
 
 def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
-    """Return the bytes that a user receives for a sum, besides the model.
+    """Return the bytes that a user downloads in the steps of a secure sum, in addition to the model of the round.
 
     Args:
         terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
@@ -180,7 +180,7 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
         download(name, round_number, others, {SHARES: _meta_bytes(len(others), SEALED_BYTES)}),
         download(name, round_number, names, {}),
     )
-    return sum(packed_bytes(message)[0] for message in messages)
+    return sum(packed_bytes(message)[0] for message in messages)  # [0]: each message is for one user
 
 
 def _meta_bytes(rows: int, width: int) -> Tensor:
@@ -287,12 +287,15 @@ class Sums:
         )
 
     def check(self) -> None:
-        """Check that every round can have a sum, and that the noise fits its grid.
+        """Check that every round can have a sum, and that uploads have enough bits for the noise.
+
+        Users send integers, the multiples of a grid step, so their noise is rounded too.
 
         Raises:
             RecipeError: A round has too few users for a sum, or the grid has too few bits for the noise.
         """
-        # With a fraction all rounds select equally many users, so the first round stands for all.
+        # ``participation`` is a tuple with the users of each round, or a fraction. With a fraction all rounds select
+        # equally many users, so the first round stands for all.
         rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
         for round_number in range(1, rounds + 1):

@@ -433,31 +433,31 @@ class GridChannel:
             in_flight[name] = _Request(due[name])
         return any(not sent.done for sent in in_flight.values())
 
-    def _send_if_needed(self, name: str, sent: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
+    def _send_if_needed(self, name: str, request: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
         """Send a request that has not been sent yet, or that was sent to a node that has disconnected or restarted.
 
-        If the client is not connected, record since when; it gets the request once it has connected.
+        If the client is not connected, record since when. A later call sends the request once the client has connected.
 
         Args:
             name: Name of the user.
-            sent: The request.
+            request: The request, whose ``node`` is the one to which it was sent last.
             seconds: Timeout for its reply.
             replies: Queue into which the reply is put.
         """
         node = self._nodes.nodes.get(name)
         if node is None:
-            sent.node = None
-            sent.disconnected_since = sent.disconnected_since or time.monotonic()
-        elif node != sent.node:
-            sent.node, sent.disconnected_since = node, None
+            request.node = None
+            request.disconnected_since = request.disconnected_since or time.monotonic()
+        elif node != request.node:
+            request.node, request.disconnected_since = node, None
             self._sender.send(
-                wrap(sent.request),
+                wrap(request.request),
                 node=node.number,
                 kind=TRAIN,
                 seconds=seconds,
-                tag=(name, sent, node),
+                tag=(name, request, node),  # put into the queue with the reply
                 put=replies.put,
-                wanted=lambda: not sent.done and sent.node == node,
+                wanted=lambda: not request.done and request.node == node,  # False ends the wait for a reply
             )
 
     def _failure(self, sent: _Request) -> str | None:

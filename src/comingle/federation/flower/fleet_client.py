@@ -165,8 +165,9 @@ class FleetConnection:
                 status = error.response.status_code
                 if status in _NOT_AUTHENTICATED and (why := self._why_not_authenticated(error)):
                     raise RunError(f"{self._server.address}: {why}") from None
-                # If the response to an activation is lost, the node may be active and block this client itself. So
-                # `_call` sets `_reachable_since` anew at each lost response, and the time counts from the last one.
+                # The key may be in use by this client's own node, if an earlier activation succeeded but its response
+                # was lost. The server drops such a node after some time. `_call` resets `_reachable_since` at each lost
+                # response, so this client waits for that time after the last lost response before it gives up.
                 is_in_use = time.monotonic() > self._reachable_since + _KEY_IN_USE_SECONDS
                 if status in _KEY_IN_USE and is_in_use:
                     raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
@@ -174,7 +175,7 @@ class FleetConnection:
                     raise
             time.sleep(1.0)
         write_text(self._node_id_file, str(self.node_id))
-        self.lost.clear()
+        self.lost.clear()  # set again once the server does not know this node any more
         self._app_digests.clear()  # a restarted server has other runs
         threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
 
@@ -184,6 +185,7 @@ class FleetConnection:
         Raises:
             NotActiveError: The server does not know this client any more, or a message may have been lost.
         """
+        # Not repeated if its response is lost, as the server would consider the message of that response delivered.
         response = self._call_active("PullMessages", PullMessagesRequest(node=self._node), once=True)
         if not response.messages_list:
             return None
@@ -193,7 +195,8 @@ class FleetConnection:
     def digest_of(self, run_id: int) -> str:
         """Return the SHA-256 of a run's app bundle, as announced by the server.
 
-        An unknown digest is requested a second time, as the first response may have been corrupted on the way.
+        Clients run only the installed app, whose digest is ``DIGEST``. If the server announces another digest, it is
+        requested a second time, as the first response may have been corrupted on the way.
         """
         request = GetRunRequest(node=self._node, run_id=run_id)
         for _ in range(2):

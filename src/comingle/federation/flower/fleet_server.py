@@ -577,7 +577,8 @@ def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
         keys_only: Admit only clients with registered keys, and check signatures; otherwise every client registers a
             generated key, and a signature proves nothing.
     """
-    # Flower's API with Flower's middleware, in the order in which requests pass it, and one more check at the end.
+    # Flower's API with Flower's middleware, in the order in which requests pass it. Comingle adds `_OwnMessagesOnly`,
+    # which refuses replies in the name of another node.
     api = FastAPI(
         docs_url=None,
         redoc_url=None,

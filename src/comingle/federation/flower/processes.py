@@ -111,7 +111,7 @@ def environment(folder: Path) -> dict[str, str]:
         "FLWR_HOME": str(folder / "home"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        PARENT: str(os.getpid()),
+        PARENT: str(os.getpid()),  # The child ends if this process ends.
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",  # Otherwise -m imports from the current folder first, which others may write to.
     }
