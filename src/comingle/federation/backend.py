@@ -79,6 +79,7 @@ def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Map
     Returns:
         Why the model is unchanged; an empty string if there are enough uploads.
     """
+    # A round may select fewer participants than the setting; then all of their uploads must be valid.
     needed = min(session.network.min_participants, len(answers))
     if len(users) >= needed:
         return ""

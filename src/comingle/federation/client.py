@@ -492,9 +492,9 @@ class Client:
             done          number of the last task that it has carried out
             back          number of the earliest task after which it can restore its state
             examples      number of examples, only if privacy protects single examples
-            amounts       amounts of training and test data, in that unit
-            skipped_rows  rows of its data that could not be used
-            works         tokens or samples that it trains on in a round, and those that an evaluation scores
+            amounts       amounts of training and test data, in the unit of its data
+            skipped_rows  number of rows of its data that could not be used
+            works         number of tokens or samples that it trains on in a round, and number that an evaluation scores
 
         The last three are reported only if the user's setting ``tells`` allows it.
 
@@ -522,10 +522,11 @@ class Client:
             **store.public_counts,
         }
         if store.tells(self.own) in SCORES:
-            reported["amounts"] = amounts(store.clients.trainers[0], store.clients.batch_source.unit)
+            only_trainer = store.clients.trainers[0]  # this client group has a single user
+            reported["amounts"] = amounts(only_trainer, store.clients.batch_source.unit)
             if store.read.skipped_rows:
                 reported["skipped_rows"] = store.read.skipped_rows
-            _, trained_amount, scored_amount = amounts_of(store.clients)
+            _, trained_amount, scored_amount = amounts_of(store.clients)  # without the number of users, here 1
             reported["works"] = [trained_amount, scored_amount]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
@@ -604,7 +605,9 @@ class TaskRunner:
         self.reported: dict[str, Any] = {}  # values for the answer
         self.sent: list[bytes] = []  # messages for the answer
         self.received = list(task.messages)  # messages that the next steps read
-        if steps := int(task.arguments.get("local_steps", 0)):  # 0 if the task does not set it
+        # The largest number of local steps of a client in a round. The server sends it once all clients have joined;
+        # until then it is 0.
+        if steps := int(task.arguments.get("local_steps", 0)):
             self.clients.steps.most_steps = steps
 
     def run(self) -> Answer:

@@ -234,6 +234,7 @@ class ClientStore:
         with convert_disk_errors(self.folder):
             write_bytes(self._answer_file(serial, task), answer)
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
+        # {}: a client stores no state of the server.
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
         self.serial = serial
         prune_checkpoints(self.folder, self.num_revertible)
@@ -306,8 +307,8 @@ class ClientStore:
     def charge_steps(self, number: int) -> str:
         """Charge a round's local steps to the privacy budget before they are taken, if privacy protects examples.
 
-        With DP-SGD the local steps are what is released. The same steps from the same state have the same noise and
-        reveal nothing more, so a repeated round is charged only if its number, steps or state differ.
+        With DP-SGD each local step reveals something, as it adds noise only once. If a round is repeated with the same
+        number of steps from the same state, its noise is the same too. It reveals nothing new and is not charged again.
 
         Args:
             number: The round, from 0.
@@ -318,10 +319,11 @@ class ClientStore:
         clients = self.clients
         if (private := clients.steps.private) is None:
             return ""
-        work, account = private.work(clients.batch_source, trainer=0), private.mechanism.account
+        work = private.work(clients.batch_source, trainer=0)  # of the only user of this client group
+        account = private.mechanism.account
         assert account is not None
         identity = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
-        release = hashlib.sha256(identity.encode()).hexdigest()
+        release = hashlib.sha256(identity.encode()).hexdigest()  # the round's entry in the ledger of charged rounds
         return self._charge(release, lambda num_rounds: account.own_epsilon(num_rounds, work))
 
     def _charge(self, release: str, epsilon: Callable[[int], float]) -> str:
@@ -352,7 +354,7 @@ class ClientStore:
         else:
             # `first` has the expected names, shapes and dtypes. A client stores no state of a server ({}).
             self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, {})
-        self.clients.update_masks()
+        self.clients.update_masks()  # The restored LoRA rank decides which entries of the tensors are padding.
 
     def _answer_file(self, serial: int, task: bytes) -> Path:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"

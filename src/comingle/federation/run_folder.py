@@ -230,9 +230,9 @@ def run_federation(
         users=dict.fromkeys(plan.users, unknown_data),
         settings=settings,
     )
-    pooled = context.method.placement.pooled
+    pooled = context.method.placement.pooled  # whether the method trains one model on all users' data
     opening = open_folder(folder, context.recipe, inputs, resume=resume, force=force, pooled=pooled)
-    with opening, own_errors(context.method):
+    with opening, own_errors(context.method):  # converts exceptions of a user-defined method's code to PluginError
         return _run_rounds(public, context, plan, channel, folder, observers)
 
 

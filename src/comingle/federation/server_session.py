@@ -452,9 +452,9 @@ class TaskQueue:
     def _may_retry(self) -> bool:
         """Return whether there is time for another try before the timeout.
 
-        In the queue of join tasks, the timeout is extended first if it is nearly over and clients are still loading.
-        That is done only if enough clients have joined together with those that are loading, and for at most
-        ``_loading_seconds`` (10 times ``network.join_timeout``) in all.
+        In the queue of join tasks, the timeout is extended first if three conditions hold: it is nearly over, clients
+        are still loading, and the clients that have joined or are loading are enough for a round. In all, the queue
+        waits at most ``_loading_seconds`` (10 times ``network.join_timeout``).
         """
         now, session = time.monotonic(), self.session
         if self._sends_only_joins and now + RETRY_SECONDS > self._deadline:

@@ -88,14 +88,14 @@ That bound is a few per cent above that of ``pld``, whose grid of privacy losses
 
 @lru_cache(maxsize=1 << 12)
 def epsilon(release: Release, count: int, delta: float, accountant: str) -> float:
-    """Return an upper bound of the epsilon of ``count`` equal releases together.
+    """Return an upper bound of the epsilon of ``count`` equal Gaussian mechanisms ("releases") in sequence.
 
     Args:
-        release: One of the releases.
+        release: Noise multiplier and sampling of one release.
         count: Number of releases; 0 gives an epsilon of 0.
         delta: Probability that epsilon does not hold.
         accountant: "rdp" (Renyi differential privacy) or "pld" (privacy loss distributions), which is tighter. "rdp" is
-            used in any case without replacement, and for a very large epsilon.
+            always used for sampling without replacement, and for a very large epsilon.
 
     Raises:
         RecipeError: The package dp-accounting is not installed.
@@ -112,10 +112,11 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
     accountants = {"rdp": dp.rdp.RdpAccountant, "pld": dp.pld.PLDAccountant}
 
     def epsilon_by(name: str) -> float:
-        with _without_order_warnings():
+        with _without_order_warnings():  # The package warns of Renyi orders that it skips, which is harmless.
             return float(accountants[name](neighboring_relation=relation).compose(event, count).get_epsilon(delta))
 
     rdp_epsilon = epsilon_by("rdp")
+    # "pld" would take minutes and gigabytes for an epsilon so large that it means no practical protection.
     return rdp_epsilon if accountant == "rdp" or rdp_epsilon > _MAX_PLD_EPSILON else epsilon_by("pld")
 
 
@@ -344,15 +345,16 @@ class Account(ABC):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
 
-        If the settings give both noise and a budget (an epsilon), releases end when the next one would exceed the
-        budget, and the epsilon is that of the releases until then.
+        A release is something that a user reveals with noise: an upload, or a noisy local step. If the settings give
+        both noise and a budget (an epsilon), a user stops before the release that would exceed the budget. Only the
+        releases before it then count for the epsilon.
 
         Args:
-            planned: Largest number of rounds in which something of one user is released, without regard to the budget.
+            planned: Largest number of rounds of one user with a release, without regard to the budget.
 
         Returns:
             ``mechanism``, ``epsilon``, ``delta``, ``noise_multiplier``, ``clip_norm``, ``accountant``, ``releases``
-            (those within the budget) and ``planned_releases`` (all).
+            (number within the budget) and ``planned_releases`` (number without regard to the budget).
         """
 
 

@@ -681,9 +681,10 @@ _ROUND_HOOKS = ("received", "begin", "stepped", "end", "penalty")
 
 
 def _why_gradients_unprotected(method: Method) -> str:
-    """Return the reason why uploads would depend on users' data other than by noisy gradients; empty if they do not.
+    """Return why DP-SGD cannot protect the uploads of a method; an empty string if it can.
 
-    DP-SGD protects an upload only if all that it tells about the user's training data comes from such gradients.
+    DP-SGD adds noise to gradients of shared tensors. It protects an upload only if these gradients are the only way in
+    which the user's training data changes the shared tensors.
     """
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
@@ -699,7 +700,7 @@ def _why_gradients_unprotected(method: Method) -> str:
         if phase.stream != "train":
             names = ", ".join(sorted(phase.roles & method.shared))
             return f"it trains {names} on validation data, which the account does not count"
-    if method.placement.residual is not None:
+    if method.placement.residual is not None:  # rank of the change that the server makes to frozen weights
         return "its server changes frozen weights, which are not part of the model whose noised gradients are sent"
     if any(phase.turns > 1 for phase in client.phases):
         return "its phases alternate between rounds, but the account counts the same steps in every round"

@@ -257,7 +257,7 @@ class RobustRule(PrivacyMechanism):
             raise RecipeError(
                 f"aggregation: method {method.name} pools all users' data, so there are no uploads to combine"
             )
-        if not method.shared:
+        if not method.shared:  # nothing is uploaded, so the rule has no effect
             return
         if why := _why_not_boundable(method) if rule == "norm-bound" else _why_not_combinable(method):
             raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
@@ -323,6 +323,7 @@ class RobustRule(PrivacyMechanism):
         self.rule_result = None
         if not received.tensors:  # nothing was uploaded, so there is nothing to combine
             return received
+        # Rules compare changes, so they need the tensors with which each participant began the round.
         started = server_round.server.starts(server_round.kept, received)
         aggregated, self.rule_result = apply_rule(self.aggregation, received, started, server_round.names)
         if aggregated is None:

@@ -367,6 +367,9 @@ class Session:
     def share(self, roster: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return for each other user sealed shares of this user's two secrets: seed of its own mask, and masking key.
 
+        The step is recorded. A repeated request with the same roster is answered again, one with another roster is
+        refused.
+
         Args:
             roster: Public keys of all users who advertised.
 

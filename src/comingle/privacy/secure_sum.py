@@ -389,24 +389,24 @@ class Sums:
     ) -> Int[Tensor, "users entries"]:
         """Return each user's clipped, weighted change plus its part of the noise, as grid points.
 
-        Changes are clipped to a norm so much below the clip norm that they stay within it after rounding.
+        Rounding to grid points may increase the norm of a change. So changes are clipped to the clip norm minus the
+        largest increase, the slack.
 
         Args:
             changes: Changes ``(users, *shape)``.
             weights: Weights of the users, up to 1.
             names: Names of the users.
-            key: Key of the noise.
+            key: Secret key from which the noise is drawn.
             round_number: Number of the round, from 1.
         """
         grid, entries = self.grid(round_number), sum(t[0].numel() for t in changes.values())
-        # Secure sums need a constant clip norm, so that of the first round holds in all rounds. Slack is the largest
-        # increase of the norm by rounding.
+        # Secure sums need a constant clip norm, so the norm of the first round is used in all rounds.
         bound = self.privacy.first_bound - grid.slack(entries)
         integers = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
         deviation_steps = self.deviation(round_number) / grid.step
         # Seeded with the user's grid points too: a repeated upload gets the same noise, and different ones never do.
         noises = [
-            gaussian((entries,), key, name, round_number, "noise share", digest({"": row}))
+            gaussian((entries,), key, name, round_number, "noise share", digest({"": row}))  # a tree of one tensor
             for name, row in zip(names, integers, strict=True)
         ]
         return grid.clamp(integers + (torch.stack(noises) * deviation_steps).round().long())

@@ -200,11 +200,15 @@ def _row(tree: Tree, at: int) -> Tree:
 
 
 def _join_padded(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors ``(users, ..., rank, width)`` of different ranks along users."""
-    if len({part.shape[1:] for part in parts}) == 1:
+    """Concatenate tensors along users; LoRA factors ``(users, ..., rank, width)`` are padded to the largest rank.
+
+    Only LoRA factors may differ in their shapes.
+    """
+    have_equal_shapes = len({part.shape[1:] for part in parts}) == 1
+    if have_equal_shapes:
         return torch.cat(list(parts))
-    most = max(part.shape[-2] for part in parts)
-    return torch.cat([_pad_rank(part, most) for part in parts])
+    largest_rank = max(part.shape[-2] for part in parts)
+    return torch.cat([_pad_rank(part, largest_rank) for part in parts])
 
 
 SCALE = ".scale"

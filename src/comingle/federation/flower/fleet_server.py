@@ -141,9 +141,10 @@ class LimitedLinkState(InMemoryLinkState):
     ) -> tuple[bool, list[str]]:
         """Store a message without its content, and register the objects of the content, which are uploaded later.
 
-        A client's reply is refused if it exceeds the limits. Otherwise it is tracked until the app reads it: an
-        incomplete one is dropped if no object arrives for ``idle_seconds``, a complete one some time after the message
-        that it answers has expired. The server's own messages have no limits.
+        A client's reply is refused if it exceeds the limits. Otherwise it is tracked until the app reads it. Until all
+        objects of a reply have arrived, it is dropped if no object arrives for ``idle_seconds``. A reply whose objects
+        have all arrived is dropped some time after the message that it answers has expired. The server's own messages
+        have no limits.
 
         Args:
             message: The message.
