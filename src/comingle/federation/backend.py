@@ -188,7 +188,7 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
     return losses
 
 
-def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], done: int) -> list[str]:
+def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], round_number: int) -> list[str]:
     """Compute the sum of a round's uploads by secure aggregation, and aggregate it.
 
     The server sees masked uploads and, once it gets the shares that remove the masks, their sum. If too few users
@@ -197,33 +197,33 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     Args:
         session: The session.
         answers: Answers to the step "advertise", with which a secure sum begins, by name.
-        done: The round, from 1.
+        round_number: The round, from 1.
 
     Returns:
-        The users whose uploads are in the sum.
+        The users whose uploads are in the sum; empty if the model stays unchanged.
     """
     server = session.server
     assert server.sums is not None
     num_entries = server.size  # of all shared tensors of a user
-    terms = terms_of(session.context.plan, session.run, done, num_entries)
+    terms = terms_of(session.context.plan, session.run, round_number, num_entries)
     collector = SumCollector(terms=terms)
     secure_sum = _SecureSum(session=session, collector=collector)
     # Users round each entry to a grid of integers, of which this is the largest.
-    largest_integer = server.sums.grid(done).largest
+    largest_integer = server.sums.grid(round_number).largest
     try:
         total = secure_sum.total(answers, largest_integer)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
-        session.observe({"event": "no_sum", "round": done, "reason": str(error)})
+        session.observe({"event": "no_sum", "round": round_number, "reason": str(error)})
         if secure_sum.unmask_requested:  # Users may have unmasked the sum although their answers cannot be used.
             server.mechanisms.charge([server.users.index(user) for user in collector.survivors])
-        server.skip_round(done)
+        server.skip_round(round_number)
         return []
     survivors = collector.survivors  # the users in the sum
-    if why := keep_model_if_few(session, survivors, answers, done):
-        session.observe({"event": "no_sum", "round": done, "reason": why})
+    if why := keep_model_if_few(session, survivors, answers, round_number):
+        session.observe({"event": "no_sum", "round": round_number, "reason": why})
         return []
-    server.aggregate_sum(total, survivors, done)
+    server.aggregate_sum(total, survivors, round_number)
     return survivors
 
 
@@ -658,8 +658,12 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
     if sums is None or plan.privacy is None or plan.privacy.noisy or not rounds:
         return
     numbers = range(1, rounds + 1)
-    least = min(max(sums.least(number), min(min_participants, sums.expected(number))) for number in numbers)
-    if least == LEAST:
+
+    def fewest_uploads(number: int) -> int:
+        """Return the smallest number of uploads that both the secure sum and the server accept in a round."""
+        return max(sums.least(number), min(min_participants, sums.expected(number)))
+
+    if min(map(fewest_uploads, numbers)) == LEAST:  # the smallest sum that the protocol allows, of two uploads
         logger.warning(
             "privacy.secure_aggregation: got sums of at least %d of %d users; each of two users in a sum can compute "
             "the other's upload; with 3 users or more set network.min_participants to 3 and raise "

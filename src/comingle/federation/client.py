@@ -544,7 +544,7 @@ class Client:
         if (answer := store.stored_answer(task.serial, data)) is not None:
             return answer
         steps_follow_from_data = counts_samples(store.recipe)
-        check_task(task, store.clients.plan, TaskRunner.STEPS, counted=steps_follow_from_data)
+        check_task(task, store.clients.plan, TaskRunner.STEPS, steps_follow_from_data=steps_follow_from_data)
         if task.serial <= store.serial:  # The server did not get the answer to this task, and sends another one.
             self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)

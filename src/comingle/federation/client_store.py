@@ -73,13 +73,13 @@ class Sessions:
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=self._save)
 
     def current(self, terms: Terms) -> Session:
-        """Return the stored sum, which an earlier step has begun.
+        """Return this user's side of the secure sum in progress, which an earlier step has begun and stored.
 
         Args:
             terms: Expected round, users and threshold of the sum.
 
         Raises:
-            MessageError: There is none, or it has other terms, for example of another round.
+            MessageError: No sum is stored, or the stored sum has other terms, for example of another round.
         """
         record = self._read()["session"]
         if record is None or (session := Session.of(record, self._save)).terms != terms:

@@ -245,7 +245,7 @@ def check_address(task: Task, user: str) -> None:
         raise MessageError(f"task: got run {task.run[:70]!r}; allowed: up to 64 letters and digits")
 
 
-def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bool) -> None:
+def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follow_from_data: bool) -> None:
     """Check that a task has known steps, each once, as many messages as they read, and numbers that the run allows.
 
     The numbers are the round, the number of rounds that are done, and the number of local steps per round. Tasks to
@@ -255,7 +255,8 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bo
         task: The task.
         plan: Settings of the run.
         steps: Names of the steps that a client knows.
-        counted: Whether the number of local steps follows from the users' data; otherwise the recipe sets it.
+        steps_follow_from_data: Whether the number of local steps follows from the users' data; otherwise the recipe
+            sets it.
 
     Raises:
         MessageError: A check fails.
@@ -274,7 +275,7 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, counted: bo
     _check_number("done", task.arguments.get("done", 0), plan.training.rounds)
     local_steps, in_recipe = task.arguments.get("local_steps", 0), plan.training.local_steps
     _check_number("local_steps", local_steps, _MOST_STEPS)
-    if not counted and local_steps not in (0, in_recipe):  # 0 if the task does not say
+    if not steps_follow_from_data and local_steps not in (0, in_recipe):  # 0 if the task does not say
         raise MessageError(f"task: local_steps is {local_steps}; allowed: {in_recipe}, as in the recipe")
 
 
@@ -462,7 +463,8 @@ def check_download(
     download = replace(download, tensors=model_tensors)
     # Tensors of a download are (1, models, *shape): one axis more than those of an upload.
     _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=declared_rank)
-    _check_models(download, users if method.server.peer_to_peer else (), user)
+    peers = users if method.server.peer_to_peer else ()  # users whose uploads the download may contain
+    _check_models(download, peers, user)
 
 
 def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:

@@ -75,7 +75,7 @@ class Public:
         """Check, on a client, the versions of both sides, and that the recipe suits remote clients and names no data.
 
         Raises:
-            MessageError: A check fails; for versions, names those of both sides.
+            MessageError: A check fails. If versions differ, the message has both.
         """
         for what, own in (("format", FORMAT), ("version", __version__)):
             if (theirs := getattr(self, what)) != own:

@@ -109,7 +109,8 @@ class StatusFile:
     def __call__(self, event: JsonMapping) -> None:
         """Update the status with an event of the run, and write the file.
 
-        Events of single tasks are frequent, so these are written at most every :data:`WRITE_SECONDS`.
+        An event "step" is one client's answer to a task. As these events are frequent, they alone do not write the file
+        more often than every :data:`WRITE_SECONDS`.
         """
         if (client := self._clients.get(event.get("user", ""))) is not None:
             self._update_client(client, event)
@@ -311,9 +312,9 @@ def _run_rounds(
 def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, evaluations: Evaluations) -> JsonObject:
     """Complete the metrics of a finished run and return them.
 
-    Added are the number of skipped rows, the privacy spent, warnings about the outcome, and under ``untold`` the users
-    without metrics, who keep theirs private or have not answered. Those of them who never joined are also under
-    ``absent``.
+    Adds the number of skipped rows, the privacy spent and warnings about the outcome. The key ``untold`` lists users
+    without metrics, because they keep their metrics private or have not answered. The key ``absent`` lists users that
+    never joined.
 
     Args:
         session: The session.

@@ -484,9 +484,9 @@ class TaskQueue:
     def _due_requests(self) -> dict[str, bytes]:
         """Find out which clients are connected, and return the requests to which they should reply now, by user.
 
-        A client without an answer in this queue (``pending``) has a request if it is connected: its task if it has
-        joined, otherwise a join task. It has none during the pause after a failure, and none if it has not joined and
-        may not do so now (:meth:`_may_join`).
+        Requests go to connected clients that have not answered in this queue yet (``pending``). A client that has
+        joined gets its task, another one a join task if it may join now (:meth:`_may_join`). After a failure, a client
+        gets no request during a pause.
         """
         now = time.monotonic()
         connected = set(self.session.channel.present())

@@ -453,7 +453,10 @@ class ReplacingAccount(UploadAccount):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the release of one upload: half the noise, as replacing a user's data moves it by twice the clip norm.
+        """Return the noise multiplier of one upload, as a :class:`Release` without sampling.
+
+        It is half the multiplier of the settings: if a user's data is replaced, its clipped change may move by twice
+        the clip norm.
 
         Args:
             privacy: Section ``privacy`` of the recipe.
@@ -520,8 +523,9 @@ class StepAccount(UploadAccount):
             rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
             return self.own_epsilon(rounds, work), work, rounds * work.steps
 
-        ends = [at_end(work) for work in self.works().values()]
-        largest_epsilon, work, steps = max(ends, key=lambda end: end[0])
+        ends_of_users = [at_end(work) for work in self.works().values()]
+        largest_epsilon, work, steps = max(ends_of_users, key=lambda end: end[0])
+        # Each noisy local step is a release, so "releases" are steps within the budget.
         return {
             "mechanism": self.privacy.mechanism,
             "epsilon": largest_epsilon,

@@ -328,7 +328,8 @@ class Central(DifferentialPrivacy):
         """
         users = self.expected(round_index)
         sums = self.sums(changes, like)
-        # An adaptive clip norm releases a count of users too, so that the sum needs more noise for the same epsilon.
+        # An adaptive clip norm also depends on the number of users within it, so the round reveals both a noisy count
+        # and a noisy sum. For the same epsilon the sum then needs more noise.
         multiplier = self._multiplier_beside_count(users) if self.privacy.adaptive else self.privacy.multiplier
         noised = add_noise(sums, multiplier * self.bound, self.key, round_index, "central noise")
         if self.privacy.adaptive:
@@ -382,7 +383,8 @@ class Central(DifferentialPrivacy):
             round_index: Number of the round, from 0.
         """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
-        # Seeded with the count too: a repeated release gets the same noise, and different counts never do.
+        # Seeded with the count too. If a round is repeated, an equal count gets the same noise. Different counts never
+        # share noise, as their difference would then be revealed without noise.
         draw = float(gaussian((1,), self.key, round_index, "count noise", repr(centred))[0])
         noise = self._count_deviation(users) * draw
         share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
@@ -617,10 +619,10 @@ def calibrate(privacy: PrivacySection, participation: Participation, users: int,
         privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
-        count: Releases of the whole run.
+        count: Number of rounds in which one user takes part in the whole run.
 
     Raises:
-        RecipeError: No noise is enough, or the package that computes it is not installed.
+        RecipeError: No amount of noise is enough, or the package that computes it is not installed.
     """
 
     def release_with(multiplier: float) -> Release:

@@ -473,14 +473,14 @@ class GridChannel:
         return None
 
 
-def _read_reply(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
+def _read_reply(request: _Request, reply: Message | NoReply) -> bytes | str | None:
     """Return the bytes of a client's reply, or one line that says why the request has failed for good.
 
-    After a transient failure, count and record it in ``sent``, mark the request as not sent, and return None. It is
-    then sent again.
+    After a transient failure, count and record it in ``request``, mark the request as not sent, and return None. The
+    caller sends the request again.
 
     Args:
-        sent: The request.
+        request: The request.
         reply: The reply, or why there is none.
     """
     outcome = Failure(line=reply.line, is_transient=True) if isinstance(reply, NoReply) else unwrap(reply)
@@ -488,6 +488,6 @@ def _read_reply(sent: _Request, reply: Message | NoReply) -> bytes | str | None:
         return outcome
     if not outcome.is_transient:
         return outcome.line
-    sent.num_failures, sent.line = sent.num_failures + 1, outcome.line
-    sent.node = None  # not sent
+    request.num_failures, request.line = request.num_failures + 1, outcome.line
+    request.node = None  # not sent
     return None
