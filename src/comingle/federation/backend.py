@@ -484,6 +484,7 @@ class NetworkBackend(Backend[ClientReports]):
         Raises:
             RunError: Too few participants answered in time.
         """
+        # ``plan.number`` counts rounds from 0; ``plan.done`` is the number of rounds that are done after this one.
         session, names = self.session, [self._names[number] for number in participants]
         evaluates_locally = plan.evaluates == "local"
         has_secure_sum = plan.exchanges and self.server.sums is not None

@@ -305,6 +305,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     # A client trains a single user; memory for batches of several would be wasted. Later settings take priority.
     content["runtime"] = {"users_per_step": 1, **content.get("runtime", {}), **own.runtime}
     recipe = parse_recipe(content, where=f"user {own.name!r}")
+    # Native code and smaller passes, with which a 16-bit language model needs less memory on a CPU.
     return recipe.with_changes(_lighter_runtime(recipe), where=f"user {own.name!r}")
 
 

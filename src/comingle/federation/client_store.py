@@ -57,7 +57,10 @@ class Sessions:
     folder: Path
 
     def begin(self, terms: Terms, name: str) -> Session:
-        """Return a new secure sum with new secrets, which replaces the stored one as soon as its first step is saved.
+        """Return this user's side of a new secure sum, with new secrets.
+
+        It replaces the stored sum once its first step is saved. A round whose sum was unmasked cannot have another sum:
+        the difference of both could reveal a single user's upload.
 
         Args:
             terms: Round, users and threshold of the sum.

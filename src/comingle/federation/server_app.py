@@ -31,7 +31,7 @@ def run_federation_app(channel: Channel, config: Mapping[str, Any], folder: Path
     """
     if not (file := str(config.get("federation") or "").strip()):
         raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
-    load_files_of_command()
+    load_files_of_command()  # Python files with the user's own methods, given with ``--plugin``
     with _warnings_shown(say):
         run_federation(
             load_plan(expand_home(file)),

@@ -143,8 +143,8 @@ class ServerSession:
         """Send all clients the public part of the federation; wait until all of them, or enough, have joined.
 
         ``network.join_timeout`` counts from the last client that connected or joined. The server waits longer for
-        connected clients that are still loading. A client that has refused to join may try again, for which the server
-        waits as long as fewer than ``network.min_participants`` have joined.
+        connected clients that are still loading. A client that has refused to join may try again. The server waits for
+        such a client only while fewer than ``network.min_participants`` have joined.
 
         Raises:
             RunError: Too few clients have joined.
@@ -605,7 +605,7 @@ class TaskQueue:
         """
         if name not in self.pending:
             return
-        is_join = name not in self.tasks
+        is_join = name not in self.tasks  # A client gets its task only after it has joined.
         task = self.session.join_task(name) if is_join else self.tasks[name]
         answer = self.session.read_answer(name, task, reply)
         if isinstance(answer, str):  # The request or the reply was lost; this is the reason.
@@ -614,7 +614,7 @@ class TaskQueue:
                 self._pause(name, RETRY_SECONDS)
                 self._fail(name, answer)
             return
-        self._failed.pop(name, None)
+        self._failed.pop(name, None)  # The client works again, so its next failure is logged even if it is the same.
         if is_join:
             self._process_join(name, task, answer)
         elif answer.refused:

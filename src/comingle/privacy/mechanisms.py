@@ -168,6 +168,9 @@ class DifferentialPrivacy(PrivacyMechanism):
             method: The method.
             layout: Layout of the model's tensors.
             users: Number of users.
+
+        Raises:
+            RecipeError: A check fails.
         """
         if not self.privacy.noisy:
             return
@@ -176,10 +179,13 @@ class DifferentialPrivacy(PrivacyMechanism):
                 f"privacy.delta: got {self.privacy.delta:g} for {users} users; allowed: below 1/{users}, because a "
                 "user may be revealed entirely with probability delta"
             )
-        shared = [slot.name for slot in layout.slots if STATISTICS in slot.roles and any(slot.chosen(method.shared))]
-        if shared:
+        # Names of shared tensors with running means and variances of batch norm.
+        statistics = [
+            slot.name for slot in layout.slots if STATISTICS in slot.roles and any(slot.chosen(method.shared))
+        ]
+        if statistics:
             raise RecipeError(
-                f"privacy: method {method.name} shares running statistics of batch norm ({shared[0]}, ...), which "
+                f"privacy: method {method.name} shares running statistics of batch norm ({statistics[0]}, ...), which "
                 "noise could make negative; allowed: a net with group norm, such as net:resnet9-group"
             )
 
@@ -350,8 +356,9 @@ class Central(DifferentialPrivacy):
     def _count_deviation(self, users: float) -> float:
         """Return the standard deviation of the noise on the count of users within the clip norm.
 
-        A twentieth of the users is the choice of Andrew et al. 2021. It is never below the noise multiplier z, because
-        :meth:`_multiplier_beside_count` needs more than z / 2: the count alone must not reveal as much as z allows.
+        The deviation is a twentieth of the number of users, the choice of Andrew et al. 2021, but at least the noise
+        multiplier z of the settings. With z / 2 or less, the count alone would reveal as much as z allows, and nothing
+        would be left for the sum of changes (:meth:`_multiplier_beside_count`).
 
         Args:
             users: Expected number of users in the round.

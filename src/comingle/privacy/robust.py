@@ -116,6 +116,7 @@ def bulyan(uploads: Tree, hostile: int) -> Combined:
     of_chosen = _mean_by_coordinate(
         {name: t[chosen] for name, t in uploads.items()}, lambda t: _users_nearest_to_median(t, num_values)
     )
+    # For each user the share of coordinates in which its value is part of the mean; 0 for users that were not chosen.
     counted = torch.zeros(num_users, dtype=torch.float64).index_copy(0, torch.tensor(chosen), of_chosen.counted)
     return Combined(tensors=of_chosen.tensors, counted=counted)
 
@@ -332,9 +333,10 @@ class RobustRule(PrivacyMechanism):
 
 
 def _why_not_boundable(method: Method) -> str:
-    """Return the reason why bounding changes would not bound the influence of a user; empty if it does.
+    """Return why bounding a user's change would not bound its influence on a method's server; empty if it would.
 
-    It does if the server knows what a user started from, and uses only the change from there.
+    The influence is bounded if the server knows the tensors from which a user started, and uses only the change from
+    them.
     """
     if method.server.knows_starts:
         return ""

@@ -363,9 +363,10 @@ class Sums:
     def _clamp_and_weigh(
         self, changes: Tree, weights: Tensor, names: Sequence[str], round_number: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's change, clamped to the grid's range and times the user's weight, as grid points.
+        """Return each user's upload for a sum without noise: clamp its change, multiply by its weight, and round.
 
-        This is for sums without noise. The log warns of users whose change exceeds the range.
+        Changes are clamped to the range of the grid, whose points are the integers that users send. The log warns of
+        users whose change exceeds the range.
 
         Args:
             changes: Changes ``(users, *shape)``.

@@ -460,15 +460,15 @@ class GridChannel:
                 wanted=lambda: not request.done and request.node == node,  # False ends the wait for a reply
             )
 
-    def _failure(self, sent: _Request) -> str | None:
+    def _failure(self, request: _Request) -> str | None:
         """Return why a request counts as failed; None if it may still succeed.
 
-        It counts as failed after too many transient failures, or if the client has been disconnected for too long. The
-        reason is that of the last failure (``sent.line``), or the time without a connection.
+        A request has failed after too many transient failures, or if the client has been disconnected for more than
+        ``_grace`` seconds. ``request.line`` is the reason of the last transient failure.
         """
-        if sent.num_failures >= _MAX_TRIES:
-            return sent.line
-        if sent.disconnected_since is not None and time.monotonic() - sent.disconnected_since > self._grace:
+        if request.num_failures >= _MAX_TRIES:
+            return request.line
+        if request.disconnected_since is not None and time.monotonic() - request.disconnected_since > self._grace:
             return f"unreachable for {self._grace:g} s"
         return None
 

@@ -97,7 +97,7 @@ class FleetClient:
     def _answer(self, request: bytes) -> bytes:
         """Return the answer to a request of the server.
 
-        The first one loads torch and the code that answers. If this fails, the client cannot take part.
+        The first request loads torch and the code that answers. If loading fails, the client cannot take part.
         """
         if self._handle is None:
             self._say(f"connected to {self._address}; loading the base model and the data")

@@ -419,7 +419,8 @@ class Gate:
     async def _hold(self, node_id: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a poll on once there is a message for the client, or after some seconds.
 
-        It is dropped if the client disconnects meanwhile: the message would count as delivered, and be lost.
+        If the client disconnects meanwhile, the poll is dropped. Otherwise the message would count as delivered, and be
+        lost.
 
         Args:
             node_id: The client's node.
@@ -764,10 +765,10 @@ def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
 
 
 def main() -> None:
-    """Serve clients in a thread, and run the app that carries out the rounds in this one.
+    """Run the server process: serve clients in a thread, and run the app with the rounds in the main thread.
 
-    The exit status is 0 after the last round, 2 after a mistake of the operator, 1 after any other failure; the run
-    folder says which (:mod:`comingle.federation.flower.app_status`).
+    The exit status is 0 after the last round, 2 after a mistake of the operator, and 1 after any other failure. The app
+    writes its status into the run folder (:mod:`comingle.federation.flower.app_status`).
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)
@@ -779,7 +780,7 @@ def main() -> None:
     parser.add_argument("--run-config", type=json.loads, default={})
     parser.add_argument("--app", required=True, help="Import path of the ServerApp.")
     options = parser.parse_args()
-    end_with_parent()
+    end_with_parent()  # also if the parent is killed
     state_factory = make_states()
     state = state_factory.state()  # nodes, runs and messages, in memory
     try:
