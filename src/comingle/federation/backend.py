@@ -358,8 +358,8 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
 def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the routing weights of the users that report them, each a mean over the user's tokens.
 
-    Users whose numbers of layers or experts do not fit are left out. The server does not know the number of layers, so
-    the most common one is taken as the right one.
+    A user is left out if its list of weights has a wrong number of layers or experts. The server does not know the
+    number of layers, so it takes the most common one as the right one.
 
     Args:
         session: The session.
@@ -380,9 +380,9 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
         if all(len(layer) == len(experts[name]) for layer in metrics["gates"]):
             gates[name] = metrics["gates"]
     num_layers = _most_common([len(layers) for layers in gates.values()], 0)
-    scores = {name: layers for name, layers in gates.items() if len(layers) == num_layers > 0}
-    if not scores:
+    if num_layers == 0:  # no user has reported weights
         return {}
+    scores = {name: layers for name, layers in gates.items() if len(layers) == num_layers}
     return {"experts": {name: experts[name] for name in scores}, "expert_scores": scores}
 
 

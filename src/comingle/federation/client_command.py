@@ -136,7 +136,7 @@ def _fleet_client(
     bases: dict[Any, Any],
     say: Callable[[str], None],
 ) -> FleetClient:
-    """Return a user's client, which loads torch before its first task.
+    """Return a user's client, which loads torch and transformers only at its first task.
 
     Args:
         participant: The user.
@@ -150,7 +150,7 @@ def _fleet_client(
     def load() -> Handle:
         from comingle.models.pretrained import import_lean
 
-        import_lean()
+        import_lean()  # imports transformers without parts that training does not need, about 100 MB
         from comingle.federation.client import Client
         from comingle.methods.user_files import load_files_of_command
 

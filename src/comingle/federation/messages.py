@@ -657,6 +657,7 @@ def _check_reports(reports: Tree, required: dict[str, Reported]) -> None:
         if not is_optional and (name not in required or name not in reports):
             raise MessageError(f"upload: report {name!r} {'is missing' if name in required else 'is not allowed'}")
     for name, t in reports.items():
+        # A report that is not required is the training loss, as others were refused above.
         _check_numbers(name, t, required.get(name, _LOSS))
 
 

@@ -380,8 +380,8 @@ def _resolve_eval_interval(session: ServerSession) -> None:
     """Replace ``evaluation.every: auto`` with a number of rounds, as a local run does.
 
     Evaluation may take only a share of the training time. So the number depends on how many tokens or samples clients
-    train on in a round, and how many they score in an evaluation. Clients may report both when they join ("works").
-    Without clients that do, the setting stays as it is.
+    train on in a round, and how many they score in an evaluation. Clients may report both when they join ("works"). If
+    no client reports them, the setting stays as it is.
     """
     plan, num_users = session.context.plan, len(session.public.users)
     reported = [values.get("works", (0, 0)) for values in session.joined.values()]  # (0, 0): not reported
@@ -445,10 +445,15 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
 def _session_tensors(session: ServerSession) -> Tree:
     """Return the numbers that a server knows besides its method's state as tensors, for a checkpoint.
 
-    Four tensors have an entry for each client, in the order of the users: the number of its last task ("serials"), the
-    version of the shared tensors that it has ("versions"), and the verdict on its validation loss that it gets with its
-    next task: 0 (none), 1 (not the lowest loss) or 2 (the lowest), and the round of this loss. Three are single
-    numbers: local steps per round, the best round, and the interval between evaluations.
+    Four tensors have an entry for each client, in the order of the users:
+
+        serials         the number of its last task
+        versions        the version of the shared tensors that it has
+        verdicts        the verdict on the mean validation loss that it gets with its next task: 0 (none), 1 (not the
+                        lowest so far) or 2 (the lowest)
+        verdict_rounds  the round of the verdict
+
+    Three are single numbers: local steps per round, the best round, and the interval between evaluations.
     """
     clients = list(session.clients.values())
     verdicts = [client.verdict for client in clients]
@@ -474,6 +479,7 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     """
     server, names = session.server, session.public.users
     expected = server.state | _session_tensors(session)  # names and shapes of the stored tensors
+    # The first result is the state of users, of which a server has none.
     _, stored = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), expected)
     session_names = [name for name in stored if name.startswith(_SESSION_PREFIX)]
     numbers = {name.removeprefix(_SESSION_PREFIX): stored.pop(name) for name in session_names}
@@ -488,7 +494,8 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
     for (name, client), serial, version, verdict, verdict_round in zip(
         session.clients.items(), *per_client, strict=True
     ):
-        # Stored are the version plus 1, and the verdict as 0 (none), 1 (not the lowest loss) or 2 (the lowest).
+        # The checkpoint has the version plus 1, and the verdict on the mean validation loss as a number: 0 (none), 1
+        # (not the lowest so far) or 2 (the lowest).
         client.serial, client.version = serial, version - 1
         client.verdict = validation_reply([name], verdict_round, lowest=verdict == 2) if verdict else None
     session.clock = progress.clock

@@ -209,7 +209,7 @@ class ServerSession:
 
         The step "receive" gets a download, or is left out if the client has the newest version. The verdict says
         whether the mean validation loss of the last evaluation is the lowest so far, so that the client keeps its model
-        as the best one. If the client has not received it, it is added with the step "hear", which comes first.
+        as the best one. A verdict that the client has not received is sent with the step "hear", which comes first.
 
         Args:
             name: The user.
@@ -233,7 +233,8 @@ class ServerSession:
     def _is_stale(self, name: str) -> bool:
         """Return whether a client has to download the newest version of the shared tensors.
 
-        It does not if it has that version, the method shares nothing, or the server has no download for this user.
+        There is nothing to download if the client has that version, the method shares nothing, or the server has no
+        download for this user.
         """
         shares = bool(self.model.layout.mask(self.context.method.shared).any())
         if not shares or self.clients[name].version >= self.server.version:

@@ -142,18 +142,19 @@ _MAX_MULTIPLIER = 2.0**20
 """Largest noise multiplier that is tried."""
 
 
-def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], Release]) -> float:
-    """Return the smallest noise multiplier with which ``count`` releases stay within the settings' epsilon.
+def least_noise(privacy: PrivacySection, count: int, release_with: Callable[[float], Release]) -> float:
+    """Return the smallest noise multiplier with which a whole run stays within the settings' epsilon.
 
-    It is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
+    The multiplier is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
 
     Args:
         privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
-        count: Releases of a whole run; without any the result is 1.
-        release: Returns one release with a given noise multiplier.
+        count: How often a user reveals something with noise in the run (releases): its uploads, or its noisy local
+            steps. If it never does, the multiplier is 1.
+        release_with: Returns one release with a given noise multiplier.
 
     Raises:
-        RecipeError: No noise is enough, or the package dp-accounting is not installed.
+        RecipeError: No amount of noise is enough, or the package dp-accounting is not installed.
     """
     target = privacy.epsilon
     assert target is not None
@@ -161,7 +162,7 @@ def least_noise(privacy: PrivacySection, count: int, release: Callable[[float], 
         return 1.0
 
     def epsilon_with(multiplier: float, accountant: str) -> float:
-        return epsilon(release(multiplier), count, privacy.delta, accountant)
+        return epsilon(release_with(multiplier), count, privacy.delta, accountant)
 
     high = 1.0
     # RDP is the faster accountant, and its epsilon is never below that of the others: noise that is enough for it is

@@ -343,10 +343,10 @@ class Central(DifferentialPrivacy):
         return {name: t / users for name, t in noised.items()}
 
     def sums(self, changes: Tree, like: Tree) -> Tree:
-        """Return the sum of clipped changes, which no upload moves by more than the clip norm.
+        """Clip each user's change to the clip norm ``bound``, and return the sum of the changes, float64.
 
         Args:
-            changes: Changes ``(users, *shape)``; without any the sum is zero.
+            changes: Changes ``(users, *shape)``; empty if no user was drawn, and the sum is then zero.
             like: The model, for its shapes.
         """
         if not changes:
@@ -601,9 +601,10 @@ def check_supported(method: Method, recipe: Recipe) -> None:
         RecipeError: One or more do not; the message has all reasons.
     """
     mechanisms = make_mechanisms(recipe.privacy, recipe.aggregation)
-    # Secure sums first: they support the fewest methods, so theirs is the most useful reason.
-    in_order = sorted(mechanisms, key=lambda mechanism: not isinstance(mechanism, SecureSum))
-    run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in in_order))
+    # Secure sums are checked first: they support the fewest methods, so their reason is the most useful one.
+    secure_sums = [mechanism for mechanism in mechanisms if isinstance(mechanism, SecureSum)]
+    others = [mechanism for mechanism in mechanisms if not isinstance(mechanism, SecureSum)]
+    run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in secure_sums + others))
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:

@@ -83,8 +83,8 @@ def multi_krum(uploads: Tree, hostile: int) -> Combined:
 
     The score of an upload is the sum of squared distances to its ``n - hostile - 2`` nearest other uploads.
 
-    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; the number is the largest that Damaskinos et al. 2019
-    (AggregaThor) allow.
+    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4. They leave open how many uploads are averaged; ``n -
+    hostile - 2`` is the largest number that Damaskinos et al. 2019 (AggregaThor) allow.
 
     Args:
         uploads: Tensors ``(users, *shape)`` of n users.
@@ -376,9 +376,9 @@ def apply_rule(
         names: Names of the participants.
 
     Returns:
-        The uploads for the server's mean, and how much each upload counts. For norm-bound they are all uploads, with
-        shortened changes; for other rules a single one with the rule's result. None if there are too few uploads for
-        the rule: the server's model then stays unchanged.
+        The uploads for the server's mean, and how much each upload counts. The rule norm-bound returns all uploads,
+        with shortened changes. Other rules return a single upload, their result. With too few uploads for the rule,
+        None is returned instead of uploads, and the server's model stays unchanged.
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
@@ -392,8 +392,8 @@ def apply_rule(
     else:
         combined = _apply_combining_rule(aggregation, received)
         aggregated, counted = _as_single_upload(received, combined.tensors), combined.counted
-    # A small share is not rounded to 0, which would mean that the upload is left out.
-    shares = [round(share, _DIGITS) or min(share, 10.0**-_DIGITS) for share in counted.tolist()]
+    # A share that would be rounded to 0 is not rounded: 0 would mean that the upload is left out.
+    shares = [round(share, _DIGITS) or share for share in counted.tolist()]
     return aggregated, RuleResult(rule=rule, counted=dict(zip(names, shares, strict=True)))
 
 

@@ -80,7 +80,8 @@ class FleetClient:
         self._handle: Handle | None = None  # the function that answers requests, once it is loaded
         folder = user.state / FOLDER
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._connection = FleetConnection(server, folder / "place", say)
+        node_id_file = folder / "place"
+        self._connection = FleetConnection(server, node_id_file, say)
         app = make_client_app(lambda _, request: calls.call(lambda: self._answer(request)), self._refuse)
         node_config = {"name": user.name, "state": str(user.state)}
         self._loop = MessageLoop(self._connection, app, node_config, say)
