@@ -447,7 +447,9 @@ class NetworkBackend(Backend[ClientReports]):
         return context.planned_rounds if self.stopped_after is None else self.stopped_after
 
     def start(self, observe: Observer, clock: Clock) -> tuple[RunPlan, int]:
-        """Send events to ``observe`` and count time and bytes on ``clock`` from now on.
+        """Send events to ``observe`` and count time and bytes on ``clock`` from now on; warn of doubtful settings.
+
+        The warnings are about phases that no user reaches in the run, and about secure sums of two users.
 
         Returns:
             The settings of the run, and its number of rounds. The settings request a checkpoint after every round: a

@@ -230,7 +230,7 @@ def multiplier_of(privacy: PrivacySection, work: Work) -> float:
             an example to be in a batch.
 
     Raises:
-        RecipeError: No noise is enough, or the package that computes it is not installed.
+        RecipeError: No amount of noise is enough, or the package that computes it is not installed.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
@@ -318,9 +318,9 @@ class Account(ABC):
         self.charge(users)
 
     def affordable(self, users: Sequence[int]) -> list[int]:
-        """Return those of the users whose budget of epsilon allows one more release.
+        """Return those of the users whose budget of epsilon allows one more round with noisy uploads or steps.
 
-        The log warns once about each other user, unless there is no user left and the run ends.
+        The log warns once about each user whose budget is spent, unless all budgets are spent and the run ends.
         """
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
@@ -424,14 +424,14 @@ class UploadAccount(Account):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the epsilon after a whole run, equal for all users, with the settings behind it.
 
-        If ``planned`` releases would exceed the budget, the run ends earlier; the epsilon is that of the releases until
-        then.
+        If ``planned`` releases would exceed the budget, the run ends before the first release beyond the budget. Only
+        the releases before it count for the epsilon.
 
         Args:
             planned: Number of releases of a run without a budget.
 
         Returns:
-            Keys as in :meth:`Account.forecast`; ``releases`` are those within the budget.
+            Keys as in :meth:`Account.forecast`; ``releases`` is the number of releases within the budget.
         """
         # The epsilon of user 0 stands for that of all users.
         count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))

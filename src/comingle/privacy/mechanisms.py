@@ -317,6 +317,7 @@ class Central(DifferentialPrivacy):
         downloads: Tree = {}
         if uploads:  # with Poisson sampling a round may have no participants
             downloads = {name: t.unsqueeze(0).expand(users, *t.shape) for name, t in model.items()}
+        # Entries beyond a user's LoRA rank are 0 in its upload, and 0 here too, so its change there is 0.
         downloads = without_padding(downloads, received.ranks)
         changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
         mean = self.mean(changes, model, server_round.round_index, received.reports.get(WITHIN))

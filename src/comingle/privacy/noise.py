@@ -121,8 +121,8 @@ def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
 def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
     """Return tensors with Gaussian noise, from a separate stream for each tensor, float64.
 
-    The stream depends on the tensors' values, so that different values never get the same noise, which would cancel in
-    the difference of two releases.
+    The stream depends on the tensors' values. If a step is repeated with other values, it gets other noise. The same
+    noise would cancel in the difference of both results.
 
     Args:
         tree: Tensors, float64.

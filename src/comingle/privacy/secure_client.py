@@ -654,6 +654,7 @@ def unseal(key: bytes, sealed: bytes, context: str) -> bytes:
     """
     invalid = importlib.import_module("cryptography.exceptions").InvalidTag
     try:
+        # A constant nonce is safe, as each key seals a single text.
         return _primitives("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, context.encode())
     except invalid:
         raise MessageError("secure aggregation: a share was not sealed by its sender") from None

@@ -151,13 +151,16 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
         count: Number of users in the sum.
     """
     vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
+    # Of the steps "advertise", "share", "mask" and "unmask": public keys, shares sealed for each other user, the masked
+    # upload, and a revealed share of each user.
     contents = (
         {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)},
         {SHARES: _meta_bytes(count - 1, SEALED_BYTES)},
         {VECTOR: vector},
         {SHARES: _meta_bytes(count, SHARE_BYTES)},
     )
-    return sum(packed_bytes(upload(name, terms.round, tensors))[0] for tensors in contents)
+    messages = [upload(name, terms.round, tensors) for tensors in contents]
+    return sum(packed_bytes(message)[0] for message in messages)  # [0]: each message is of one user
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
@@ -315,7 +318,8 @@ class Sums:
         """Check that rounding ``size`` numbers to the grid does not increase the norm of a change by much.
 
         With noise, changes are clipped to the clip norm minus the largest possible increase by rounding (slack). If the
-        slack were large, little of the changes would be left. The check is for the first round.
+        slack were large, little of the changes would be left. Only the grid of the first round is checked; grids of
+        other rounds differ only if other numbers of users are selected.
 
         Raises:
             RecipeError: Rounding may increase the norm by more than :data:`MOST_SLACK` of the clip norm.

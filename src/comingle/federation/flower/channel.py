@@ -213,10 +213,11 @@ class ConnectedNodes:
         self._assign_names()
 
     def _ask_name(self, node: Node) -> None:
-        """Ask a node which user it belongs to; the reply is put into a queue."""
+        """Ask a node which user it belongs to; the reply is put into the queue ``_replies``."""
         self._asked[node] = time.monotonic()
+        no_content = RecordDict()  # The message's type, HELLO, is the question.
         self._sender.send(
-            RecordDict(), node=node.number, kind=HELLO, seconds=_HELLO_SECONDS, tag=node, put=self._replies.put
+            no_content, node=node.number, kind=HELLO, seconds=_HELLO_SECONDS, tag=node, put=self._replies.put
         )
 
     def _process_hellos(self) -> None:

@@ -323,7 +323,7 @@ class LimitedLinkState(InMemoryLinkState):
         return [child.object_id for child in self.object_store.get_object_tree(object_id).children]
 
     def _bytes_of(self, node_id: int) -> int:
-        """Return the bytes that have arrived of all of a client's pending replies; shared objects count once."""
+        """Return how many bytes of a client's pending replies have arrived; objects in several replies count once."""
         objects: set[str] = set()
         for reply in self._uploads.values():
             if reply.node_id == node_id:

@@ -58,8 +58,8 @@ def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
 def tls_problem(server: str, found: ProbeResult, *, secure: bool) -> str:
     """Return why client and server cannot talk to each other: only one of them uses TLS.
 
-    An empty string if both use it, or neither. Also if another service or none answers: the address may be that of a
-    gateway whose federation server has not started yet, so the client tries again later.
+    Return an empty string if both use TLS or neither does. The string is also empty if another service answers, or
+    none: a gateway may answer before the federation's server has started, so the client tries again later.
 
     Args:
         server: The address.
