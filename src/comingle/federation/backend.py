@@ -540,13 +540,15 @@ class NetworkBackend(Backend[ClientReports]):
     ) -> tuple[ClientReports | None, dict[str, Any]]:
         """Make all users evaluate, and find out from their validation losses whether this round is the best so far.
 
-        If the users have evaluated in the task of :meth:`train`, those answers are used.
+        If the users have already evaluated in the task of :meth:`train`, the answers to that task are used, and the
+        users get no other task.
 
         Args:
             done: Number of rounds that are done; 0 before the first one.
             receives: Whether users download the newest model first.
             finishes: Whether users carry out the method's final step first, after the last exchange.
-            silent: Whether this evaluation was logged before the run was resumed. Its losses are not judged again.
+            silent: Whether this evaluation was logged before the run was resumed. Then its validation losses have been
+                compared before, and are not compared again.
 
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.

@@ -198,22 +198,19 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
-    method = check_and_set_up(recipe, keeps_memory=False)  # the device has other work between rounds
+    # Freed memory is returned to the system, as the device has other work between rounds.
+    method = check_and_set_up(recipe, keeps_memory=False)
     date_in_prompts = str(public.settings.get(DATE, ""))  # that of the run's start; "" if no template writes a date
     read = prepare(recipe, given=Given(date=date_in_prompts, bases=bases), method=method)  # this user's data and base
     _check_base(own, public, read)
-    # The run has all users, as methods and privacy depend on who they are; only this user's data is on this machine.
-    run_data = remote_data(public, recipe, read.base)
-    number = public.users.index(own.name)  # the user's index among all users
+    run_data = _data_of_run(own, public, recipe, read)
     _check_settings(own, public, read)
-    users = as_users(read.users[0] if i == number else user for i, user in enumerate(run_data.users))
-    common = None if run_data.common is None else replace(run_data.common, users=users)  # It lists the users, too.
-    run_data = replace(run_data, users=users, common=common, here=(number,), unread=False)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
+    # `first` is the state before the first task, in which zeros take no memory.
     store = ClientStore(
         folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy(compact=True)
     )
@@ -223,6 +220,24 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     store.remove_drafts()
     store.load_newest()
     return store
+
+
+def _data_of_run(own: Own, public: Public, recipe: Recipe, read: RunData) -> RunData:
+    """Return the data of a run as this client has it: the names of all users, and the data of its own user.
+
+    Methods and privacy depend on who all users are, although only this user's data is on this machine.
+
+    Args:
+        own: The user's own settings.
+        public: Public part of the federation, with the names of all users.
+        recipe: The user's recipe.
+        read: The data and base model of this user alone.
+    """
+    remote = remote_data(public, recipe, read.base)
+    number = public.users.index(own.name)
+    users = as_users(read.users[0] if i == number else user for i, user in enumerate(remote.users))
+    common = None if remote.common is None else replace(remote.common, users=users)  # It lists the users, too.
+    return replace(remote, users=users, common=common, here=(number,), unread=False)
 
 
 def _check_inputs(folder: Path, own: Own, current: Inputs, *, begun: bool) -> None:

@@ -61,10 +61,11 @@ class Public:
 
     @property
     def digest(self) -> str:
-        """Digest of everything except the section ``runtime`` and the chat template."""
+        """Digest of everything except the section ``runtime`` and the chat template: 16 hexadecimal digits."""
         content = self.as_dict()
         content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
-        content["tokenizer"] = tokens_of(self.tokenizer)  # The template is compared separately; older runs have none.
+        # Without the chat template, which is compared separately: older runs have no digest of it.
+        content["tokenizer"] = tokens_of(self.tokenizer)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:

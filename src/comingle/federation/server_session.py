@@ -501,10 +501,11 @@ class TaskQueue:
     def _update_presence(self, connected: Set[str], now: float) -> None:
         """Record which clients are connected, and let those that have just connected start afresh.
 
-        A client is away if an earlier task timed out. It is awaited again (``is_away`` is False) once it has just
-        connected, or if it is connected, has joined and has not answered in this queue. A client that has just
-        connected may join at once: earlier refusals and the pause after a failure are cleared. If this queue sends
-        only join tasks, its timeout also starts again, so that the client has time to load.
+        A client is away (``is_away``) if an earlier task timed out; the queue does not wait for its answer. This ends
+        when the client has just connected. It also ends if the client is connected, has joined and has not answered in
+        this queue. A client that has just connected may join at once: earlier refusals and the pause after a failure
+        are cleared. If this queue sends only join tasks, its timeout also starts again, so that the client has time to
+        load.
 
         Args:
             connected: Names of the connected clients.

@@ -671,9 +671,10 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
 
 
 def _why_data_unprotected(method: Method) -> str:
-    """Return the reason why clipped and noised tensors would not be all that a user reveals; empty if they are.
+    """Return why no mechanism can protect the users of a method; an empty string if one can.
 
-    No mechanism can protect users of a method for which there is a reason.
+    Mechanisms clip the change of a user's shared tensors against the download, and add noise to it. A method cannot be
+    protected if users reveal more than this change, or if their change does not start from the download.
     """
     parts = method.client.parts
     if reported := sorted(name for part in parts for name in part.reports):

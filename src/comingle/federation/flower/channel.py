@@ -245,6 +245,7 @@ class ConnectedNodes:
         """
         nodes: dict[str, Node] = {}
         claimed = {(hello.name, hello.instance) for hello in self._hellos.values()}
+        # A name is free again once the client that has it does not claim it any more.
         self._holders = {name: instance for name, instance in self._holders.items() if (name, instance) in claimed}
         for node, hello in self._hellos.items():  # in the order of their answers
             if line := self._objection(node, hello):
@@ -358,8 +359,8 @@ class GridChannel:
     def present(self) -> Sequence[str]:
         """Return the names of connected users.
 
-        A node that has just connected is asked for its user's name. Its answer is awaited for up to ``patience``
-        seconds, except while :meth:`_update` reads the requests.
+        A node that has just connected is asked for its user's name. This method waits for the answer, up to
+        ``_hello_seconds``. It does not wait while :meth:`_update` reads the requests, as that would delay all replies.
         """
         until = time.monotonic() + self._hello_seconds
         self._nodes.refresh()
@@ -388,28 +389,29 @@ class GridChannel:
             # `_update` returns whether a reply is still awaited.
             while self._update(in_flight, requests) and (left := until - time.monotonic()) > 0:
                 self._nodes.refresh()
-                for name, sent in in_flight.items():
-                    if sent.done:
+                for name, request in in_flight.items():
+                    if request.done:
                         continue
-                    if (reason := self._failure(sent)) is not None:
-                        sent.done = True
+                    if (reason := self._failure(request)) is not None:
+                        request.done = True
                         yield name, reason
                     else:
-                        self._send_if_needed(name, sent, left, replies)
+                        self._send_if_needed(name, request, left, replies)
                 try:
-                    (name, sent, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
+                    # Short waits, so that new requests are sent and connections are checked in between.
+                    (name, request, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
                 except queue.Empty:
                     continue
-                if sent.done or sent.node != node or in_flight.get(name) is not sent:
+                if request.done or request.node != node or in_flight.get(name) is not request:
                     continue  # The node was restarted since, or the request is not awaited any more.
-                answer = _read_reply(sent, reply)
+                answer = _read_reply(request, reply)
                 if answer is not None:  # None: the request is sent again in the next iteration.
-                    sent.done = True
+                    request.done = True
                     yield name, answer
-            late = [name for name, sent in in_flight.items() if not sent.done]
+            late = [name for name, request in in_flight.items() if not request.done]
         finally:
-            for sent in in_flight.values():
-                sent.done = True  # Stops polling for its reply.
+            for request in in_flight.values():
+                request.done = True  # Stops polling for its reply.
         for name in late:
             yield name, f"no reply within {round(timeout, 1):g} s"
 
@@ -428,11 +430,11 @@ class GridChannel:
         self._may_wait_for_names = False
         due = dict(requests)
         self._may_wait_for_names = True
-        for name in [name for name, sent in in_flight.items() if due.get(name) is not sent.request]:
+        for name in [name for name, request in in_flight.items() if due.get(name) is not request.request]:
             in_flight.pop(name).done = True
         for name in due.keys() - in_flight.keys():
             in_flight[name] = _Request(due[name])
-        return any(not sent.done for sent in in_flight.values())
+        return any(not request.done for request in in_flight.values())
 
     def _send_if_needed(self, name: str, request: _Request, seconds: float, replies: queue.SimpleQueue) -> None:
         """Send a request that has not been sent yet, or that was sent to a node that has disconnected or restarted.
