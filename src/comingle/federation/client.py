@@ -806,8 +806,9 @@ _REPORTED: dict[Tells, tuple[str, ...]] = {
 def report_notice(store: ClientStore, own: Own) -> str:
     """Return one line for the user: which numbers leave this machine beside the tensors, and how to change that.
 
-    Numbers that leave whatever the user's setting ``tells`` says are listed too: the local steps of a round, the
-    validation loss if the recipe selects the best round, and amounts of data if they weight the aggregate.
+    The user's setting ``tells`` decides on most of these numbers. The line also lists numbers that leave with any
+    setting: the number of local steps in a round, the validation loss if the recipe selects the best round, the number
+    of examples with DP-SGD, and the amount of training data if users are weighted by it.
 
     Args:
         store: The user's part of the run.

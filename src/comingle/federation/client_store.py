@@ -330,14 +330,17 @@ class ClientStore:
         return self._charge(release, lambda num_rounds: account.own_epsilon(num_rounds, work))
 
     def _charge(self, release: str, epsilon: Callable[[int], float]) -> str:
-        """Add a release to the ledger if the budget allows; a release that is in it already costs nothing.
+        """Charge something that the user reveals with noise (a release) to its privacy budget.
+
+        The ledger is a file with all releases so far. A release that it has already costs nothing: repeating it reveals
+        nothing new.
 
         Args:
             release: Digest that identifies the release: an upload, or a round of local steps.
             epsilon: Returns the epsilon that a number of releases spends.
 
         Returns:
-            Why the budget does not allow it; an empty string if it does.
+            Why the budget does not allow the release; an empty string if the release was charged.
         """
         path = self.folder / LEDGER
         earlier = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
@@ -434,6 +437,7 @@ def _copy_without_padding(target: Clients, source: Clients) -> None:
         source: The client group that trained the user.
     """
     padded_layout, own_layout = source.model.layout, target.model.layout
+    # Matrices with a column for each entry of a user's model: parameters, moments of the optimiser, and gradients.
     for own_matrix, padded_matrix in zip(_matrices(target.state), _matrices(source.state), strict=True):
         if own_matrix.shape[1]:  # An optimiser may have no moments.
             padded = padded_layout.views(padded_matrix)  # by name, (users, *shape)

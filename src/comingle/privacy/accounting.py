@@ -540,14 +540,17 @@ class StepAccount(UploadAccount):
 
 
 def affordable_releases(privacy: PrivacySection, planned: int, epsilon_after: Callable[[int], float]) -> int:
-    """Return how many of the planned releases stay within the budget; all of them without a budget.
+    """Return how many of a user's planned releases stay within its budget; all of them without a budget.
+
+    A release is something that a user reveals with noise in a round, such as an upload.
 
     Args:
         privacy: Settings with the budget, an epsilon or None.
-        planned: Planned releases.
-        epsilon_after: Returns the epsilon of a number of releases, which does not decrease with the number.
+        planned: Number of planned releases.
+        epsilon_after: Returns the epsilon that a number of releases spends. More releases never have a smaller epsilon.
     """
     budget = math.inf if privacy.epsilon is None else privacy.epsilon
+    # Bisection for the largest number of releases whose epsilon is within the budget.
     return bisect_right(range(1, planned + 1), budget, key=epsilon_after)
 
 

@@ -111,7 +111,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             raise RecipeError(
                 f"privacy: method {method.name} pools all users' data, which noise on uploads does not protect"
             )
-        if not method.shared:
+        if not method.shared:  # Users send nothing that has to be protected.
             return
         if why := _why_data_unprotected(method) or self.why_unsupported(method):
             raise RecipeError(f"privacy: method {method.name}: {why}")
@@ -367,11 +367,12 @@ class Central(DifferentialPrivacy):
         return max(users / 20, self.privacy.multiplier)
 
     def _multiplier_beside_count(self, users: float) -> float:
-        """Return the noise multiplier of the model's sum if the count of users within the clip norm is released too.
+        """Return the noise multiplier of the sum of changes if a round also reveals a count, with an adaptive clip norm.
 
-        It is ``(z^-2 - (2 s)^-2)^(-1/2)``, with z the multiplier of the settings and s the standard deviation of the
-        noise on the count: then both releases together reveal as much as one with z (Andrew et al. 2021, Theorem 1). A
-        user moves the centred count by 1/2, so the count's own noise multiplier is 2 s.
+        The count is that of users within the clip norm, with noise of standard deviation s. The result is
+        ``(z^-2 - (2 s)^-2)^(-1/2)`` with z the multiplier of the settings. Sum and count together then reveal as much
+        as a sum alone with z (Andrew et al. 2021, Theorem 1). A user moves the centred count by 1/2, so the count's own
+        noise multiplier is 2 s.
 
         Args:
             users: Expected number of users in the round.
@@ -658,7 +659,8 @@ def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users 
 
     Args:
         drawn: Indices of each user, maybe of different numbers.
-        size: The width is a multiple of this, at least one, so that it can be split into parts of this size.
+        size: Number of examples in one part of a batch. The width is a multiple of ``size``, so that the rows can be
+            split into parts. There is at least one part, even without examples.
     """
     num_parts = max(1, math.ceil(max(len(numbers) for numbers in drawn) / size))
     rows = torch.full((len(drawn), num_parts * size), PAD, dtype=torch.int64)

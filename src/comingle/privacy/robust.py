@@ -182,7 +182,7 @@ def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[in
         hostile: Largest number of hostile users to withstand.
     """
     to_others = distances.clone().fill_diagonal_(torch.inf)
-    num_neighbours = max(1, len(to_others) - hostile - 2)
+    num_neighbours = max(1, len(to_others) - hostile - 2)  # Bulyan also calls this for the few uploads that are left.
     scores = to_others.topk(num_neighbours, largest=False).values.sum(1)
     keys = list(zip(scores.tolist(), distances.sum(1).tolist(), strict=True))
     return sorted(range(len(keys)), key=keys.__getitem__)

@@ -96,7 +96,8 @@ def read_keys(message: Upload | Download | None, name: str, round_number: int) -
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    return _byte_strings(_single_tensor(message, name, round_number, KEYS), 1, PUBLIC_KEYS_BYTES)[0]
+    keys = _single_tensor(message, name, round_number, KEYS)
+    return _byte_strings(keys, 1, PUBLIC_KEYS_BYTES)[0]  # both keys of the user in a single byte string
 
 
 def read_shares(

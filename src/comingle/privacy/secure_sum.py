@@ -501,8 +501,8 @@ class SecureSum(PrivacyMechanism):
     def client_update(self, update: Update) -> Update:
         """Return the users' changes as integers modulo ``2^word``, to which the protocol of the secure sum adds masks.
 
-        Changes are weighted, clamped to the range of the integers or, with a noise mechanism, clipped and given a part
-        of the noise.
+        Each change is multiplied by the user's weight. Without noise it is clamped to the range of the integers. With
+        noise it is clipped to the clip norm, and the user adds its part of the noise.
         """
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)

@@ -53,7 +53,7 @@ class StatusWriter:
 
     @classmethod
     def begin(cls, folder: Path) -> StatusWriter:
-        """Record that the app has started."""
+        """Record that the app has started; return the writer that records how it ends."""
         writer = cls(folder)
         writer._folder.mkdir(parents=True, exist_ok=True)
         writer._write(RUNNING)

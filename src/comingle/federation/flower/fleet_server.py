@@ -194,9 +194,13 @@ class LimitedLinkState(InMemoryLinkState):
         return stored, to_upload
 
     def _store_servers_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object of a message of the server; arguments and result are those of :meth:`store_object`."""
+        """Store an object of a message of the server; wake the receiver, which waits, once no object is missing.
+
+        Arguments and result are those of :meth:`store_object`.
+        """
         with self.lock:
             is_stored = super().store_object(run_id, session_id, object_id, object_content)
+            # By push session, `_incomplete` has the receiver and the missing objects of messages that lack some.
             receiver, missing = self._incomplete.get(session_id, (0, set[str]()))
             missing.discard(object_id)
             is_complete = session_id in self._incomplete and not missing
