@@ -485,7 +485,8 @@ class Client:
         except ComingleError as error:
             line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # Notes are not sent to the server.
             self.say(line)
-            if task.todo == ("join",) and not isinstance(error, RunError):  # Continue after a full disk.
+            may_pass = isinstance(error, RunError)  # such as a full disk; the client keeps running
+            if task.todo == ("join",) and not may_pass:
                 self.refuse(line)
             answer = _refusal(task, error)
         except Exception as error:  # A bug, perhaps triggered by a hostile server, must not end the client.

@@ -518,8 +518,8 @@ def _check_rank(what: str, got: int, most: int) -> None:
 def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
     """Check how many models a download contains: the second axis of each tensor ``(1, models, *shape)``.
 
-    From a server all tensors have the same number, at least one. In a peer-to-peer method there is one model for each
-    sender other than the user.
+    All tensors must have the same number of models, at least one. In a peer-to-peer method the download must have one
+    model for each sender other than the user.
 
     Args:
         download: The download.
@@ -533,7 +533,7 @@ def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None
     senders = download.senders
     if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
         raise MessageError(f"download: got senders {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
-    expected = len(set(senders) - {user}) if peers else None
+    expected = len(set(senders) - {user}) if peers else None  # None: any number
     if len(counts) != 1 or 0 in counts or (expected is not None and counts != {expected}):
         allowed = expected or "the same number"
         raise MessageError(f"download: got {sorted(counts)} models per tensor; allowed: {allowed}")

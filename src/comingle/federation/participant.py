@@ -238,7 +238,8 @@ def _named_participant(name: str, options: Mapping[str, Any], say: Callable[[str
         RecipeError: There is no file, and the options have no data; or the file is another user's.
     """
     file = Path(options.get("state") or as_folder(name)).expanduser() / FILE
-    options = {**options, "state": None}  # that of the file, or its folder
+    # The option is used up: from here on the state folder is the one in the file, or the file's folder.
+    options = {**options, "state": None}
     if file.exists():
         if (owner := read_mapping(file).get("name", name)) != name:
             raise RecipeError(f"user {name!r}: got the folder of user {owner!r}, {file.parent}; use another --state")

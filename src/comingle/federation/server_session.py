@@ -665,7 +665,7 @@ class TaskQueue:
         self.session.observe(
             {
                 "event": "step",
-                "advance": 1,
+                "advance": 1,  # how far a progress bar moves
                 "round": task.round + 1,
                 "user": name,
                 "upload_bytes": _message_bytes(answer),

@@ -280,7 +280,7 @@ class Account(ABC):
     @classmethod
     @abstractmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return noise and sampling of a round, from which the epsilon of a user follows.
+        """Return the noise multiplier and sampling of a round, from which the epsilon of a user follows.
 
         Args:
             privacy: Settings, with a known noise multiplier.
@@ -364,9 +364,9 @@ class UploadAccount(Account):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return noise and sampling of a round, from which the epsilon of a user follows.
+        """Return the noise multiplier and sampling of a round, from which the epsilon of a user follows.
 
-        Participants who are drawn in secret are sampled, which lowers epsilon.
+        If participants are drawn in secret, the release has the sampling rate, which lowers epsilon.
 
         Args:
             privacy: Section ``privacy`` of the recipe.
@@ -410,7 +410,7 @@ class UploadAccount(Account):
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
         ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
-        The key ``releases`` has the largest number of rounds that count for a user.
+        ``releases`` is the number of rounds that were charged to a user, the largest of all users.
         """
         return {
             **self.spent,

@@ -367,7 +367,7 @@ class Central(DifferentialPrivacy):
         return max(users / 20, self.privacy.multiplier)
 
     def _multiplier_beside_count(self, users: float) -> float:
-        """Return the noise multiplier of the sum of changes if a round also reveals a count, with an adaptive clip norm.
+        """Return the noise multiplier of the sum of changes if an adaptive clip norm makes a round reveal a count too.
 
         The count is that of users within the clip norm, with noise of standard deviation s. The result is
         ``(z^-2 - (2 s)^-2)^(-1/2)`` with z the multiplier of the settings. Sum and count together then reveal as much
@@ -413,6 +413,7 @@ class Local(DifferentialPrivacy):
         """Return the clipped changes times the users' weights, with noise from a separate stream for each user.
 
         The noise has a standard deviation of the noise multiplier times the user's clip norm, ``update.bounds``.
+        Padding beyond a user's LoRA rank gets no noise.
         """
         changes = clip_update(update, self.privacy).changes
         rows = [

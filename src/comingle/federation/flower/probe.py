@@ -127,7 +127,8 @@ def _why_untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationE
 def _first_bytes(server: str, seconds: float) -> bytes:
     """Return the first bytes of the response to an unsigned HTTP request of the Fleet API, sent without TLS.
 
-    At most as many as are needed to recognise a server of comingle by its refusal; fewer if the server sends fewer.
+    Reads only as many bytes as a server of comingle sends when it refuses such a request, or fewer if the server sends
+    fewer.
 
     Args:
         server: The address.
