@@ -668,7 +668,8 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
         """Return the smallest number of uploads that both the secure sum and the server accept in a round."""
         return max(sums.least(number), min(min_participants, sums.expected(number)))
 
-    if min(map(fewest_uploads, numbers)) == LEAST:  # the smallest sum that the protocol allows, of two uploads
+    least = min(map(fewest_uploads, numbers))
+    if least == LEAST:  # the smallest sum that the protocol allows, of two uploads
         logger.warning(
             "privacy.secure_aggregation: got sums of at least %d of %d users; each of two users in a sum can compute "
             "the other's upload; with 3 users or more set network.min_participants to 3 and raise "
