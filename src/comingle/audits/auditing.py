@@ -60,14 +60,14 @@ def epsilon_of_replacing(
 ) -> float:
     """Return an upper bound of epsilon when a user's data is replaced by other data rather than removed.
 
-    Accountants bound the effect of removing a user, but a coin of the audit replaces data by a canary. Without sampling
+    Most accountants bound the effect of removing a user, but the canaries of an audit replace data. Without sampling
     of participants the Gaussian's sensitivity to a replacement is twice as large, which equals half the noise. With
     sampling, a replacement is a removal and an addition: twice an epsilon, and ``(1 + exp(epsilon)) delta`` (group
     privacy for groups of two, Dwork and Roth 2014, Theorem 2.2).
 
     Args:
-        release: Release of a round.
-        count: Number of releases.
+        release: Noise and sampling of the sum of the participants' changes that a round publishes.
+        count: Number of rounds that publish such a sum.
         delta: Delta of the bound.
         accountant: "rdp" or "pld".
         is_for_replacing: Whether the accountant's epsilon is for replacement already.
@@ -253,23 +253,24 @@ def _audit_fields(run: Run, recipe: Recipe) -> dict[str, Any]:
 
 
 class _RunCounter:
-    """Progress over all runs of an audit: prints their number and numbers them as they begin.
+    """Progress over all runs of an audit: prints their number and numbers them as they begin."""
 
-    Args:
-        reporter: Prints progress.
-        total: Number of runs.
-        recipe: Recipe of the runs.
-        metrics: Metrics of the audited run, whose seconds per round give an estimate of the time.
-    """
+    def __init__(self, reporter: Reporter, num_runs: int, recipe: Recipe, audited_metrics: Mapping[str, Any]):
+        """Print the number of runs and an estimate of their time.
 
-    def __init__(self, reporter: Reporter, total: int, recipe: Recipe, metrics: Mapping[str, Any]):
-        self._reporter, self._num_runs, self._num_begun = reporter, total, 0
+        Args:
+            reporter: Prints progress.
+            num_runs: Number of runs.
+            recipe: Recipe of the runs.
+            audited_metrics: Metrics of the audited run, whose seconds per round give the estimate.
+        """
+        self._reporter, self._num_runs, self._num_begun = reporter, num_runs, 0
         self._start_time = time.perf_counter()
         rounds = recipe.training.rounds
-        round_seconds = metrics.get("wall_seconds", 0.0) / max(1, metrics.get("rounds", 0))
-        seconds = round_seconds * rounds * total
+        round_seconds = audited_metrics.get("wall_seconds", 0.0) / max(1, audited_metrics.get("rounds", 0))
+        seconds = round_seconds * rounds * num_runs
         estimate = f", about {format_duration(seconds)} at the speed of the audited run" if seconds else ""
-        reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{estimate}")
+        reporter.say(f"{plural(num_runs, 'short run')} of {plural(rounds, 'round')}{estimate}")
 
     def watch(self, attack: str) -> Callable[[Clients], list[Observer]]:
         """Return a function that takes the clients of the next run, starts its progress bar, and returns the observers.
@@ -401,8 +402,10 @@ def accounted_epsilon(recipe: Recipe, names: Sequence[str], trials: Sequence[Tri
         return None
     plan = make_plan(recipe, make(recipe.method.name, **recipe.method.settings), names)
     assert plan.privacy is not None
+    # A release is a noisy sum that a user's data affects. The run with most of them has the largest epsilon.
     num_releases = max(trial.metrics["privacy"]["releases"] for trial in trials)
     if protects_single_examples(recipe):
+        # The largest probability, over users, that an example is drawn for a step.
         rate = max(work.rate for trial in trials for work in trial.works.values())
         release = Release(noise=plan.privacy.multiplier, rate=rate)
     else:

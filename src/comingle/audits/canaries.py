@@ -84,7 +84,13 @@ class ObservedFederation(InProcess):
     record_view: RecordView = lambda view, users, tensors: None
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """Upload the shared tensors of users, and record them as what the server sees."""
+        """Upload the shared tensors of users, and record them as what the server sees.
+
+        Args:
+            members: Indices of the users.
+            done: The round, counted from 1.
+            losses: Mean training loss of each user.
+        """
         super().upload(members, done, losses)
         message = self._upload_of_round  # made by the call above; None or empty without participants
         if message is not None and message.users:
@@ -182,14 +188,15 @@ class Attacker:
 
     clients: Clients
 
-    def initial_rows(self, users: int) -> Float[Tensor, "users columns"]:
-        """Return the initial values of all tensors, one equal row for each of ``users`` users.
+    def initial_rows(self, num_users: int) -> Float[Tensor, "users columns"]:
+        """Return the initial values of all trainable tensors: a row for each of ``num_users`` users, all rows equal.
 
-        They follow from the public seed. With them adapters leave the base model unchanged.
+        An attacker knows the initial values, as they follow from the public seed. Adapters with their initial values
+        leave the base model unchanged.
         """
         model, plan = self.clients.model, self.clients.plan
         initial_row = draw(model.layout, plan.seed, "server").to(self.clients.state.rows)
-        return initial_row.repeat(users, 1)
+        return initial_row.repeat(num_users, 1)
 
     @torch.no_grad()
     def losses(
@@ -408,7 +415,8 @@ class CanaryScores:
         """
         users = range(len(self.canaries.own))
         attackers = [(user + 1) % len(users) for user in users]  # the last user is attacked by the first
-        downloads = self.last_published.models_before(USERS, users)  # row u is the download of user u + 1
+        # The models that were published last, to "other users": row u is the download of user u + 1.
+        downloads = self.last_published.models_before(USERS, users)
         losses = self.attacker.losses(attackers, downloads, self.canaries.windows(users, REFERENCES))
         own, references = losses[:, :1], losses[:, 1:]
         return (1 + (references < own).sum(1)).tolist()

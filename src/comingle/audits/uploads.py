@@ -116,15 +116,15 @@ def free_rider(changes: Tree, hostile: Sequence[int]) -> Tree:
     return _replace_hostile(changes, hostile, lambda t: torch.zeros_like(t[list(hostile)]))
 
 
-def all_zero(changes: Tree, hostile: Sequence[int], started: Tree) -> Tree:
+def all_zero(changes: Tree, hostile: Sequence[int], downloads: Tree) -> Tree:
     """Replace hostile uploads by zeros: as a change is upload minus download, it becomes minus the download.
 
     Args:
         changes: Changes of all users, ``(users, *shape)``.
         hostile: Indices of the hostile users.
-        started: Last download of all users.
+        downloads: Last download of all users, ``(users, *shape)``.
     """
-    return {name: _replace_rows(t, hostile, -started[name][list(hostile)]) for name, t in changes.items()}
+    return {name: _replace_rows(t, hostile, -downloads[name][list(hostile)]) for name, t in changes.items()}
 
 
 def copy_of(changes: Tree, hostile: Sequence[int]) -> Tree:
@@ -347,7 +347,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     assert run_data.base is not None
     # A window has SHORT inputs and one more token, the last target; a begin-of-text token takes one of these places.
     width = SHORT if run_data.base.begin is not None else SHORT + 1
-    short = tuple(_of_one_window(user, recipe.seed, width) for user in run_data.users)
+    short = tuple(_cut_to_one_window(user, recipe.seed, width) for user in run_data.users)
     return [
         _recover_from_run(
             f"one step on {SHORT + 1} tokens",
@@ -359,7 +359,7 @@ def recover(recipe: Recipe, run_data: RunData, watch: Watch) -> list[Recovery]:
     ]
 
 
-def _of_one_window(user: UserData, seed: int, width: int) -> UserData:
+def _cut_to_one_window(user: UserData, seed: int, width: int) -> UserData:
     """Return a copy of a user whose training text is cut to one random window.
 
     Args:
@@ -369,6 +369,7 @@ def _of_one_window(user: UserData, seed: int, width: int) -> UserData:
     """
     num_starts = len(user.train) - width + 1
     stream = generator("window", seed, user.name)
+    # A text that is shorter than a window is kept as a whole.
     start = int(torch.randint(num_starts, (1,), generator=stream)) if num_starts > 0 else 0
     return replace(user, train=user.train[start : start + width])
 

@@ -87,7 +87,9 @@ def _gain_fields(gain: Gain) -> dict[str, Any]:
 def advise_on(
     local: Runs, methods: Mapping[str, Runs], groups: Mapping[tuple[str, ...], Runs], grouped_by: str
 ) -> Advice:
-    """Return the advice that follows from runs.
+    """Return the gains of federated methods, and of smaller groups of users, against training alone.
+
+    The gains are the basis of advice on which users should train together, and with which method.
 
     Args:
         local: Runs of ``local`` with all users.
@@ -351,10 +353,11 @@ def cell(gain: Gain | None) -> str:
 
 
 def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of an advice.
+    """Return the header and the rows of a table of gains against training alone.
 
-    It has a row for each method with all users, then one for each smaller group. The first column ("together") names
-    the method and the group; then there is a column for each user, their mean, and the bytes per user and round.
+    The table has a row for each method with all users, then one for each smaller group of users that trained together.
+    The first column ("together") names the method and the group. A column for each user, their mean, and the bytes per
+    user and round follow.
     """
     users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
     uploads, downloads = (sizes(list(counts.values())) for counts in (advice.upload_bytes, advice.download_bytes))

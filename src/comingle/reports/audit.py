@@ -398,8 +398,8 @@ def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference from the final shared model.
 
-    It has a row for each user, and the mean over users. "found" is the share of members found at a false-positive rate
-    of 1%, which at least 100 others (held-out examples) are needed to measure.
+    It has a row for each user, and the mean over users. Members are training examples, others are held-out examples.
+    "found" is the share of members found at a false-positive rate of 1%. A rate of 1% needs at least 100 others.
     """
     head = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
     rows = [

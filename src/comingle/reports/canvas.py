@@ -206,9 +206,12 @@ class Panels:
 
         def paint(figure: Figure, axes: list[Axes]) -> None:
             """Fill all panels, label the outer ones and add the legend."""
+            # The last row of the grid can have more axes than panels are left.
             for number, (axis, fill) in enumerate(zip(axes, self.paint, strict=False)):
-                axis.set_xlabel(self.below if number + self.columns >= len(self.paint) else "")
-                axis.set_ylabel(self.left if number % self.columns == 0 else "")
+                is_lowest = number + self.columns >= len(self.paint)
+                is_leftmost = number % self.columns == 0
+                axis.set_xlabel(self.below if is_lowest else "")
+                axis.set_ylabel(self.left if is_leftmost else "")
                 if fill is None:
                     axis.set_axis_off()
                 else:
@@ -319,8 +322,10 @@ def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
         labels: Their labels.
         options: Further options of matplotlib's legend.
     """
-    widest = 5.6 * max(map(len, labels)) + 44  # points; a mark comes before each label, a gap behind it
-    columns = max(1, min(len(labels), 5, int(72 * figure.get_figwidth() // widest)))
+    # In points: about 5.6 for a character, and 44 for the mark before a label and the gap behind it.
+    widest = 5.6 * max(map(len, labels)) + 44
+    figure_points = 72 * figure.get_figwidth()  # an inch has 72 points
+    columns = max(1, min(len(labels), 5, int(figure_points // widest)))
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, **options)
 
 

@@ -189,12 +189,13 @@ def holm_shares(p_values: Sequence[float]) -> list[float]:
 
     An interval with confidence ``1 - 0.05 share`` excludes 0 exactly if the hypothesis is rejected, so intervals agree
     with :func:`holm`. The smallest p-value has the share ``1 / n``, the next ``1 / (n - 1)``, and so on until a
-    hypothesis is not rejected. It and all hypotheses with larger p-values have one share.
+    hypothesis is not rejected. Holm's procedure stops at this hypothesis, so all later ones get the same share.
     """
     num_rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
     shares = [1.0] * len(p_values)
-    for rank, number in enumerate(np.argsort(p_values, kind="stable")):
-        shares[number] = 1 / (len(p_values) - min(rank, num_rejected))
+    for rank, hypothesis in enumerate(np.argsort(p_values, kind="stable")):
+        last_rank = min(rank, num_rejected)  # the share grows up to the first hypothesis that is not rejected
+        shares[hypothesis] = 1 / (len(p_values) - last_rank)
     return shares
 
 

@@ -149,9 +149,12 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     titles_of_users = extremes(entries or [entry], most_users)
     # Users without routers have no panels.
     experts_of_users = {user: experts for user in titles_of_users if (experts := expert_curves(entry, user))}
-    if not experts_of_users:  # in a federation users can keep their results private
-        titles_of_users = {user: user for user in list(entry.first.evaluations[-1].scores)[:most_users]}
-        experts_of_users = {user: expert_curves(entry, user) for user in titles_of_users}
+    if not experts_of_users:
+        # The chosen users keep their results private, as users of a federation can. Others are shown without a rank.
+        users_with_scores = list(entry.first.evaluations[-1].scores)[:most_users]
+        titles_of_users = {user: user for user in users_with_scores}
+        experts_of_users = {user: expert_curves(entry, user) for user in users_with_scores}
+    # Rounds by number of local steps, for the labels of the x axis.
     rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
     paint: list[Callable[[Axes], None] | None] = []
     for user, experts in experts_of_users.items():
@@ -312,15 +315,15 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
         measure: Name of the measure of the results, such as "perplexity".
     """
     height = 0.8 / len(rows)  # the bars of user i are centred at i and take up 0.8
-    for number, (entry, gains_of_entry) in enumerate(rows):
+    for bar, (entry, gains_of_entry) in enumerate(rows):
         by_user = {gain.user: gain for gain in gains_of_entry}
-        _paint_bars(axis, list(shown), by_user, by_label[entry.label], (number + 0.5) * height - 0.4, height)
+        _paint_bars(axis, list(shown), by_user, by_label[entry.label], (bar + 0.5) * height - 0.4, height)
     axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
-    if measure == "loss":
+    if measure == "loss":  # changes of losses are factors
         axis.set_xscale("log")
-    if any(gain.interval for _, gains in rows for gain in gains):
+    if any(gain.interval for _, gains in rows for gain in gains):  # a wide interval would squeeze all bars
         _limit_axis(axis, [gain for _, gains in rows for gain in gains if gain.user in shown], measure)
-    if measure == "loss":
+    if measure == "loss":  # the ticks depend on the final limits
         _format_factors(axis.xaxis, *axis.get_xlim())
     axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])
     axis.set_ylim(len(shown) - 0.4, -0.6)  # the first user is at the top
@@ -644,9 +647,10 @@ def _num_pairs(sizes: Counter[object]) -> int:
 
 
 def mixtures_figure(mixtures: Mixtures) -> Figure:
-    """Return heat maps of users (down) x adaptor sets (across) at up to :data:`MAX_SNAPSHOTS` evaluations.
+    """Return heat maps of users (down) x components (across) at up to :data:`MAX_SNAPSHOTS` evaluations.
 
-    Weight 1 is solid and weight 0 is transparent, so that the figure suits light and dark pages.
+    A component is what a user's model is mixed from, for example a set of adapters. Weight 1 is solid and weight 0 is
+    transparent, so that the figure suits light and dark pages.
     """
     panels = _snapshot_indices(len(mixtures.rounds))
 
@@ -903,7 +907,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
                 sheet.append([mean, entry.label, cost(entry).upload_bytes, result.mean, result.std])
     _, unit_name = byte_unit(max((cost(entry).upload_bytes for entry in entries), default=0))
     return Panels(
-        paint=[partial(_paint_bytes_panel, entries=entries, mean=mean) for mean in means],
+        paint=[partial(_paint_bytes_panel, entries=entries, mean_name=mean) for mean in means],
         columns=len(means),
         size=(4.2, 3.0),
         sheet=sheet,
@@ -913,26 +917,26 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
     )
 
 
-def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> None:
-    """Paint a point for each trained entry: uploaded bytes across, mean test result up.
+def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) -> None:
+    """Paint a point for each entry whose method trains: uploaded bytes across, mean test result over users up.
 
     Args:
         axis: The axes.
         entries: Entries, each the runs of one recipe with different seeds.
-        mean: Which mean over users: ``mean`` or ``geometric mean``.
+        mean_name: Which mean over users: ``mean`` or ``geometric mean``.
     """
     measure = entries[0].first.measure
     largest = max((cost(entry).upload_bytes for entry in entries), default=0)
     unit, _ = byte_unit(largest)
     points = []
     for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
-        spread = final(entry, geometric=mean != "mean")
-        if spread is None or not entry.trained:
+        spread = final(entry, geometric=mean_name == "geometric mean")  # mean and deviation over seeds
+        if spread is None or not entry.trained:  # None if a result is not finite
             continue
         uploaded = cost(entry).upload_bytes / unit
         axis.errorbar(uploaded, spread.mean, yerr=spread.std, fmt=style.marker, color=style.colour.light, markersize=7)
         points.append((uploaded, spread.mean, entry.label))
-    axis.set_title(f"{mean} over users")
+    axis.set_title(f"{mean_name} over users")
     axis.margins(y=0.2)
     width = largest / unit or 1.0  # 1 if nothing is uploaded
     axis.set_xlim(-0.04 * width, 1.4 * width)  # room for labels on the right

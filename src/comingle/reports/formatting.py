@@ -220,7 +220,7 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
     """Return an interval of changes as text, with one more digit if it is narrow.
 
     Args:
-        bounds: Both ends in the unit of :func:`change`.
+        bounds: Both ends: per cent or percentage points, for losses logarithms to base 10 (see :func:`change`).
         measure: Name of the measure of the results, such as "perplexity".
     """
     if measure == "loss":  # powers of ten; an end that is too large for a float is limited

@@ -246,10 +246,10 @@ Curve = list[tuple[int, float | None]]
 
 
 def curve_svg(events: Sequence[JsonObject]) -> str:
-    """Return the test measure by round as an SVG: the mean over users, and each user of at most 8.
+    """Return the test measure by round as an SVG: a line for the mean over users, and one for each user.
 
-    Perplexities have a logarithmic axis. Values that are not finite interrupt their line. Lines of users have the
-    user's name as tooltip, escaped.
+    With more than 8 users only the mean has a line. Perplexities have a logarithmic axis. Values that are not finite
+    interrupt their line. Lines of users have the user's name as tooltip, escaped.
 
     Args:
         events: A run's events, of which only evaluations are read.
@@ -265,6 +265,7 @@ def curve_svg(events: Sequence[JsonObject]) -> str:
     if all(value is None for _, value in mean):
         return ""
     by_user: dict[str, Curve] = {}
+    # The same users have a line here and a column in tables.
     for name in users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"])):
         results = [event["users"].get(name, {}).get(f"test_{measure}") for event in evaluations]
         by_user[name] = [(event["round"], result) for event, result in zip(evaluations, results, strict=True)]
@@ -667,11 +668,12 @@ def _settings_note(rows: Sequence[MethodRow]) -> str:
     """Return a note on settings that differ from the defaults, without those in a method's label; empty without any."""
     texts = []
     for row in rows:
-        settings = [f"{key}={value}" for key, value in row.get("method_settings", {}).items()]
-        in_label = row["method"].split(":")[1:]
-        keys_in_label = {setting.partition("=")[0] for setting in in_label}
-        if others := [setting for setting in settings if setting.partition("=")[0] not in keys_in_label]:
-            texts.append(f"{row['method']} {', '.join(others)}")
+        label = row["method"]
+        # A label is the method's name, then settings: "NAME:key=value:key=value".
+        keys_in_label = {setting.partition("=")[0] for setting in label.split(":")[1:]}
+        settings = row.get("method_settings", {}).items()
+        if others := [f"{key}={value}" for key, value in settings if key not in keys_in_label]:
+            texts.append(f"{label} {', '.join(others)}")
     return f"settings that differ from the defaults: {', '.join(texts)}" if texts else ""
 
 

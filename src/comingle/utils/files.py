@@ -152,7 +152,7 @@ def _publish(partial: Path, target: Path) -> None:
 def _delete_abandoned(target: Path) -> None:
     """Delete temporary folders of ``target`` that processes left behind when they were killed.
 
-    Younger folders are kept, as another process may still be writing to them.
+    Folders that changed within the last hour are kept, as another process may still be writing to them.
     """
     for left in target.parent.glob(f"{target.name}.partial-*"):
         with suppress(FileNotFoundError):  # another process was faster
