@@ -97,17 +97,17 @@ _BISECTIONS = 60
 def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int, delta: float = 0.0) -> float:
     """Return an upper bound of the probability that at least ``correct`` of ``guesses`` guesses are right.
 
-    An attacker guesses coins that decide which canaries a run includes; ``(epsilon, delta)``-differential privacy is
-    assumed for each coin.
+    A fair coin decides for each canary whether a run includes it, and an attacker guesses the results. Training is
+    assumed to be ``(epsilon, delta)``-differentially private for each canary.
 
     Source: Steinke et al. 2023, arXiv:2305.08846, Theorem 5.2, with all guesses counted as in appendix D.
 
     Args:
-        epsilon: Epsilon of each coin.
-        trials: Number of coins.
-        guesses: Number of coins that were guessed.
+        epsilon: Epsilon for each canary.
+        trials: Number of canaries.
+        guesses: Number of canaries for which there is a guess.
         correct: Number of right guesses.
-        delta: Delta of each coin.
+        delta: Delta for each canary.
     """
     from scipy.stats import binom
 
@@ -117,11 +117,11 @@ def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int
     tail = float(binom.sf(correct - 1, guesses, chance))
     if delta == 0:
         return tail
-    # The theorem's alpha: the largest mean probability of the next smaller numbers of right guesses.
+    # The theorem's alpha: the maximum over i of P(correct - i <= number of right guesses < correct) / i.
     alpha, below = 0.0, 0.0
-    for back in range(1, correct + 1):
-        below += float(binom.pmf(correct - back, guesses, chance))
-        alpha = max(alpha, below / back)
+    for i in range(1, correct + 1):
+        below += float(binom.pmf(correct - i, guesses, chance))
+        alpha = max(alpha, below / i)
     return min(1.0, tail + 2 * trials * delta * alpha)
 
 
@@ -181,9 +181,9 @@ def audit_run(
     Args:
         run: Finished run.
         reporter: Prints progress.
-        trials: Runs with canaries; by default enough for about 40 coins, one per user and run, which decide whether the
-            user's canary is included.
-        rounds: Rounds of each run, at most those of the audited run.
+        trials: Short runs with canaries. In each run a coin decides for each user whether its canary is included; the
+            default is enough runs for about 40 coins.
+        rounds: Rounds of each short run; a larger number than that of the audited run is reduced to it.
         shadows: Reference runs for membership inference; 0 for none.
         given: Data and base model passed from Python, as in the audited run.
 
@@ -203,6 +203,7 @@ def audit_run(
         return Audit(**fields, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
     recovers_tokens = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
     num_trials = trials or math.ceil(COINS / len(run.users))  # one coin per user and run
+    # All runs are counted before the first one, for the estimate of the time.
     num_runs = num_trials + shadows + (_RUNS_OF_ATTACK if recovers_tokens else 0)
     runs = _RunCounter(reporter, num_runs, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
@@ -338,8 +339,8 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
 def guess(scores: Sequence[float | None]) -> list[bool | None]:
     """Guess for each canary whether it was included: True if its score is above a threshold, None without a score.
 
-    The threshold splits the scores into two groups whose means differ most (Otsu 1979). It does not use the coins,
-    which an attacker does not know.
+    The threshold splits the scores into a low and a high group, as in Otsu 1979: the variance between the groups is
+    largest. An attacker can compute the threshold, since it depends on scores only.
     """
     known = sorted(score for score in scores if score is not None)
     if not known:
@@ -433,10 +434,10 @@ def audit(
 
     Args:
         run: A finished run, or its folder, which is only read.
-        trials: Runs with canaries; by default enough for about 40 coins, one per user and run, which decide whether the
-            user's canary is included.
-        rounds: Rounds of each of them, at most those of the run.
-        shadows: Runs on halves of users' training data, as reference models for membership inference; 0 for none.
+        trials: Short runs with canaries. In each run a coin decides for each user whether its canary is included; the
+            default is enough runs for about 40 coins.
+        rounds: Rounds of each short run; a larger number than that of the audited run is reduced to it.
+        shadows: Short runs on halves of users' training data, as reference models for membership inference; 0 for none.
         out: Folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
         force: Replace these files.
         users: The users' data, if it was passed to :func:`run`.

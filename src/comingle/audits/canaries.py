@@ -113,11 +113,14 @@ def uploaded(server: ServerHalf, upload: Upload) -> Tree:
 def published(server: ServerHalf, *, others: bool = False) -> Tree:
     """Return what each user would download now, ``(users, models, *shape)``.
 
-    With ``others`` row u is the download of user u + 1 (the last row that of user 0): an attack on user u by another
-    user may only use what that other user receives.
+    Args:
+        server: The server.
+        others: Return in row u the download of user u + 1 instead, and in the last row the download of user 0. An
+            attack on user u by another user may only use what that other user receives.
     """
-    tensors = server.method.server.download(server.kept, range(len(server.users)))
-    return {name: t.roll(-1, 0) for name, t in tensors.items()} if others else tensors
+    # The server stores the method's tensors in ``kept``. The method computes downloads from them.
+    downloads = server.method.server.download(server.kept, range(len(server.users)))
+    return {name: t.roll(-1, 0) for name, t in downloads.items()} if others else downloads
 
 
 def _of_users(tensors: Tree, users: Sequence[int]) -> Tree:
@@ -212,10 +215,10 @@ class Attacker:
                 models the one with the lowest loss on the window is used.
             windows: Windows of each user.
         """
-        models = next(iter(observed.values())).shape[1] if observed else 1
+        num_models = next(iter(observed.values())).shape[1] if observed else 1
         losses_by_model = [
-            self._losses_of_model(users, {name: t[:, number] for name, t in observed.items()}, windows)
-            for number in range(models)
+            self._losses_of_model(users, {name: t[:, model] for name, t in observed.items()}, windows)
+            for model in range(num_models)
         ]
         return torch.stack(losses_by_model).amin(0)
 
@@ -227,13 +230,16 @@ class Attacker:
             observed: Observed tensors ``(users, *shape)``; empty stands for the initial model.
             windows: Windows ``(users, windows, width)``.
         """
-        model, rows = self.clients.model, self.initial_rows(len(users)) * self.clients.model.mask()[list(users)]
+        model = self.clients.model
+        has_parameter = model.mask()[list(users)]  # users with a smaller rank have fewer parameters
+        rows = self.initial_rows(len(users)) * has_parameter
         windows, batch_source = windows.long(), self.clients.batch_source
-        begin = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
-        if begin is not None:  # as in training; the last token makes room, as a base may not accept a wider window
-            # Windows count as pieces from the middle of a text, whose first token is not a target.
+        begin_token = batch_source.begin if isinstance(batch_source, TextBatchSource) else None
+        if begin_token is not None:
+            # The begin-of-text token comes first, as in training. The last token makes room, as a base may not accept a
+            # wider window. Windows count as pieces from the middle of a text, whose first token is not a target.
             at_start = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
-            windows = begin_windows(windows[..., :-1], begin, at_start=at_start)
+            windows = begin_windows(windows[..., :-1], begin_token, at_start=at_start)
         if observed:
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, observed)
         with torch.compiler.set_stance("force_eager"):  # not compiled: these shapes occur only here
@@ -278,23 +284,24 @@ class Canaries:
         return torch.stack(widen([overwrite(*pair) for pair in zip(conversations, canaries, strict=True)]))
 
 
-def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
-    """Draw a canary of uniformly random tokens for each user, reference canaries, and a coin that includes each canary.
+def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
+    """Draw a canary of uniformly random tokens for each user, and reference canaries that no user trains on.
 
-    They have a random stream of their own, so that nothing in training depends on it.
+    For each user a coin decides whether the user trains on its canary. The random stream is used for nothing else, so
+    that training does not depend on it.
 
     Args:
-        users: Number of users.
+        num_users: Number of users.
         vocabulary: Number of tokens to draw from.
         context: Largest number of predicted tokens of a canary.
         seed: Seed of the recipe.
-        trial: Number of the run.
+        trial: Number of the run with canaries, from 0.
     """
-    width = min(context, LONGEST) + 1
+    width = min(context, LONGEST) + 1  # the first token is not predicted
     stream = generator("audit", seed, trial)
-    drawn = torch.randint(vocabulary, (users + REFERENCES, width), generator=stream)
-    coins = torch.rand(users, generator=stream) < 0.5
-    return Canaries(own=drawn[:users], references=drawn[users:], inside=coins)
+    drawn = torch.randint(vocabulary, (num_users + REFERENCES, width), generator=stream)
+    coins = torch.rand(num_users, generator=stream) < 0.5
+    return Canaries(own=drawn[:num_users], references=drawn[num_users:], inside=coins)
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
@@ -361,14 +368,15 @@ def with_response(
     Args:
         user: The user; its prompts and number of tokens stay the same.
         canary: Tokens, repeated or truncated to the targets of each conversation.
-        count: Conversations to overwrite: that of :func:`longest_responses`, then random ones.
+        count: Number of conversations to overwrite: first the one with most targets, in which the canary is scored,
+            then random ones.
         seed: Seed of the recipe.
-        trial: Number of the run.
+        trial: Number of the run with canaries, from 0. Each run draws other conversations.
     """
     windows, scored_row = user.train.windows.clone(), longest_responses(user.train)
     shuffled = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
     for row in [scored_row, *shuffled[shuffled != scored_row].tolist()][:count]:
-        windows[row] = overwrite(windows[row], canary.unsqueeze(0))[0]
+        [windows[row]] = overwrite(windows[row], canary.unsqueeze(0))  # one copy, as there is one canary
     return replace(user, train=replace(user.train, windows=windows))
 
 
@@ -384,16 +392,16 @@ class CanaryScores:
     def record_view(self, view: str, users: Sequence[int], tensors: Tree) -> None:
         """Score the canary of each user from what is observed in a round, and append the scores.
 
-        A score compares how much the loss of the user's canary fell since the last publication with how much those of
-        reference canaries, on which no user trained, fell: the difference from their mean, in units of their standard
-        deviation. Tensors of the view OWN get no score; they are stored as the models before the next uploads.
+        A score is a z-score of the decrease of the canary's loss since the last publication. Mean and standard
+        deviation are those of the decreases of reference canaries, on which no user trained. Tensors of the view OWN
+        get no score; they are stored as the models before the next uploads.
 
         Args:
             view: Who observes: SERVER sees uploads, USERS what other users download, OWN what the user itself does.
             users: Indices of the users.
             tensors: Their observed tensors, ``(users, models, *shape)``.
         """
-        if view in self.scores:
+        if view in self.scores:  # not OWN
             windows = self.canaries.windows(users, COMPARED)  # of each user: its own canary, then references
             before = self.last_published.models_before(view, users)
             decrease = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
@@ -698,8 +706,8 @@ def run_shadow(
 ) -> Shadow:
     """Train a reference run on a random half of each user's windows, and score windows by what attackers observe.
 
-    Windows are pieces of the user's training text, or conversations. A score is how much the loss of a window fell,
-    whether or not the run trained on it.
+    Windows are pieces of the user's training text, or conversations. A score is how much the loss of a window fell.
+    Windows of both halves are scored.
 
     Args:
         recipe: Shortened recipe, of text or conversations.
@@ -711,10 +719,12 @@ def run_shadow(
     shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
     halves_of_run = halves(users, recipe.training.context, seed=recipe.seed, run=number)
     shadow_users = as_users(halves_of_run.with_included(user_number, user) for user_number, user in enumerate(users))
+    # A federation in memory that nothing observes yet.
     plain = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
     scored_indices = [indices_to_score(len(windows)) for windows in halves_of_run.windows]  # of each user's windows
     most = max(map(len, scored_indices))
-    # Users with fewer scored windows repeat them, so that all users' windows are one tensor.
+    # Users with fewer scored windows repeat them, so that all users' windows are one tensor. Users with too little text
+    # for an attack repeat their first window, whose scores are not used.
     padded = [
         windows[indices[torch.arange(most) % len(indices)]] if len(indices) else windows[:1].expand(most, -1)
         for windows, indices in zip(halves_of_run.windows, scored_indices, strict=True)

@@ -434,8 +434,9 @@ def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of membership inference with reference models.
 
-    For each attacker it has a row for each user, and the mean over users. "found" is the share of members found at a
-    false-positive rate of 1%, which at least 100 others (held-out examples) are needed to measure.
+    The table has a row for each attacker and user, and each attacker's mean over users. Members are training examples,
+    others are held-out examples. "found" is the share of members found at a false-positive rate of 1%. A rate of 1%
+    needs at least 100 others.
     """
     head = ["user", "attacker", "members", "others", "AUC", "AUC without references", "found at 1% false alarms"]
     rows = []
@@ -456,8 +457,8 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of tokens that the server recovers from one upload of each user.
 
-    It has a row for each kind of upload. The mean share of recovered tokens over users is beside the share that guesses
-    of the most common tokens reach without the upload.
+    The table has a row for each kind of upload, ``what``, such as one round of the run. The mean share of recovered
+    tokens over users is beside the share that guesses of the most common tokens reach without the upload.
     """
     rows = [
         [
@@ -530,10 +531,14 @@ FILES = ("audit.json", "audit.md")
 
 
 def check_targets(folder: Path, *, force: bool) -> None:
-    """Check that the page can be written to a folder.
+    """Check that the report of an audit can be written to a folder.
+
+    Args:
+        folder: The folder, which need not exist.
+        force: Allow that files of an older report are replaced.
 
     Raises:
-        RunError: The folder is a file, or it has one of the page's files and ``force`` is false.
+        RunError: The folder is a file, or it has one of the report's files and ``force`` is false.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")

@@ -84,9 +84,10 @@ def styles(methods: Sequence[str]) -> list[Style]:
     free_colours = [number for number in range(len(_METHOD_COLOURS)) if number not in _FIXED_COLOURS.values()]
     chosen: list[Style] = []
     num_others = 0
-    for method in methods:
+    for number, method in enumerate(methods):
         colour, line = _FIXED_COLOURS.get(method), "-"
-        if colour is None or method in methods[: len(chosen)]:  # also a further entry of a method with a fixed style
+        has_occurred = method in methods[:number]  # a method can occur again with other settings
+        if colour is None or has_occurred:
             turn, position = divmod(num_others, len(free_colours))
             colour, line = free_colours[position], _LINE_STYLES[turn % len(_LINE_STYLES)]
             num_others += 1
@@ -280,6 +281,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     with mpl.rc_context(SETTINGS):
         figure.savefig(paths[0], dpi=160, facecolor=PAPER.light)
+        # Without a date, so that equal figures are equal files.
         figure.savefig(paths[1], facecolor=PAPER.light, metadata={"Date": None})
     return paths
 

@@ -129,7 +129,7 @@ def interval_of_change(
     Args:
         differences: One :func:`comingle.reports.formatting.additive_difference` for each seed.
         measure: Name of the measure of the results, such as "perplexity".
-        num_intervals: As in :func:`interval`.
+        num_intervals: Number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
 
     Returns:
         Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and for
@@ -377,7 +377,8 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     # Differences of users x seeds, for methods with at least two seeds whose differences are all finite.
     arrays = {name: array for name, by_seed in differences.items() if (array := _as_array(by_seed)) is not None}
     estimates = {name: two_way(array) for name, array in arrays.items()}
-    # Shares of the error rate, from which the confidence of each method's interval follows.
+    # Shares of the error rate, from which the confidence of each method's interval follows. A method whose results do
+    # not differ between seeds has no interval. It is counted as not significant.
     p_of_means = [1.0 if has_tied(estimate, measure) else estimate.p_value for estimate in estimates.values()]
     shares = dict(zip(arrays, holm_shares(p_of_means), strict=True))
     p_values = dict(zip(arrays, holm([signed_rank(array.mean(1).tolist()) for array in arrays.values()]), strict=True))
@@ -773,6 +774,7 @@ def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
         "trainable_parameters": runs[0]["trainable_parameters"],
         f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
         "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
+        # The interval for a sample of the users is that of a single run; several runs have a deviation over seeds.
         **({"sample": runs[0]["sample"]} if len(runs) == 1 and "sample" in runs[0] else {}),
         **({"privacy": _most_revealing(runs)} if any(run.get("privacy") for run in runs) else {}),
         **({"warnings": warned} if (warned := _warnings(runs)) else {}),

@@ -192,20 +192,20 @@ def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
 def _privacy_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield a heading, and for each private method a line with the privacy budget that its run would spend.
 
-    The line also has the noise, and the number of releases with noise: one per optimiser step if the mechanism protects
-    single examples, else one per exchange of messages.
+    The line also has the noise and how often it is added: in each optimiser step if the mechanism protects single
+    examples, else in each exchange of messages with the server.
     """
     yield f"Privacy: bound on what the run reveals about any {_privacy_unit(plan)}"
     for method in plan["methods"]:
         if not (spent := method.get("privacy")):
             continue
-        release = "steps" if protects_examples(spent["mechanism"]) else "exchanges"
-        # There are fewer releases than planned if the budget is spent before the last round.
+        occasions = "steps" if protects_examples(spent["mechanism"]) else "exchanges"
+        # A release is one publication with noise. There are fewer if the budget is spent before the last round.
         planned = "" if spent["releases"] == spent["planned_releases"] else f" of {spent['planned_releases']}"
         yield (
             f"{method['method']}: epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}, {spent['mechanism']} "
             f"noise of {spent['noise_multiplier']:.4g} times the clip norm ({spent['clip_norm']}), "
-            f"{spent['releases']}{planned} {release}, by {spent['accountant'].upper()}"
+            f"{spent['releases']}{planned} {occasions}, by {spent['accountant'].upper()}"
         )
 
 

@@ -262,12 +262,14 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
 
 
 def _verdict_keys(gains_of_users: Sequence[Gain]) -> list[tuple[Patch, str]]:
-    """Return legend entries for pale and hatched bars, each if the figure has such bars."""
-    levels = [gain for gain in gains_of_users if gain.verdict == "level"]
-    worse = [gain for gain in gains_of_users if _is_hatched(gain)]
-    pale = Patch(facecolor=INK.light, alpha=LEVEL_OPACITY, linewidth=0)
-    hatched = Patch(facecolor=INK.light, edgecolor=PAPER.light, hatch=HATCH, linewidth=0)
-    return [(pale, "pale: level")] * bool(levels) + [(hatched, "hatched: worse")] * bool(worse)
+    """Return legend entries for pale and hatched bars, each only if the figure has such bars."""
+    keys = []
+    if any(gain.verdict == "level" for gain in gains_of_users):
+        keys.append((Patch(facecolor=INK.light, alpha=LEVEL_OPACITY, linewidth=0), "pale: level"))
+    if any(_is_hatched(gain) for gain in gains_of_users):
+        hatched = Patch(facecolor=INK.light, edgecolor=PAPER.light, hatch=HATCH, linewidth=0)
+        keys.append((hatched, "hatched: worse"))
+    return keys
 
 
 def _is_hatched(gain: Gain) -> bool:
@@ -405,7 +407,7 @@ def _format_factors(axis: Axis, low: float, high: float) -> None:
         high: Its upper limit.
     """
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
-    crowded = high > 30 * low
+    crowded = high > 30 * low  # labels between the powers of ten would overlap
     axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_factor_tick))
 
 

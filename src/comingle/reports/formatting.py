@@ -203,9 +203,11 @@ def factor_text(factor: float) -> str:
     ('×0.0625', '×1.00072', '×1')
     """
     distance = abs(factor - 1)
-    if not 0 < distance < 0.005:  # three digits show that the factor is not 1, or it is
+    is_almost_one = 0 < distance < 0.005  # three significant digits would print 1
+    if not is_almost_one:
         return f"×{factor:.3g}"
-    digits = min(9, 1 - math.floor(math.log10(distance)))
+    zeros = -math.floor(math.log10(distance)) - 1  # between the decimal point and the first digit of the distance
+    digits = min(9, zeros + 2)
     return f"×{factor:.{digits}f}"
 
 
@@ -295,6 +297,7 @@ def _html_table(source: table.Table) -> str:
     """Return a table of rich as HTML with its title and caption."""
     head = "".join(_html_cell("th", column, column.header) for column in source.columns)
     body = ""
+    # rich stores cells by column; these are the rows.
     for row in zip(*(column.cells for column in source.columns), strict=False):
         cells = "".join(_html_cell("td", column, cell) for column, cell in zip(source.columns, row, strict=True))
         body += f"<tr>{cells}</tr>"

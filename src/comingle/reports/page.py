@@ -347,7 +347,7 @@ def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
         data_settings = [(key, value) for key, value in run.key if key.startswith("data.") or key == "training.context"]
         recipe_key = repr((run.seed, run.base, inputs.tokenizer, data_settings))
         first_run, first_inputs = first_runs.setdefault(recipe_key, (run, inputs))
-        changed = ["the base"] if inputs.base != first_inputs.base else []
+        changed = ["the base"] if inputs.base != first_inputs.base else []  # the sentence names the first change
         changed += [
             f"the data of {name}" for name, user in inputs.users.items() if user != first_inputs.users.get(name)
         ]
@@ -402,7 +402,8 @@ def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
 def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
     """Return a sheet (a header and rows) with each user's weight of each component at each evaluation.
 
-    Columns of ``mixtures.values`` are sorted for the figure; ``mixtures.order`` has the number of each one's component.
+    The columns of ``mixtures.values`` are sorted for the figure. ``mixtures.order`` has the component's number in the
+    run for each column.
     """
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
@@ -737,7 +738,7 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
         cells = []
         for verdict in columns:
             names = [gain.named_text for gain in gains_of_entry if gain.verdict == verdict]
-            cells.append((_CLASSES.get(verdict, ""), _names_markup(names, last=verdict in bad_verdicts)))
+            cells.append((_CLASSES.get(verdict, ""), _names_markup(names, worst_first=verdict in bad_verdicts)))
         rows.append({"label": entry.label, "cells": cells})
     label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"
     population = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
@@ -768,16 +769,19 @@ def _has_column(verdict: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> 
     return any((gain.change.std is None) == is_of_one_seed for _, gains_of_entry in pairs for gain in gains_of_entry)
 
 
-def _names_markup(names: list[str], *, last: bool) -> Markup:
-    """Return users' names as markup that does not wrap within a name; of many the count and :data:`MAX_NAMES` names.
+def _names_markup(names: list[str], *, worst_first: bool) -> Markup:
+    """Return users' names as markup that does not wrap within a name.
+
+    More than :data:`MAX_NAMES` names become their number and the first :data:`MAX_NAMES` of them.
 
     Args:
         names: The names, best first.
-        last: Whether to list, if there are too many names, the last ones, from the end, instead of the first ones.
+        worst_first: Begin with the worst user if not all names are listed.
     """
     listed = names
     if len(names) > MAX_NAMES:
-        listed = names[: -MAX_NAMES - 1 : -1] if last else names[:MAX_NAMES]
+        by_importance = names[::-1] if worst_first else names
+        listed = by_importance[:MAX_NAMES]
     with_commas = [*(f"{name}," for name in listed[:-1]), *listed[-1:]]
     joined = Markup(" ").join(Markup('<span class="name">{}</span>').format(name) for name in with_commas)
     if len(names) <= MAX_NAMES:

@@ -121,8 +121,10 @@ class RunRecord:
         data = self.recipe.get("data") or {}
         kind = data.get("kind") or ("samples" if self.unit == "samples" else "text")
         source = data.get("questions") or data.get("dataset") or {}  # sections that name files in "name" or "path"
-        paths = source.get("name") or source.get("path") or []
-        names = [re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in ([paths] if isinstance(paths, str) else paths)]
+        given = source.get("name") or source.get("path") or []
+        paths = [given] if isinstance(given, str) else given
+        # The last part of each path; a run may have been made on another system, with other separators.
+        names = [re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in paths]
         return f"{kind} ({brief_list(names, ', ')})" if names else kind
 
     @property
@@ -574,13 +576,13 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
         user: The user's name.
     """
     last = entry.first.evaluations[-1]  # names of experts and the number of layers are equal in all evaluations
-    names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
+    names, num_layers = last.experts.get(user, []), len(last.scores.get(user, []))
 
     def score_curve(layer: int, expert: int) -> Curve:
         return _curve_of(entry, lambda evaluation: _score_of(evaluation, user, layer, expert))
 
     return [
-        ExpertCurves(name=name, layers=tuple(score_curve(layer, expert) for layer in range(layers)))
+        ExpertCurves(name=name, layers=tuple(score_curve(layer, expert) for layer in range(num_layers)))
         for expert, name in enumerate(names)
     ]
 

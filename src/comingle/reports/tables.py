@@ -748,7 +748,7 @@ def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Ta
     if comparison := read_baseline_comparison(table):
         yield words("")
         yield from comparisons.render(comparison)
-    if not all_users or users_with_column(table["methods"][0]["users"]):
+    if not all_users or users_with_column(table["methods"][0]["users"]):  # the first table has all users
         return
     every_user = Table("user", title="every user", title_justify="left", box=None)
     for row in table["methods"]:

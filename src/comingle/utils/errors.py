@@ -135,9 +135,9 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     # Similarity that a name needs, by its length: one wrong letter in three or four is near, and of longer names a
     # smaller share, so that a common prefix alone does not make them near.
     cutoff = 0.65 if len(got) < _SHORT else 0.75 if len(got) < _LONG else 0.77
-    names = list(islice(known, _COMPARED))
+    names = list(islice(known, _COMPARED))  # a comparison with very many names would take minutes
     similar = difflib.get_close_matches(got, names, n=1, cutoff=cutoff)
-    if not similar:  # an abbreviation, if only one name begins with it
+    if not similar:  # an abbreviation, if only one name begins with it; very short ones would match by chance
         longer = [name for name in names if len(got) > _SHORT and name.startswith(got)]
         similar = longer if len(longer) == 1 else []
     return f" Did you mean {similar[0]!r}?" if similar else ""

@@ -229,15 +229,17 @@ def advise(folder: Path) -> str:
     """Return advice on a damaged checkpoint: which older one is intact, and how to resume the run from it."""
     run = folder.parent.parent  # a checkpoint is the folder RUN/checkpoints/round-N
     checkpoints = list_checkpoints(run)
-    # The damaged checkpoint, those after it, and those before it up to the newest intact one.
-    damaged = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
-    while len(damaged) < len(checkpoints) and _find_damage(older := checkpoints[-len(damaged) - 1]):
-        damaged.insert(0, older)
-    remove = f"`rm -r {' '.join(shlex.quote(str(path)) for path in damaged)}`"
+    # A run resumes from its newest checkpoint, so the damaged one, all later ones and damaged older ones are to be
+    # removed.
+    removed = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
+    older = checkpoints[: len(checkpoints) - len(removed)]
+    while older and _find_damage(older[-1]):
+        removed.insert(0, older.pop())
+    remove = f"`rm -r {' '.join(shlex.quote(str(path)) for path in removed)}`"
     resume = f"{remove}, then {resume_command(run)}"
-    if len(damaged) == len(checkpoints):
+    if not older:
         return f"no older checkpoint is intact: {resume} starts again"
-    return f"{checkpoints[-len(damaged) - 1].name} is intact: {resume} continues from there"
+    return f"{older[-1].name} is intact: {resume} continues from there"
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:

@@ -77,9 +77,10 @@ class Slot:
         return math.prod(self.shape)
 
     def chosen(self, roles: Set[str]) -> list[bool]:
-        """Return for each entry of ``self.roles`` whether it is in ``roles``, by itself or with its factor or part.
+        """Return for each role of this tensor whether ``roles`` chooses it.
 
-        For example, "attention" and "attention.a" both choose the first factor of a LoRA of the attention.
+        A role can be limited to one LoRA factor ("a" or "b") or one part of the model, such as the head. For example,
+        "attention" and "attention.a" both choose the factor A of a LoRA of the attention.
         """
         return [not roles.isdisjoint((role, f"{role}.{self.factor}", f"{role}.{self.part}")) for role in self.roles]
 
@@ -234,7 +235,7 @@ def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> No
         keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
         if len(keep) == len(slot.roles):
             tree[slot.name].copy_(values[slot.name])
-        elif keep:
+        elif keep:  # some experts; their axis follows that of the users
             tree[slot.name][:, keep] = values[slot.name]
 
 
@@ -245,8 +246,8 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Floa
         tensors: The tensors.
         dtype: Dtype of the matrix; None for the first tensor's dtype.
     """
-    users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
-    columns = tensors[0].new_empty(users, sum(sizes), dtype=dtype)
+    num_users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
+    columns = tensors[0].new_empty(num_users, sum(sizes), dtype=dtype)
     for part, t in zip(columns.split(sizes, 1), tensors, strict=True):
         one_per_user = t if t.dim() > 1 else t.unsqueeze(1)  # a tensor (users,) becomes one column
         part.unflatten(1, one_per_user.shape[1:]).copy_(one_per_user)
