@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import comingle
-from comingle.audits.auditing import guess, least_epsilon, shortened
+from comingle.audits.auditing import epsilon_lower_bound, guess, shortened
 from comingle.audits.canaries import (
     LONGEST,
     OWN,
@@ -280,7 +280,7 @@ def page(*, correct: int, upper: float | None, aucs: tuple[float, ...]) -> Audit
         coins=40,
         guesses=40,
         correct=correct,
-        epsilon=least_epsilon(trials=40, guesses=40, correct=correct, delta=1e-5),
+        epsilon=epsilon_lower_bound(trials=40, guesses=40, correct=correct, delta=1e-5),
         provable=2.5,
         upper=upper,
     )

@@ -214,8 +214,8 @@ def test_the_first_token_is_no_target() -> None:
 
 def test_canaries_are_scored_where_they_are_put() -> None:
     users: list[UserAnswers] = list(prepared(trained()).users)
-    places = [user.train.windows[longest_responses(user.train)] for user in users]
-    canaries = replace(draw_canaries(3, vocabulary=256, context=128, seed=0, trial=0), places=places)
+    conversations = [user.train.windows[longest_responses(user.train)] for user in users]
+    canaries = replace(draw_canaries(3, vocabulary=256, context=128, seed=0, trial=0), conversations=conversations)
     windows = canaries.windows([2, 0], 4)
     assert windows.shape[:2] == (2, 5)
     for at, user in enumerate((2, 0)):

@@ -9,7 +9,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
-from comingle.audits.auditing import epsilon_of_replacing, guess_probability, least_epsilon
+from comingle.audits.auditing import epsilon_lower_bound, epsilon_of_replacing, guess_probability
 from comingle.privacy.accounting import Release, epsilon
 
 
@@ -17,14 +17,14 @@ from comingle.privacy.accounting import Release, epsilon
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
 def test_all_right_proves_the_closed_form(count: int, confidence: float) -> None:
     right = (1 - confidence) ** (1 / count)  # q**count = 1 - confidence
-    proven = least_epsilon(trials=count, guesses=count, correct=count, delta=0.0, confidence=confidence)
+    proven = epsilon_lower_bound(trials=count, guesses=count, correct=count, delta=0.0, confidence=confidence)
     assert proven == pytest.approx(math.log(right / (1 - right)), abs=1e-9)
 
 
 def test_too_few_right_prove_nothing() -> None:
-    assert least_epsilon(trials=4, guesses=4, correct=4, delta=0.0) == 0  # 1/16 is above one in twenty
-    assert least_epsilon(trials=100, guesses=100, correct=50, delta=0.0) == 0
-    assert least_epsilon(trials=9, guesses=0, correct=0, delta=1e-5) == 0
+    assert epsilon_lower_bound(trials=4, guesses=4, correct=4, delta=0.0) == 0  # 1/16 is above one in twenty
+    assert epsilon_lower_bound(trials=100, guesses=100, correct=50, delta=0.0) == 0
+    assert epsilon_lower_bound(trials=9, guesses=0, correct=0, delta=1e-5) == 0
 
 
 @pytest.mark.parametrize("true", [0.0, 0.4, 1.5])
@@ -51,13 +51,13 @@ def test_what_is_proven_is_false_as_seldom_as_is_said(true: float) -> None:
     wrong = sum(
         float(binom.pmf(v, coins, q))
         for v in range(coins + 1)
-        if least_epsilon(trials=coins, guesses=coins, correct=v, delta=0.0) > true
+        if epsilon_lower_bound(trials=coins, guesses=coins, correct=v, delta=0.0) > true
     )
     assert wrong <= 0.05
 
 
 def test_more_delta_proves_less() -> None:
-    proven = [least_epsilon(trials=40, guesses=40, correct=38, delta=delta) for delta in (0.0, 1e-5, 1e-3, 1e-2)]
+    proven = [epsilon_lower_bound(trials=40, guesses=40, correct=38, delta=delta) for delta in (0.0, 1e-5, 1e-3, 1e-2)]
     assert proven == sorted(proven, reverse=True)
     assert proven[0] > proven[-1]
 

@@ -125,16 +125,17 @@ def guess_probability(epsilon: float, *, trials: int, guesses: int, correct: int
     return min(1.0, tail + 2 * trials * delta * alpha)
 
 
-def least_epsilon(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """Return a lower bound of epsilon, or 0: the largest one with which this many right guesses are too unlikely.
+def epsilon_lower_bound(*, trials: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
+    """Return a lower bound of epsilon that an attacker's right guesses prove; 0 if they prove nothing.
 
-    "Too unlikely" is a probability of at most ``1 - confidence``; see :func:`guess_probability`.
+    With any epsilon up to the bound, this many right guesses have a probability of at most ``1 - confidence``
+    (:func:`guess_probability`). The bound is found by bisection.
 
     Args:
-        trials: Number of coins.
-        guesses: Number of coins that were guessed.
+        trials: Number of canaries, each included in a run or left out by the toss of a coin.
+        guesses: Number of canaries for which there is a guess.
         correct: Number of right guesses.
-        delta: Delta of each coin.
+        delta: Delta for each canary.
         confidence: Confidence of the bound.
     """
 
@@ -370,7 +371,7 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     guesses = guess([score for trial in trials for score in trial.scores[view]])
     answered = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
     num_guesses, correct = len(answered), sum(guessed == coin for guessed, coin in answered)
-    bound = partial(least_epsilon, trials=len(coins), guesses=num_guesses, delta=delta, confidence=CONFIDENCE)
+    bound = partial(epsilon_lower_bound, trials=len(coins), guesses=num_guesses, delta=delta, confidence=CONFIDENCE)
     return Proof(
         view=view,
         coins=len(coins),

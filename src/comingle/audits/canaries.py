@@ -97,7 +97,11 @@ class ObservedFederation(InProcess):
             self.record_view(SERVER, self.clients.numbers(message.users), uploaded(self.server, message))
 
     def aggregate(self) -> str:
-        """Aggregate, then record each user's download twice: as what the user itself sees and what others see."""
+        """Aggregate, then record each user's download twice: as what the user itself sees and what others see.
+
+        Returns:
+            Reason why a secure sum of the uploads failed; empty if there is none.
+        """
         reason, all_users = super().aggregate(), range(len(self.server.users))
         self.record_view(OWN, all_users, published(self.server))
         self.record_view(USERS, all_users, published(self.server, others=True))
@@ -259,29 +263,34 @@ class Canaries:
         own: Canary of each user.
         references: Canaries that are never included.
         inside: Whether each user's canary is included.
-        places: Conversation of each user whose targets are overwritten for scoring; None for text.
+        conversations: Conversation of each user whose responses are overwritten with canaries for scoring; None for
+            text.
     """
 
     own: Int[Tensor, "users width"]
     references: Int[Tensor, "references width"]
     inside: Bool[Tensor, " users"]
-    places: Sequence[Int64[Tensor, " _"]] | None = None
+    conversations: Sequence[Int64[Tensor, " _"]] | None = None
 
-    def windows(self, users: Sequence[int], references: int) -> Int[Tensor, "users windows width"]:
+    def windows(self, users: Sequence[int], num_references: int) -> Int[Tensor, "users windows width"]:
         """Return the windows to score for some users: the user's own canary, then reference canaries.
 
         Args:
             users: Indices of the users.
-            references: Number of reference canaries, the same ones for all users.
+            num_references: Number of reference canaries, the same ones for all users.
 
         Returns:
-            Windows ``(users, 1 + references, width)``; in conversations the canaries stand in place of the responses.
+            Windows ``(users, 1 + num_references, width)``. For text a window is a canary. For conversations it is one
+            conversation of the user, with a canary in place of the responses.
         """
-        canaries = [torch.cat([self.own[user].unsqueeze(0), self.references[:references]]) for user in users]
-        if self.places is None:
-            return torch.stack(widen(canaries))
-        conversations = [self.places[user] for user in users]
-        return torch.stack(widen([overwrite(*pair) for pair in zip(conversations, canaries, strict=True)]))
+        canaries = [torch.cat([self.own[user].unsqueeze(0), self.references[:num_references]]) for user in users]
+        if self.conversations is None:
+            windows = canaries
+        else:
+            windows = [
+                overwrite(self.conversations[user], of_user) for user, of_user in zip(users, canaries, strict=True)
+            ]
+        return torch.stack(widen(windows))  # padded to the width of the widest
 
 
 def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
@@ -473,14 +482,14 @@ def run_trial(
     context = recipe.training.context - (base.begin is not None)  # the begin token takes one place of a window
     if all(isinstance(user.train, Answers) for user in users):
         # Each canary replaces the responses in one conversation of its user: that with the longest responses.
-        places = [user.train.windows[longest_responses(user.train)] for user in users]
-        canaries = replace(canaries, places=places)
+        conversations = [user.train.windows[longest_responses(user.train)] for user in users]
+        canaries = replace(canaries, conversations=conversations)
 
     one_example = protects_single_examples(recipe)
 
     def insert(user: Any, canary: Tensor) -> AnyUser:
         """Return a user whose training data contains its canary."""
-        if canaries.places is not None:
+        if canaries.conversations is not None:
             count = 1 if one_example else max(1, int(SHARE * len(user.train)))
             return with_response(user, canary, count, **draw_key)
         return with_example(user, canary, context, **draw_key) if one_example else with_canary(user, canary, **draw_key)
@@ -785,9 +794,9 @@ def _fit_gaps(scores: Tensor, inside: Tensor) -> tuple[Float[Tensor, " windows"]
     """Return how much higher each window's score is when it is included, and the variance around both means.
 
     A window's own difference is shrunk towards the mean difference of all windows, to the extent that the spread of
-    differences can be explained by chance (empirical Bayes). It is never negative, as training on a window does not
-    increase its loss: otherwise, if nothing is learned, a run would be attacked with the other runs' noise, which has
-    the opposite sign of its own.
+    differences can be explained by chance (empirical Bayes). Negative differences are noise, as training on a window
+    does not increase its loss, so they become 0. If they were kept, the attack would guess worse than at random when
+    nothing is learned: the attacked run's noise and that of the other runs have opposite signs.
 
     Args:
         scores: How much the loss of each window fell in each run, ``(runs, windows)``.

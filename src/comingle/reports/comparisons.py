@@ -75,9 +75,9 @@ class Estimate:
     def p_value(self) -> float:
         """Two-sided p-value for a mean of 0, by Student's t test.
 
-        It is the error rate at which an end of the confidence interval (:meth:`interval`) is 0.
+        An end of the confidence interval (:meth:`interval`) is 0 if the error rate is this p-value.
         """
-        if not self.error:
+        if not self.error:  # t would be mean / 0
             return 1.0 if self.mean == 0 else 0.0
         from scipy.special import stdtr  # slow to import
 
@@ -107,15 +107,16 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
 
 
 def has_tied(estimate: Estimate, measure: str) -> bool:
-    """Return whether shares do not differ between seeds, so that their spread is unknown.
+    """Return whether results do not differ between seeds although they would with more test samples.
 
-    Shares are counts of few test samples, which are often equal by chance. An interval of width 0 would be wrong.
+    Only measures that are shares of test samples, such as accuracy, have ties: shares of few samples are often equal by
+    chance. An interval of width 0 would be wrong.
 
     Args:
         estimate: The mean over seeds.
         measure: Name of the measure of the results, such as "perplexity".
     """
-    return measure in SHARES and estimate.error <= _ROUNDING
+    return measure in SHARES and estimate.error <= _ROUNDING  # a smaller error comes from rounding
 
 
 def interval_of_change(
@@ -178,9 +179,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     reject at least one true hypothesis is at most 0.05.
     """
     adjusted, largest = [1.0] * len(p_values), 0.0  # largest adjusted p-value so far
-    for rank, number in enumerate(np.argsort(p_values, kind="stable")):
-        largest = max(largest, (len(p_values) - rank) * p_values[number])
-        adjusted[number] = min(1.0, largest)
+    for rank, hypothesis in enumerate(np.argsort(p_values, kind="stable")):
+        largest = max(largest, (len(p_values) - rank) * p_values[hypothesis])
+        adjusted[hypothesis] = min(1.0, largest)
     return adjusted
 
 

@@ -852,7 +852,7 @@ def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float =
     axis.set_yscale("log")
     axis.set_ylim(min(values) / room, max(values) * room)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    crowded = max(values) > 1000 * min(values)
+    crowded = max(values) > 1000 * min(values)  # labels between the powers of ten would overlap
     axis.yaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(lambda v, _: sparse_tick(v, measure)))
 
 

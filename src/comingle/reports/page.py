@@ -537,6 +537,7 @@ def render_page(
         baseline: The baseline of verdicts; None for ``local`` or else the first entry.
     """
     palette = _palette(entries)
+    # In figures each colour becomes a CSS variable, which has another value in the dark theme.
     drawn = FigureMarkup({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     environment = Environment(
         loader=PackageLoader("comingle.reports", "templates"),

@@ -208,7 +208,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _no_runs_message(path: Path) -> str:
-    """Return the message about a folder without runs, which names the runs that lie in ``runs`` beside it, if any."""
+    """Return the message about a folder without runs; it names runs in a folder ``runs`` inside or beside it."""
     runs = path / "runs" if (path / "runs").is_dir() else path.parent / "runs"
     message = f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders"
     names = sorted(file.parent.name for file in runs.glob("*/events.jsonl"))

@@ -196,6 +196,8 @@ def describe_sample(record: JsonMapping) -> str:
 def describe_privacy(privacy: JsonMapping) -> str:
     """Return a run's privacy as text: mechanism, epsilon, delta, noise multiplier, clip norm, number of releases.
 
+    A release is one sum of private data that is published with noise, such as the mean change of a round.
+
     Args:
         privacy: Entry ``privacy`` of the run's metrics; an infinite epsilon is None there, as JSON has no infinity.
     """

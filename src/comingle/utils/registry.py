@@ -52,7 +52,7 @@ class Plugin:
         return " and ".join(sorted(f"{point.dist.name} {point.dist.version}" for point in self.points if point.dist))
 
     def load(self) -> Any:
-        """Import and return the object.
+        """Import the implementation that the package offers under this name, and return it.
 
         Raises:
             PluginError: Several packages offer the name, or the package cannot be imported.

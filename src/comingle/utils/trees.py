@@ -185,7 +185,7 @@ class Layout:
         None if there are no such columns.
         """
         wanted = frozenset(roles)
-        if wanted not in self._other_roles_cache:
+        if wanted not in self._other_roles_cache:  # called in every step
             names = {slot.name for slot in self.touching(wanted).slots}
             in_slots = torch.cat([torch.full((slot.size,), slot.name in names) for slot in self.slots])
             mask = in_slots & ~self.mask(wanted)
