@@ -338,12 +338,13 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
         canary: Tokens.
         context: Inputs of a window.
         seed: Seed of the recipe.
-        trial: Number of the run.
+        trial: Number of the run with canaries, from 0. Each run draws another example.
     """
-    stream, window = user.train.clone(), min(context + 1, len(user.train))
-    place = int(torch.randint(len(stream) // window, (1,), generator=generator("audit", seed, trial, user.name)))
-    repeated = canary.repeat(math.ceil(window / len(canary)))[:window]
-    stream[place * window : (place + 1) * window] = repeated.to(stream)
+    stream, width = user.train.clone(), min(context + 1, len(user.train))
+    num_windows = len(stream) // width
+    index = int(torch.randint(num_windows, (1,), generator=generator("audit", seed, trial, user.name)))
+    repeated = canary.repeat(math.ceil(width / len(canary)))[:width]
+    stream[index * width : (index + 1) * width] = repeated.to(stream)
     return replace(user, train=stream)
 
 
@@ -463,7 +464,8 @@ def run_trial(
 ) -> Trial:
     """Train with canaries in the data of some users, and score all canaries by what attackers observe.
 
-    For each user a coin decides whether its canary is inserted. If the run protects single examples, a canary takes the
+    A canary is a sequence of random tokens. For each user a coin decides whether its canary is inserted into its
+    training data. If the run protects single examples, a canary takes the
     place of one example, otherwise of a share :data:`SHARE` of the user's data.
 
     Args:
@@ -498,6 +500,7 @@ def run_trial(
         insert(user, canary) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
+    # A federation in memory that nothing observes yet.
     plain = build(trial_recipe, replace(run_data, users=trial_users), store="memory")
     scores = {view: [[] for _ in users] for view in (SERVER, USERS)}
     canary_scores = CanaryScores(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
@@ -580,9 +583,13 @@ def infer_membership(run: Run) -> list[Membership]:
 
 
 def auc(members: Sequence[float], others: Sequence[float]) -> float:
-    """Return the probability that a random member scores higher than a random other, with ties counting half.
+    """Return the area under the ROC curve: the probability that a member scores higher than a non-member.
 
-    It is the area under the ROC curve, computed as the Mann-Whitney U of the members divided by the number of pairs.
+    Ties count half. Computed as the Mann-Whitney U of the members, divided by the number of pairs.
+
+    Args:
+        members: Scores of examples that were trained on.
+        others: Scores of examples that were not trained on.
     """
     ranks = rankdata([*members, *others])
     count = len(members)
@@ -639,9 +646,10 @@ class Halves:
 
 
 def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
-    """Cut users' training data into windows, and include each one in a reference run with probability 1/2.
+    """Cut users' training data into windows, and include each window in a reference run with probability 1/2.
 
-    At least one window of each user is included. Users with fewer than ``LEAST`` windows train on all of them.
+    At least one window of each user is included. Users with fewer than ``LEAST`` (4) windows train on all windows: a
+    half would be too little.
 
     Args:
         users: The users.

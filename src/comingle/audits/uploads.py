@@ -237,6 +237,7 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
     Raises:
         RunError: The net's first layer is not linear with a bias, is not shared, or does not read the inputs.
     """
+    # A federation in memory that nothing observes yet.
     plain = build(recipe, run_data, store="memory")
     weight_and_bias = first_layer(plain.clients.model.layout, plain.clients.method.shared)
     downloaded = published(plain.server)
@@ -247,7 +248,8 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
         if view != SERVER:
             return
         for row, user in enumerate(users):
-            # Dimension 1 is the models of a user; an upload has one, which was trained from the first one published.
+            # Tensors are (users, models, *shape). An upload has one model, which was trained from the first one of the
+            # user's download.
             weight, bias = ((tensors[name][row, 0] - downloaded[name][user, 0]).double() for name in weight_and_bias)
             inverted_inputs[user] = input_from_changes(weight, bias)
 

@@ -348,7 +348,8 @@ def cell(gain: Gain | None) -> str:
     """Return the text of a gain in a table: mean, interval and verdict."""
     if gain is None:
         return "not finite"
-    mean = gain.text if gain.measure == "loss" else f"{gain.change.mean:+z.1f}"  # the title has the unit of others
+    # The title of the table has the unit of all changes but those of losses, which are written as factors.
+    mean = gain.text if gain.measure == "loss" else f"{gain.change.mean:+z.1f}"
     return f"{mean}{_interval_text(gain)} {gain.verdict}"
 
 
@@ -372,7 +373,7 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
 
 
 def render_advice(advice: Advice) -> Table:
-    """Return the table of an advice for the terminal: the changes of all users and of their mean against ``local``."""
+    """Return a table for the terminal of the changes of all users, and of their mean, against training alone."""
     units = {"perplexity": "per cent of perplexity", "loss": "as a factor of test loss"}
     unit = units.get(advice.measure, f"in test {advice.measure}")
     title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"

@@ -494,7 +494,7 @@ def _verdict_of(
         p_value: Its adjusted p-value over users; None if there are too few users.
     """
     change = as_change(estimate.mean, measure)
-    if has_tied(estimate, measure):
+    if has_tied(estimate, measure):  # an interval of width 0 would be wrong
         return Verdict(method=name, seeds=seeds, verdict=LEVEL, change=change, p_value=p_value)
     bounds = estimate.interval(share)
     direction = WORSE if is_worse(estimate.mean, measure) else BETTER

@@ -296,7 +296,7 @@ def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
     """
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
-    sheet: list[list[object]] = [[*head]]
+    sheet: list[list[object]] = [[*head]]  # a copy whose type allows numbers, too
     for entry, gains_of_entry in rows:
         for gain in gains_of_entry:
             low, high = gain.interval or (None, None)
@@ -352,8 +352,9 @@ def _paint_bars(
     ends = [_to_axis(gain.measure, gain.change.mean) for gain in gains]  # of the bars, in the unit of the axis
     for place, end, gain in zip(places, ends, gains, strict=True):
         start = _no_change(gain.measure)
+        drawn_height = height * 0.92  # leaves a gap between bars
         (bar,) = axis.barh(
-            place, end - start, height * 0.92, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
+            place, end - start, drawn_height, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
         )
         bar.set_alpha(LEVEL_OPACITY if gain.verdict == "level" else 1.0)
         bar.set_hatch(HATCH if _is_hatched(gain) else "")
@@ -563,7 +564,7 @@ class Mixtures:
         """
         if self.clusters is None:
             return None
-        return tuple(adjusted_rand_index(self.clusters, at.argmax(1).tolist()) for at in self.values)
+        return tuple(adjusted_rand_index(self.clusters, weights.argmax(1).tolist()) for weights in self.values)
 
 
 def read_mixtures(folder: Path) -> Mixtures | None:
@@ -902,11 +903,13 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
     measure = entries[0].first.measure
     means = ["mean", "geometric mean"] if measure == "perplexity" else ["mean"]
     sheet: list[list[object]] = [["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]]
+    has_whiskers = False  # deviations over seeds
     for mean in means:
         for entry in entries:
-            result = final(entry, geometric=mean != "mean") if entry.trained else None
+            result = final(entry, geometric=mean == "geometric mean") if entry.trained else None
             if result is not None:
                 sheet.append([mean, entry.label, cost(entry).upload_bytes, result.mean, result.std])
+                has_whiskers = has_whiskers or bool(result.std)
     _, unit_name = byte_unit(max((cost(entry).upload_bytes for entry in entries), default=0))
     return Panels(
         paint=[partial(_paint_bytes_panel, entries=entries, mean_name=mean) for mean in means],
@@ -915,7 +918,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
         sheet=sheet,
         below=f"uploaded by all users over the run, {unit_name}",
         left=axis_label(measure),
-        note=f"whiskers: {DEVIATION}" if any(row[-1] for row in sheet[1:]) else "",
+        note=f"whiskers: {DEVIATION}" if has_whiskers else "",
     )
 
 

@@ -235,9 +235,10 @@ def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:
     figure.draw_without_rendering()  # computes the layout, on which the width of the axes depends
     width_points = axes[0].get_window_extent().width / figure.dpi * 72
     letter_width = width_points / COLUMNS
+    font_size = letter_width / ADVANCE  # ADVANCE is the width of a letter at font size 1
     for axis in axes:
         for text in axis.texts:
-            text.set_fontsize(letter_width / ADVANCE)
+            text.set_fontsize(font_size)
 
 
 def _paint_tokens(axis: Axes, cell: _TokenCell, lines: int) -> None:
@@ -746,11 +747,15 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
     return {
         "baseline": baseline.label,
         "figure": drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2)),
-        "population": population and drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}"),
+        "population": (
+            None
+            if population is None
+            else drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}")
+        ),
         "kinds": columns,
         "single": any("one seed" in verdict for verdict in columns),
         "rows": rows,
-        "room": max_users_with_bars(pairs),
+        "room": max_users_with_bars(pairs),  # for the sentence on users without a bar
     }
 
 

@@ -108,6 +108,7 @@ class RunRecord:
         task_setting: JsonObject | None = (self.recipe.get("data") or {}).get("task")
         if not task_setting:
             return ""
+        # None and 1.0 are the defaults, with which the task is as its name says.
         settings = [
             f"{key} {task_setting[key]}" for key in ("shift", "fraction") if task_setting.get(key) not in (None, 1.0)
         ]
@@ -366,11 +367,13 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     labels = []
     for run in runs:
         same_method = [other for other in runs if other.method == run.method]
-        # Settings of privacy are listed only if all these runs have them; else every one would differ.
+        # Without privacy there is no setting of it, so that all settings of a private run would differ. Then only the
+        # mechanism is listed, under the key "privacy".
         all_private = all(other.recipe.get("privacy") for other in same_method)
         keys = common_keys | _differing_keys([_settings_of(other, full_privacy=all_private) for other in same_method])
-        if "privacy.mechanism" in keys:
+        if "privacy.mechanism" in keys:  # the same as "privacy"
             keys -= {"privacy"}
+        # The first has the key "privacy", the second the single settings if all runs are private.
         settings = _settings_of(run, full_privacy=False) | _settings_of(run, full_privacy=all_private)
         differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in sorted(keys)]
         labels.append(f"{run.method} ({', '.join(differing)})" if differing else run.method)

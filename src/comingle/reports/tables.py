@@ -158,8 +158,9 @@ def _run_circumstances(metrics: JsonObject, unit: str) -> str:
     speed = f"{rate:,.0f} {unit}/s" if rate else without_rate
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
-    is_counted = rate or has_private_users or not metrics["rounds"]  # not in a client's model
-    times = [speed, f"{seconds_text(metrics['wall_seconds'])} s"] if is_counted else []
+    # A client's model has trained for some rounds, but has no rate although its user has results.
+    is_clients_model = metrics["rounds"] and not rate and not has_private_users
+    times = [] if is_clients_model else [speed, f"{seconds_text(metrics['wall_seconds'])} s"]
     return " · ".join([metrics["base"], place, *times, f"peak memory {peak}"])
 
 
@@ -702,12 +703,12 @@ def _sample_note(rows: Sequence[MethodRow]) -> str:
     The size of the sample, which all methods share, comes first.
     """
     # The texts of describe_sample are "SIZE" or "SIZE, INTERVAL".
-    samples = [(row["method"], describe_sample(row).split(", ", 1)) for row in rows if "sample" in row]
-    if not samples:
+    texts = {row["method"]: describe_sample(row) for row in rows if "sample" in row}
+    if not texts:
         return ""
-    _, (size, *_) = samples[0]
-    intervals = [f"{method}: {', '.join(interval)}" for method, (_, *interval) in samples if interval]
-    return "; ".join([size, *intervals])
+    size = next(iter(texts.values())).partition(", ")[0]
+    intervals = {method: text.partition(", ")[2] for method, text in texts.items()}
+    return "; ".join([size, *(f"{method}: {interval}" for method, interval in intervals.items() if interval)])
 
 
 def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:

@@ -115,8 +115,9 @@ def check_base(where: Path, recorded: Inputs, base: str, tokenizer: str) -> None
         RunError: The base or the tokenizer changed.
     """
     for part, before, now in (("base", recorded.base, base), ("tokenizer", recorded.tokenizer, tokenizer)):
-        template_digest = now.partition(":")[2]
-        if now not in (before, f"{before}:{template_digest}"):
+        without_template = now.partition(":")[0]  # the same for a base, whose digest has no colon
+        is_same = before in (now, without_template)
+        if not is_same:
             raise RunError(f"{where}: the {part} changed since the run began; {_ADVICE}")
 
 

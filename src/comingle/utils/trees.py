@@ -193,11 +193,17 @@ class Layout:
         return self._other_roles_cache[wanted]
 
     def span(self, part: Layout) -> slice | Int64[Tensor, " columns"]:
-        """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices."""
-        starts = [self.starts[slot.name] for slot in part.slots] or [0]  # an empty part is an empty slice
-        ends = [start + slot.size for start, slot in zip(starts, part.slots, strict=False)]
+        """Return the columns of ``part`` in this layout: a slice if they are contiguous, otherwise their indices.
+
+        Args:
+            part: A layout of some of these slots.
+        """
+        if not part.slots:
+            return slice(0, 0)
+        starts = [self.starts[slot.name] for slot in part.slots]
+        ends = [start + slot.size for start, slot in zip(starts, part.slots, strict=True)]
         if starts[1:] == ends[:-1]:
-            return slice(starts[0], starts[0] + part.columns)
+            return slice(starts[0], ends[-1])
         return torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
 
 
