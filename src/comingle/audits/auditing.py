@@ -356,7 +356,7 @@ def guess(scores: Sequence[float | None]) -> list[bool | None]:
 
 
 def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:
-    """Guess the coin of every canary, and return a lower bound of epsilon from the number of right guesses.
+    """Guess for every canary whether a run included it, and bound epsilon from below by the number of right guesses.
 
     Args:
         view: SERVER or USERS; whose observations the scores come from.
@@ -367,7 +367,7 @@ def bound_epsilon(view: str, trials: Sequence[Trial], delta: float, upper: float
     Returns:
         The bound (``epsilon``), and the bound if every guess had been right (``provable``).
     """
-    coins = [coin for trial in trials for coin in trial.inside]
+    coins = [coin for trial in trials for coin in trial.inside]  # True for an included canary
     guesses = guess([score for trial in trials for score in trial.scores[view]])
     answered = [(guessed, coin) for guessed, coin in zip(guesses, coins, strict=True) if guessed is not None]
     num_guesses, correct = len(answered), sum(guessed == coin for guessed, coin in answered)

@@ -314,19 +314,19 @@ def draw_canaries(num_users: int, *, vocabulary: int, context: int, seed: int, t
 
 
 def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
-    """Write a user's canary over a share :data:`SHARE` of the training text, repeated at random places.
+    """Replace a quarter (:data:`SHARE`) of the training text, at random positions, by copies of the user's canary.
 
     Args:
         user: The user.
         canary: Tokens.
         seed: Seed of the recipe.
-        trial: Number of the run.
+        trial: Number of the run with canaries, from 0. Each run draws other positions.
     """
     width, stream = len(canary), user.train.clone()
-    num_places = len(stream) // width
-    places = torch.randperm(num_places, generator=generator("audit", seed, trial, user.name))
-    for place in places[: max(1, int(SHARE * num_places))].tolist():
-        stream[place * width : (place + 1) * width] = canary.to(stream)
+    num_pieces = len(stream) // width  # pieces as long as the canary
+    shuffled = torch.randperm(num_pieces, generator=generator("audit", seed, trial, user.name))
+    for piece in shuffled[: max(1, int(SHARE * num_pieces))].tolist():
+        stream[piece * width : (piece + 1) * width] = canary.to(stream)
     return replace(user, train=stream)
 
 
@@ -556,13 +556,15 @@ def infer_membership(run: Run) -> list[Membership]:
     for comparison. The attacker is another user, who attacks with the model that it has downloaded itself.
     """
     clients, server = run.federation.clients, run.federation.server
-    attacker, final_models, memberships = Attacker(clients=clients), published(server, others=True), []
+    attacker, memberships = Attacker(clients=clients), []
+    final_models = published(server, others=True)  # for each user, what its attacker has downloaded
     # Test splits have targets in responses only; if training had them in prompts too, both splits get them.
     all_tokens = getattr(run.recipe.data, "loss_on", "") == "all"
     for number, user in enumerate(clients.users):
         model = {name: t[number : number + 1] for name, t in final_models.items()}
         train, test = (windows_of(split, clients.plan.training.context) for split in (user.train, user.test))
         splits = [(as_targets(windows) if all_tokens else windows).unsqueeze(0) for windows in (train, test)]
+        # Losses are (users, windows), with one user here. Without a model they are those of the base model.
         final_losses = [attacker.losses([number], model, windows)[0] for windows in splits]
         base_losses = [attacker.losses([number], {}, windows)[0] for windows in splits]
         train_scores, test_scores = (

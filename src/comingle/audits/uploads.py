@@ -103,6 +103,10 @@ def little_is_enough(changes: Tree, hostile: Sequence[int]) -> Tree:
     ``s = floor(n / 2 + 1) - f``, and z is the quantile of the normal distribution at ``(n - f - s) / (n - f)``.
 
     Source: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156, Algorithm 3.
+
+    Args:
+        changes: Changes of all users, ``(users, *shape)``.
+        hostile: Indices of the hostile users.
     """
     honest = _honest_users(changes, hostile)
     num_users, num_honest = len(honest) + len(hostile), len(honest)
@@ -397,6 +401,7 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
         among the most common tokens of all test texts.
     """
+    # A federation in memory that nothing observes yet.
     plain = build(recipe, run_data, store="memory")
     factors, last_published = token_factors(plain.clients), LastPublished()
     changes_of_users: dict[int, Tree] = {}
@@ -420,11 +425,12 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
     users: Sequence[UserData] = run_data.users
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
     num_tokens, recovered, guesses = [], [], []
-    begin = None if run_data.base is None else run_data.base.begin
+    begin_token = None if run_data.base is None else run_data.base.begin
     for number, changes in sorted(changes_of_users.items()):
         truth = set(users[number].train[:-1].tolist())  # the last token is only a target
         nearest_first = nearest_tokens(torch.cat(list(changes.values())), candidates)
-        guessed = [token for token in nearest_first if token != begin][: len(truth)]  # begin is in every window
+        # The begin-of-text token is in every window, so to guess it would be no success.
+        guessed = [token for token in nearest_first if token != begin_token][: len(truth)]
         num_tokens.append(len(truth))
         recovered.append(len(truth & set(guessed)) / len(truth))
         guesses.append(len(truth & set(common[: len(truth)])) / len(truth))

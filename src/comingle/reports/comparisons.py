@@ -103,7 +103,8 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
     Returns:
         Both ends; None for fewer than two values.
     """
-    return None if len(values) < 2 else one_way(values).interval(1 / num_intervals)
+    share = 1 / num_intervals  # of the error rate of 5%
+    return None if len(values) < 2 else one_way(values).interval(share)
 
 
 def has_tied(estimate: Estimate, measure: str) -> bool:
@@ -216,7 +217,9 @@ def signed_rank(differences: Sequence[float]) -> float:
     for rank in ranks:  # a sign is negative or positive with probability 1/2
         probabilities = (np.pad(probabilities, (0, rank)) + np.pad(probabilities, (rank, 0))) / 2
     observed = int(ranks[nonzero > 0].sum())
-    return min(1.0, 2 * float(min(probabilities[: observed + 1].sum(), probabilities[observed:].sum())))
+    lower_tail, upper_tail = probabilities[: observed + 1].sum(), probabilities[observed:].sum()
+    # Two-sided: twice the smaller tail. Both tails have the observed sum, so twice a tail can be more than 1.
+    return min(1.0, 2 * float(min(lower_tail, upper_tail)))
 
 
 def smallest_signed_rank(users: int) -> float:

@@ -394,9 +394,12 @@ def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
     means = [0.0, *(gain.change.mean for gain in gains)]
     ends = [end for gain in gains for end in gain.interval or ()]
     low, high = min(means), max(means)
+    # Without any change the longest whisker counts, and without whiskers any width is right.
     width = (high - low) or max((abs(end) for end in ends), default=1.0) or 1.0
-    left, right = max(min([low, *ends]), low - width), min(max([high, *ends]), high + width)
-    axis.set_xlim(_to_axis(measure, left - width / 20), _to_axis(measure, right + width / 20))
+    left = max(min([low, *ends]), low - width)
+    right = min(max([high, *ends]), high + width)
+    margin = width / 20
+    axis.set_xlim(_to_axis(measure, left - margin), _to_axis(measure, right + margin))
 
 
 def _format_factors(axis: Axis, low: float, high: float) -> None:

@@ -224,7 +224,8 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
         legend_above(figure, patches, names, title=title)
         _fit_letters(figure, axes)
 
-    return draw(len(rows), len(rows[0]), (3.6, max(1.1, 0.35 + 0.115 * lines)), paint)
+    height = max(1.1, 0.35 + 0.115 * lines)  # inches of a cell: for the title, and for each line
+    return draw(len(rows), len(rows[0]), (3.6, height), paint)
 
 
 def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -108,7 +108,7 @@ class RunRecord:
         task_setting: JsonObject | None = (self.recipe.get("data") or {}).get("task")
         if not task_setting:
             return ""
-        # None and 1.0 are the defaults, with which the task is as its name says.
+        # A shift of None is the task's own one, and a fraction of 1.0 keeps all data: both go without saying.
         settings = [
             f"{key} {task_setting[key]}" for key in ("shift", "fraction") if task_setting.get(key) not in (None, 1.0)
         ]
@@ -386,7 +386,8 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     Of privacy only the mechanism counts. A key that a run lacks, as runs of older versions may, does not count.
     """
     settings = [_settings_of(run, full_privacy=False) for run in runs]
-    lacking = ("evaluation.model", None)  # in RunRecord.key, if the recipe does not have it
+    # RunRecord.key has this key in any case, with the value None for a recipe without it.
+    lacking = ("evaluation.model", None)
     in_all = set.intersection(
         *({key for key, value in of_run.items() if (key, value) != lacking} for of_run in settings)
     )
@@ -409,7 +410,7 @@ def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
     """
     in_folder = run.folder.name.rpartition("-seed")[0]
     named = [name for name in names if folder_name(name) == in_folder and name.partition(":")[0] == run.method]
-    return named[0] if named else run.method
+    return named[0] if named else run.method  # methods in a comparison have different folder names
 
 
 def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
@@ -693,7 +694,7 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
     label_of_method = {entry.method: entry.label for entry in reversed(entries)}  # of the first entry of a method
     names = baseline_methods(wanted or BASELINE)
     chosen = [name if name in labels else label_of_method.get(name, name) for name in names]
-    # None, so that baseline_of takes the first entry, if no baseline is given and no entry is of the default one.
+    # Without ``wanted`` and without an entry of the default baseline, None makes baseline_of take the first entry.
     baseline = ",".join(chosen) if wanted or chosen[0] in labels else None
     results = {
         entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}

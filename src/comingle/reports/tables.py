@@ -435,9 +435,9 @@ _STATE_STYLES = {"here": "green", "away": "red", "expected": "dim"}
 def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.Table:
     """Return the table of the clients of a running federation, for the terminal.
 
-    It has the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
-    the recipe it also has epsilon, and the weight of each user's last upload. It is empty while its file is missing or
-    cannot be read.
+    Columns: the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
+    the recipe, also epsilon, and the weight of each user's last upload in the aggregate ("counted"). The table is empty
+    while its file is missing or cannot be read.
 
     Args:
         folder: Run folder of the federation's server.
@@ -454,7 +454,7 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
         table.add_column(name, justify="right")
     table.add_column("")
     listed = list(users)
-    if len(users) > MOST_ROWS and not all_users:
+    if len(users) > MOST_ROWS and not all_users:  # clients that are away need attention
         by_state = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
         listed = by_state[:MOST_ROWS]
     for name in listed:
@@ -609,7 +609,10 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, floa
 
 
 def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
-    """Return the heading and the cells of each column of costs; a dagger marks unequal numbers of parameters."""
+    """Return the heading and the cells of each column of costs.
+
+    A dagger marks numbers of trained parameters that differ much from those of the other methods.
+    """
     rows = table["methods"]
     counts = [row["trainable_parameters"] for row in rows]
     typical = typical_budget(counts)
@@ -679,7 +682,10 @@ def _settings_note(rows: Sequence[MethodRow]) -> str:
 
 
 def _untrained_note(rows: Sequence[MethodRow]) -> str:
-    """Return the note on methods with roles that no phase has reached; empty without any."""
+    """Return the note on roles (such as routers) that were never trained because the run was too short.
+
+    Empty if all methods have trained all roles.
+    """
     roles = sorted({role for row in rows for role in row.get("untrained", ())})
     if not roles:
         return ""
