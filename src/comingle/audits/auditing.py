@@ -66,8 +66,9 @@ def epsilon_of_replacing(
     privacy for groups of two, Dwork and Roth 2014, Theorem 2.2).
 
     Args:
-        release: Noise and sampling of the sum of the participants' changes that a round publishes.
-        count: Number of rounds that publish such a sum.
+        release: Noise and sampling of one noisy sum: of the participants' changes in a round, or, if privacy protects
+            single examples, of gradients in a step.
+        count: Number of such sums in a run.
         delta: Delta of the bound.
         accountant: "rdp" or "pld".
         is_for_replacing: Whether the accountant's epsilon is for replacement already.

@@ -100,7 +100,7 @@ class ObservedFederation(InProcess):
         """Aggregate, then record each user's download twice: as what the user itself sees and what others see.
 
         Returns:
-            Reason why a secure sum of the uploads failed; empty if there is none.
+            Reason why there is no secure sum of the uploads; empty if there is one, or none was needed.
         """
         reason, all_users = super().aggregate(), range(len(self.server.users))
         self.record_view(OWN, all_users, published(self.server))
@@ -386,7 +386,7 @@ def with_response(
     windows, scored_row = user.train.windows.clone(), longest_responses(user.train)
     shuffled = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
     for row in [scored_row, *shuffled[shuffled != scored_row].tolist()][:count]:
-        [windows[row]] = overwrite(windows[row], canary.unsqueeze(0))  # one copy, as there is one canary
+        windows[row] = overwrite(windows[row], canary.unsqueeze(0))[0]  # the only copy, as there is one canary
     return replace(user, train=replace(user.train, windows=windows))
 
 
@@ -650,8 +650,7 @@ class Halves:
 def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
     """Cut users' training data into windows, and include each window in a reference run with probability 1/2.
 
-    At least one window of each user is included. Users with fewer than ``LEAST`` (4) windows train on all windows: a
-    half would be too little.
+    At least one window of each user is included. Users with fewer than ``LEAST`` (4) windows train on all windows.
 
     Args:
         users: The users.

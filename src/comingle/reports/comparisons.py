@@ -108,10 +108,10 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
 
 
 def has_tied(estimate: Estimate, measure: str) -> bool:
-    """Return whether results do not differ between seeds although they would with more test samples.
+    """Return whether results are equal for all seeds by chance, so that their spread is unknown.
 
-    Only measures that are shares of test samples, such as accuracy, have ties: shares of few samples are often equal by
-    chance. An interval of width 0 would be wrong.
+    Only measures that are shares of test samples, such as accuracy, have such ties, as there are few samples. An
+    interval of width 0 would be wrong.
 
     Args:
         estimate: The mean over seeds.
