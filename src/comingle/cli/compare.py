@@ -179,13 +179,13 @@ def _run_in_parallel(
         quiet: Print nothing.
     """
     from comingle.cli.training import warn_overlaps
-    from comingle.runs.compare import compare_beside
+    from comingle.runs.compare import compare_in_processes
     from comingle.utils.records import measure_of, number
     from comingle.utils.terminal import errors, words
 
     # ``ready`` is called once with the users' data before the first run.
     options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}
-    outcomes = compare_beside(recipes, folder, jobs=jobs, **options)  # "beside": in other processes, in parallel
+    outcomes = compare_in_processes(recipes, folder, jobs=jobs, **options)
     for num_ended, (key, outcome) in enumerate(outcomes, start=1):
         if isinstance(outcome, ComingleError):
             result = f"failed: {outcome}"

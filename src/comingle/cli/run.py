@@ -94,7 +94,7 @@ def join(
     from comingle.reports.tables import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING
-    from comingle.runs.join import join_run, newcomer
+    from comingle.runs.join import join_run, prepare_newcomer
     from comingle.runs.progress import reporting
     from comingle.training.kinds.base import kind_of
     from comingle.utils.names import as_folder
@@ -103,7 +103,7 @@ def join(
     with status("opening the run"):
         opened = load(run)
     folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
-    new_user = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+    new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step)
     with reporting(quiet=quiet) as reporter:
         # Programs can pass Python objects in place of names and paths of the recipe; the command line passes none.
         joined = join_run(opened, new_user, folder, reporter, given=NOTHING, force=force)

@@ -18,7 +18,17 @@ from comingle.methods.user_files import check_origin
 from comingle.models.folders import digest_tokenizer
 from comingle.models.hardware import torch_defaults
 from comingle.runs.folders import check_folder, with_bos_of_run
-from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
+from comingle.runs.given import (
+    NOTHING,
+    AnyBase,
+    AnyMethod,
+    AnyRecipe,
+    Given,
+    Loss,
+    given_of,
+    recipe_with,
+    registered_methods,
+)
 from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import (
@@ -118,7 +128,7 @@ def reopen(folder: Path, recipe: Recipe, inputs: Inputs, method: Method, given: 
     def read_users() -> Sequence[Any]:
         """Read all users as the run did, and check that their data has not changed."""
         try:
-            with lending([given.method]):
+            with registered_methods([given.method]):
                 run_data = prepare(recipe, base=base, given=given, method=method)
         except DataError as error:
             raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
@@ -220,7 +230,7 @@ def run(
         warnings.warn("comingle.run(materials=) is now run_data=", DeprecationWarning, stacklevel=3)
         run_data = cast(RunData, changes.pop("materials"))
     given = given_of(users, base, method, loss)
-    with lending([method]) as [named_method], reporting(quiet=not progress) as reporter:
+    with registered_methods([method]) as [named_method], reporting(quiet=not progress) as reporter:
         full_recipe = recipe_with(recipe, given, base=base, method=named_method, changes=changes)
         folder = Path(out) if out is not None else None
         if folder is not None:
@@ -287,7 +297,7 @@ def load(
         )
     metrics, recipe = read_metrics(folder), load_recipe(folder)
     given = given_of(users, base, method, loss)
-    with lending([method]) as [named]:
+    with registered_methods([method]) as [named]:
         _check_method(folder, recipe, named)
         inputs, run_method = read_inputs(folder), check_and_set_up(recipe)
         run_data = reopen(folder, recipe, inputs, run_method, given)

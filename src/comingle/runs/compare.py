@@ -257,25 +257,26 @@ def comparison_runs(folder: Path, finished: Mapping[Path, str], *, failed: Colle
         in the order of the seeds.
     """
     earlier_labels = {folder_name(label): label for label in methods_in_table(folder)}
-    members = _Members(finished)
+    comparable = _ComparableRuns(finished)
     for path in sorted(file.parent for file in folder.glob("*/recipe.yaml")):
         if path in finished or path in failed:
             continue
         try:
-            members.add(path, earlier_labels)
+            comparable.add(path, earlier_labels)
         except (ComingleError, OSError) as error:
             _log.warning("%s: left out of the comparison: %s", path, error)
+    # Methods of this command come first, in its order, and then those of the last table.
     ranks = {label: rank for rank, label in enumerate(dict.fromkeys([*finished.values(), *earlier_labels.values()]))}
 
     def order_key(path: Path) -> tuple[int, str, int]:
         """Return the key by which runs are sorted: rank of the method, label for methods without a rank, and seed."""
-        label = members.labels[path]
-        return ranks.get(label, len(ranks)), label, members.recipes[path].seed
+        label = comparable.labels[path]
+        return ranks.get(label, len(ranks)), label, comparable.recipes[path].seed
 
-    return {path: members.labels[path] for path in sorted(members.labels, key=order_key)}
+    return {path: comparable.labels[path] for path in sorted(comparable.labels, key=order_key)}
 
 
-class _Members:
+class _ComparableRuns:
     """The runs of a comparison, to which comparable ones of earlier commands can be added."""
 
     def __init__(self, finished: Mapping[Path, str]):
@@ -405,7 +406,7 @@ def _label(method: Mapping[str, Any]) -> str:
     """Return a method's name and settings in the form ``NAME:KEY=VALUE:...`` that :func:`parse_method` reads.
 
     Args:
-        method: A mapping of ``name`` and settings, which may also be in a mapping ``settings``.
+        method: Either a mapping of ``name`` and settings, or a mapping of ``name`` and ``settings`` as in a recipe.
     """
     settings = {**method, **method.get("settings", {})}
     pairs = [f"{key}={_compact(value)}" for key, value in settings.items() if key not in ("name", "settings")]
@@ -456,7 +457,7 @@ def compare_runs(
     # If one method needs validation data, users without it are skipped for all methods, which are then comparable.
     validates = any(make(run.method.name, **run.method.settings).client.needs_validation for run in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
-    recipes = as_compared(recipes, folders, resume=resume)
+    recipes = with_bos_of_comparison(recipes, folders, resume=resume)
     resumed = check_folders(recipes, folders, resume=resume, force=force)
     started_folder = next((folders[key] for key in recipes if resumed.get(key)), None)
     if started_folder is not None:  # chat templates may write the date, which must be that of the first start
@@ -491,7 +492,9 @@ def compare_runs(
         yield key, result
 
 
-def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
+def with_bos_of_comparison(
+    recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool
+) -> Mapping[Key, Recipe]:
     """Return the recipes of a comparison to resume, all with begin-of-text tokens or all without.
 
     Older versions of this package added no begin-of-text tokens. If an older version started one of the runs, all runs
@@ -535,7 +538,7 @@ Ended = tuple[Key, dict[str, Any] | ComingleError]
 """A run that has ended, with its metrics or the error that stopped it."""
 
 
-def compare_beside(
+def compare_in_processes(
     recipes: Mapping[Key, Recipe],
     folder: Path,
     *,
@@ -563,7 +566,7 @@ def compare_beside(
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.
     """
-    recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
+    recipes = with_bos_of_comparison(recipes, folders_of(recipes, folder), resume=resume)
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
     silent = quiet or errors.is_terminal
     work = partial(_run_group, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)

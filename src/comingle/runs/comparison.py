@@ -25,7 +25,7 @@ from comingle.reports.tables import latex, tables_of
 from comingle.runs import ROUNDS, SEEDS, shortened
 from comingle.runs.advise import advise_runs
 from comingle.runs.compare import check_baseline, compare_runs, labels_of, recipes_of, write_table
-from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
+from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, recipe_with, registered_methods
 from comingle.runs.progress import reporting
 from comingle.runs.results import Run, records_of, table_of
 from comingle.training.backends.launched import require_alone
@@ -185,7 +185,7 @@ def compare(
     if not methods:
         raise RecipeError("methods: got none; list them with `comingle methods`")
     given, folder = given_of(users, base, loss=loss), Path(out) if out is not None else None
-    with lending(list(methods)) as named_methods, reporting(quiet=not progress) as reporter:
+    with registered_methods(list(methods)) as named_methods, reporting(quiet=not progress) as reporter:
         full_recipe = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(full_recipe, named_methods, list(seeds))
         check_baseline(recipes, folder, against)

@@ -23,7 +23,17 @@ from comingle.privacy import secure_sum
 from comingle.privacy.accounting import Work
 from comingle.runs import api
 from comingle.runs.folders import check_folder, with_bos_of_run
-from comingle.runs.given import NOTHING, AnyBase, AnyMethod, AnyRecipe, Given, Loss, given_of, lending, recipe_with
+from comingle.runs.given import (
+    NOTHING,
+    AnyBase,
+    AnyMethod,
+    AnyRecipe,
+    Given,
+    Loss,
+    given_of,
+    recipe_with,
+    registered_methods,
+)
 from comingle.runs.progress import loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import fitted, method_of, prepare, run_in, warn_unread
@@ -370,8 +380,8 @@ def run(
     if out is None:
         raise RunError(f"out: got None in one of {place.size} processes; give out=FOLDER, which all of them see")
     folder, given = Path(out), given_of(users, base, method, loss)
-    # `lending` registers a passed method until the run has ended; recipes name methods, so `named` is its name.
-    with joined(place) as ranks, lending([method]) as [named]:
+    # Recipes name methods, so a passed method is registered under its name (`named`) until the run has ended.
+    with joined(place) as ranks, registered_methods([method]) as [named]:
         # `ranks.each` calls a function in every process; if it fails in one of them, all stop.
         full_recipe = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
         if ranks.has_opened(folder):  # the launcher has restarted the program

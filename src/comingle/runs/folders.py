@@ -110,6 +110,7 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
         check_recipe(folder, recipe)
     else:
         difference = "" if resume is None else _difference_from_run(folder, recipe)
+        # The error for an existing run offers to resume it, unless it cannot be resumed or has another recipe.
         hint = "" if resume is None or difference else "--resume continues it, "
         _check_replaceable(folder, force, hint, difference)
 

@@ -335,7 +335,7 @@ def _with_given_users(content: Any, users: Mapping[str, Any], changes: Mapping[s
 
 
 @contextmanager
-def lending(methods: Sequence[object]) -> Iterator[list[object]]:
+def registered_methods(methods: Sequence[object]) -> Iterator[list[object]]:
     """Register the methods that a program passes, so that recipes can name them; unregister them on exit.
 
     Args:

@@ -117,7 +117,7 @@ class Newcomer:
     """Number of final rounds in which the newcomer fine-tunes the downloaded roles."""
 
 
-def newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
+def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, local_step: bool) -> Newcomer:
     """Return the recipe and the data of a new user of a run, after all checks that do not need to read the data.
 
     Args:
@@ -303,7 +303,7 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
     test_data = [clients.users[0].test]  # the newcomer is the only user of its federation, number 0
     shared_scores = clients.scorer.score(_shared_models(clients), test_data, [0])
     measure = measure_of(shared_scores)
-    shared = measured(shared_scores[0])
+    shared = measured(shared_scores[0])  # test results by key
     train_key = f"train_{clients.batch_source.unit}"  # tokens or samples that training used
     rows = {"shared": shared | {train_key: 0}}
     # With `finetunes` the newcomer is scored after one more local round, so the baselines get one more round too.
@@ -313,8 +313,8 @@ def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter:
         rows[method] = _train_baseline(new_user, run_data, method, rounds, reporter)
     done = _run_newcomer(federation, new_user, run_data, folder, reporter)
     amount = _amount_trained(done, clients) + num_extra_rounds * clients.batch_source.trained_amount(0)
-    of_user = done.metrics["users"][new_user.name]
-    rows["joined"] = {key: value for key, value in of_user.items() if key in shared} | {train_key: amount}
+    user_metrics = done.metrics["users"][new_user.name]
+    rows["joined"] = {key: user_metrics[key] for key in user_metrics if key in shared} | {train_key: amount}
     ordered = {row: rows[row] for row in ("pretrained", "local", "shared", "joined")}
     joined = Joined(run=done, name=new_user.name, measure=measure, rows=ordered)
     if folder is not None:
@@ -397,8 +397,9 @@ def _train_baseline(new_user: Newcomer, run_data: RunData, method: str, rounds: 
     federation = build(recipe, run_data, store="memory")
     observers = [reporter.watch(federation.clients, f"{new_user.name} · {method}")]
     done = execute(federation, recipe, None, observers=observers)
-    of_user = done.metrics["users"][new_user.name]
-    scores = {key: of_user[key] for key in of_user if key.startswith("test_") and isinstance(of_user[key], float)}
+    user_metrics = done.metrics["users"][new_user.name]
+    # Test results are floats; keys such as `test_tokens` are sizes of the test data.
+    scores = {k: value for k, value in user_metrics.items() if k.startswith("test_") and isinstance(value, float)}
     clients = federation.clients
     return scores | {f"train_{clients.batch_source.unit}": _amount_trained(done, clients)}
 
@@ -463,6 +464,6 @@ def join(
     require_alone("join")  # in a run of several processes, each has only a part of the users
     opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
-        new_user = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+        new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step)
         given = given_of(users=None, base=base, loss=loss)
         return join_run(opened, new_user, Path(out) if out is not None else None, reporter, given=given, force=force)

@@ -94,7 +94,8 @@ class Choice:
             The token that belongs to the text, in a list; an empty list if there is none or it only ends the text.
         """
         self.text += piece.text
-        self.count += piece.sampled is not None
+        if piece.sampled is not None:
+            self.count += 1  # also a token that only ends the text, as in the API's usage
         self.finish = piece.finish
         new_tokens = [piece.sampled] if piece.sampled and piece.sampled.token not in ends else []
         self.tokens += new_tokens
@@ -268,7 +269,7 @@ class Chat:
         answer = self._generate(self.engine, self.user, prompt, show)
         if not self.plain:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self.last = (self.user, prompt, answer)
+        self.last = (self.user, prompt, answer)  # from which `route` shows the experts of each token
         return answer
 
     def compare(self, models: Mapping[str, tuple[Engine, str]], text: str) -> dict[str, str]:
@@ -312,7 +313,7 @@ class Chat:
         """Generate an answer with an engine that has no other requests, and return the whole text.
 
         Args:
-            engine: Generates the tokens.
+            engine: Generates the tokens. To compare models, it may be another engine than the conversation's.
             name: User whose model answers.
             prompt: The prompt's tokens.
             show: Called with each piece of text.

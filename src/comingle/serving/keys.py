@@ -190,5 +190,5 @@ class Rates:
         left, last_time = self._left.get(name, (float(self.rate), now))
         left = min(float(self.rate), left + (now - last_time) * self.rate / MINUTE)
         is_allowed = left >= 1
-        self._left[name] = (left - is_allowed, now)
+        self._left[name] = (left - 1 if is_allowed else left, now)
         return 0.0 if is_allowed else (1 - left) * MINUTE / self.rate

@@ -56,11 +56,11 @@ class _Layer(DynamicLayer):
         transformers calls this in every layer. Writing in place avoids the copy of all earlier steps that
         concatenation needs.
         """
-        stop, count = self.cache.stop, key_states.shape[-2]
-        window = slice(self.cache.start, stop + count)
+        stop, num_new = self.cache.stop, key_states.shape[-2]
+        window = slice(self.cache.start, stop + num_new)
         rows = slice(len(self.cache.starts))
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
-            store[rows, :, stop : stop + count] = states
+            store[rows, :, stop : stop + num_new] = states
         keys, values = (store[rows, :, window] for store in self.stores)
         return keys, values
 
@@ -184,7 +184,7 @@ class Rows(ABC):
     """The causal language model; computes the models of the rows that were bound last."""
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
-        self.user_tensors = {name: self._tree(personal) for name, personal in models.items()}
+        self.user_tensors = {name: self._adapters_of(personal) for name, personal in models.items()}
         first = next(iter(self.user_tensors.values()))
         self.stacked: Tree = {name: t.new_zeros(max_rows, *t.shape[1:]) for name, t in first.items()}
         self.names = [""] * max_rows
@@ -205,7 +205,7 @@ class Rows(ABC):
         self._bind({name: t[rows] for name, t in self.stacked.items()}, self.names[rows])
 
     @abstractmethod
-    def _tree(self, personal: PersonalModel) -> Tree:
+    def _adapters_of(self, personal: PersonalModel) -> Tree:
         """Return a user's adapters with shapes ``(1, ...)``."""
 
     @abstractmethod
@@ -222,7 +222,7 @@ class AdaptedRows(Rows):
         self.numbers = {name: personal.row for name, personal in models.items()}
         self.network = self.model.network
 
-    def _tree(self, personal: PersonalModel) -> Tree:
+    def _adapters_of(self, personal: PersonalModel) -> Tree:
         return personal.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
@@ -250,7 +250,7 @@ class MixedRows(Rows):
             self.linears[name] = LoraLinear(inner.get_submodule(name), scale=1.0)
             inner.set_submodule(name, self.linears[name])
 
-    def _tree(self, personal: PersonalModel) -> Tree:
+    def _adapters_of(self, personal: PersonalModel) -> Tree:
         """Return the user's mixture as one LoRA per layer, as factors A and B by name.
 
         ``sum_c share_c B_c A_c`` over C components of rank r is one product of rank C r, with the shares and the scale
@@ -292,7 +292,7 @@ class EnsembleRows(Rows):
         self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)
         mix_forward(self.network, lambda: self.mixing)
 
-    def _tree(self, personal: PersonalModel) -> Tree:
+    def _adapters_of(self, personal: PersonalModel) -> Tree:
         return personal.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:

@@ -615,7 +615,7 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
         For the model card: the written export, the library that opens it, and code that does so.
 
     Raises:
-        DataError: The model is not one LoRA.
+        DataError: The model cannot be written as a single LoRA, for example if it is a mixture of experts.
     """
     if why := why_not_plain(source):
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {suggested_format(source)}")
@@ -648,7 +648,8 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
     if source.about is None:
         raise DataError(f"user {source.name!r}: the model has no validation data; open the user's run")
     perplexity_before, gates = validate_with_gates(source)
-    # Changes of experts have a key; they get the mean gates as weights. Others (of attention) are exact.
+    # Changes with a key belong to experts, which get the mean gates as weights. Other changes, such as those of
+    # attention, are the same for all tokens and stay exact.
     changes = [change.reweighted(gates[change.layer]) if change.key else change for change in changes_of(source)]
     network = cast_parameters(plain_network(source.model.base.model, changes), DTYPES[number_format])
     perplexity_after = perplexity(source, losses_of(network))
@@ -717,6 +718,7 @@ def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
             f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
             "each token; every expert is the base's MLP with that expert's LoRA merged in."
         )
-    tokens = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7 % base.model.config.vocab_size  # arbitrary
+    # Compare the logits of both networks for arbitrary tokens.
+    tokens = torch.arange(_PROBE_TOKENS).unsqueeze(0) * 7 % base.model.config.vocab_size
     check_same_logits(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
     return network, form
