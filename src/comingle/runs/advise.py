@@ -168,7 +168,7 @@ def advise_runs(
 
     Raises:
         RecipeError: There are fewer than two users, no method shares anything, or a setting is wrong.
-        ComingleError: As :func:`comingle.runs.session.prepare`.
+        ComingleError: The base or the users' data cannot be used.
     """
     if methods is None:
         methods = METHODS if kind_of(recipe).needs_base else METHODS_FOR_NETS

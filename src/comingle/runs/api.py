@@ -158,7 +158,7 @@ def _reopened_population(
 ) -> LazyPopulation:
     """Return the users of a finished run; each user's data is read on first access.
 
-    For populations that are too large for a list of users in the run folder. Only the names are read at once.
+    A run with very many users has no list of them in its folder. Only the users' names are read at once.
 
     Args:
         folder: The run folder.
@@ -176,7 +176,7 @@ def _reopened_population(
     def make(number: int) -> Any:
         return lazy_user(kind.user, names[number], lambda: read_users()[number])
 
-    return LazyPopulation(names, make, digest="")  # no digest: `read_users` checks that of the data that it reads
+    return LazyPopulation(names, make, digest="")  # no digest, since `read_users` checks the data that it reads
 
 
 @torch_defaults()

@@ -59,7 +59,7 @@ def in_processes(
 
     Each process has its own GPU as long as there are enough. A group that fails does not stop the others: its error is
     raised when they are done. An interrupt, such as Ctrl-C, stops the processes at once, and what they have written can
-    be resumed. They also end when this process is killed.
+    be resumed. The processes also end when this process is killed.
 
     Args:
         groups: The groups, such as lists of runs; they must pickle.
@@ -283,7 +283,7 @@ class _ComparableRuns:
         """Start with the finished runs of this command.
 
         Args:
-            finished: Their labels, by run folder.
+            finished: Labels of these runs, by run folder.
         """
         self.labels = dict(finished)
         """Labels by run folder."""
@@ -560,8 +560,8 @@ def compare_in_processes(
         resume: Whether to resume the runs that have started.
         force: Whether to replace existing run folders.
         quiet: Whether to print no progress.
-        ready: Called with the data of the first seed before the first run. It must pickle, since it is sent to the
-            process of this run.
+        ready: Function that is called with the data of the first seed before the first run. The function must pickle,
+            since it is sent to the process of this run.
 
     Raises:
         ComingleError: There is a problem that concerns all runs, such as data that cannot be read.

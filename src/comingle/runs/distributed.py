@@ -87,7 +87,7 @@ def read_shared(
         run_data: The base model and the data of all users, if they are read already.
 
     Raises:
-        ComingleError: As :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
+        ComingleError: The base or the users' data cannot be used, or there are more processes than users or GPUs.
     """
     if not ranks.leads:
         _RANK_HANDLER.install()  # so that a message that every process logs appears once, from process 0
@@ -103,28 +103,29 @@ def read_shared(
     return keep_users(all_data, user_numbers)
 
 
-def divide_users(users: int, processes: int, cohort_size: int) -> list[range]:
+def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[range]:
     """Divide the users of a run among processes; return the numbers of the users of each process.
 
     Each process gets consecutive units: whole cohorts if there is at least one for every process, else single users.
     The numbers of units are as equal as possible.
 
     Args:
-        users: The number of users.
-        processes: The number of processes.
+        num_users: The number of users.
+        num_processes: The number of processes.
         cohort_size: The number of users in a cohort.
 
     Raises:
         RecipeError: A process would have no user.
     """
-    if users < processes:
+    if num_users < num_processes:
         raise RecipeError(
-            f"processes: got {processes} for {users} users; allowed: 1 to {users}, at least one user each"
+            f"processes: got {num_processes} for {num_users} users; allowed: 1 to {num_users}, at least one user each"
         )
-    unit_size = cohort_size if len(cohorts(range(users), cohort_size)) >= processes else 1
-    num_units = len(cohorts(range(users), unit_size))
-    # Process p has the units from num_units * p // processes on. The last unit may have fewer users.
-    starts = [min(users, unit_size * (num_units * rank // processes)) for rank in range(processes + 1)]
+    num_cohorts = len(cohorts(range(num_users), cohort_size))
+    unit_size = cohort_size if num_cohorts >= num_processes else 1
+    num_units = len(cohorts(range(num_users), unit_size))
+    # Process p has the units from num_units * p // num_processes on. The last unit may have fewer users.
+    starts = [min(num_users, unit_size * (num_units * rank // num_processes)) for rank in range(num_processes + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
@@ -224,7 +225,7 @@ def run_sharded(
         ranks: The processes of the run.
 
     Raises:
-        ComingleError: As :func:`build_sharded` and :func:`comingle.runs.session.run_in`.
+        ComingleError: Settings, data and base do not fit together, the folder cannot be used, or a loss is not finite.
     """
 
     def enter(contexts: ExitStack, opening: AbstractContextManager[None]) -> None:

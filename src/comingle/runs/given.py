@@ -292,7 +292,7 @@ def _refuse_paths(users: Mapping[str, object]) -> None:
     Raises:
         DataError: A user's data is a path, or a mapping of splits to paths; the message says how to read folders.
     """
-    if not isinstance(users, Mapping):  # another check reports that
+    if not isinstance(users, Mapping):  # a wrong type is reported by another check
         return
     for name, data in users.items():
         # Of a mapping from splits to data, the first value shows whether the values are paths.

@@ -233,7 +233,7 @@ def _newcomer_section(run: Run, name: str, data: object) -> dict[str, Any]:
 def freezes_downloaded(clients: Clients) -> bool:
     """Return whether a newcomer trains only local roles and freezes the roles that it downloads.
 
-    This is so if the method has local roles; else the newcomer fine-tunes the downloaded model.
+    With a method that has local roles, the newcomer does so. With any other method it fine-tunes the downloaded model.
     """
     method, layout = clients.method, clients.model.layout
     if method.placement.mixture is not None or method.placement.copies > 1:

@@ -306,7 +306,7 @@ class Chat:
 
     def _prompt(self, text: str) -> list[int]:
         if self.plain:
-            return self.prompts.of_texts(text)[0]
+            return self.prompts.of_texts(text)[0]  # one text, so one prompt
         return self.prompts.of_messages([*self.messages, {"role": "user", "content": text}])
 
     def _generate(self, engine: Engine, name: str, prompt: list[int], show: Callable[[str], object]) -> str:

@@ -117,7 +117,7 @@ class Detokenizer:
             tokenizer: Decodes the tokens.
             stops: Strings that end the text.
             ends: Tokens that end the text.
-            after: Tokens before the text; the last few suffice. They decide whether the text begins with a space.
+            after: Tokens before the text, which decide whether the text begins with a space; the last few suffice.
         """
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
         self.tokens = list(after)
@@ -143,8 +143,8 @@ class Detokenizer:
     def _read(self, *, last: bool) -> None:
         """Decode the tokens that are not decoded yet, and append their text to ``self.text``.
 
-        They are decoded together with the tokens before them (from ``context_start``), and the text of those is cut
-        off: decoded alone, some tokenizers drop a space at the beginning.
+        Some tokenizers drop a space at the beginning of a text. So the new tokens are decoded together with the tokens
+        before them (from ``context_start``), and only the text that the new tokens add is appended.
 
         Args:
             last: Whether no token follows; otherwise tokens that end within a character wait for the next one.
@@ -164,7 +164,7 @@ class Detokenizer:
     def _num_held_back(self) -> int:
         """Return the number of characters at the end of the text that may be the beginning of a stop string.
 
-        They are not returned before later tokens show whether the stop string is complete.
+        These characters are held back until later tokens show whether the stop string is complete.
         """
         longest = 0
         for stop in self.stops:

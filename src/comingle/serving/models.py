@@ -35,7 +35,7 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
     if not recipes:
         return folder  # The caller reports the error when it reads the folder.
     runs = [(_label(recipe, path), recipe.seed, path) for recipe, path in recipes]
-    known = list(dict.fromkeys(label for label, _, _ in runs))
+    known = list(dict.fromkeys(label for label, _seed, _path in runs))
     if method is None and len(known) > 1:
         raise RunError(f"{folder}: is a comparison; say which run with --method: {', '.join(known)}")
     name = method if method is not None else known[0]
@@ -50,8 +50,8 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
 def _label(recipe: Recipe, path: Path) -> str:
     """Return the name of a comparison's run for the option ``--method``.
 
-    It is the method, followed by its settings if the comparison has several variants of it: a folder
-    ``METHOD-KEY=VALUE-seed0`` has the label ``METHOD:KEY=VALUE``.
+    The name is that of the method. If the comparison has several variants of the method, with different settings, the
+    settings follow: a run in the folder ``METHOD-KEY=VALUE-seed0`` is called ``METHOD:KEY=VALUE``.
 
     Args:
         recipe: The run's recipe.

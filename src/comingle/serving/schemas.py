@@ -285,7 +285,7 @@ class ApiError(Exception):
         Args:
             status: HTTP status.
             message: The error message.
-            code: Error code of the OpenAI API; None if it has none for this error.
+            code: Error code of the OpenAI API; None if the API has no code for this error.
             param: The offending key of the request; None if there is none.
             retry_after: Seconds after which the client may retry; None if a retry does not help.
         """
@@ -390,6 +390,8 @@ async def stream(piece_queue: PieceQueue, answer: Answer, ends: Sequence[int], *
                 yield answer.chunk([answer.first_choice(number) for number in range(len(choices))])
             async for number, piece in pieces:
                 tokens = choices[number].add(piece, ends)
+                # A token may add no text yet, for example if it is a part of a character; clients that have requested
+                # log probabilities get its log probability anyway.
                 if piece.text or piece.finish or (answer.wants_logprobs and tokens):
                     yield answer.chunk([answer.choice_chunk(number, piece.text, tokens, piece.finish)])
     except ApiError as error:

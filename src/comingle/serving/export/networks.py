@@ -157,7 +157,7 @@ def check_same_logits(
         dtype: The base's dtype.
 
     Raises:
-        BaseModelError: They differ: the base has a feature that export does not support.
+        BaseModelError: The logits differ, because the base has a feature that export does not support.
     """
     theirs = theirs.to(ours)
     error = float((theirs - ours).double().norm() / ours.double().norm())
@@ -193,7 +193,7 @@ def check_sparse(name: str, config: PreTrainedConfig) -> None:
     """Check that transformers has a sparse architecture for this base.
 
     Raises:
-        DataError: It has none; the message names the reason and a format that works.
+        DataError: There is no such architecture; the message names the reason and a format that works.
     """
     if why := why_not_sparse(config):
         raise DataError(
