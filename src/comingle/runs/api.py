@@ -297,8 +297,8 @@ def load(
         )
     metrics, recipe = read_metrics(folder), load_recipe(folder)
     given = given_of(users, base, method, loss)
-    with registered_methods([method]) as [named]:
-        _check_method(folder, recipe, named)
+    with registered_methods([method]) as [named_method]:
+        _check_method(folder, recipe, named_method)
         inputs, run_method = read_inputs(folder), check_and_set_up(recipe)
         run_data = reopen(folder, recipe, inputs, run_method, given)
         with own_errors(run_method):
@@ -311,18 +311,18 @@ def load(
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 
 
-def _check_method(folder: Path, recipe: Recipe, named: object) -> None:
+def _check_method(folder: Path, recipe: Recipe, passed: object) -> None:
     """Check that the passed method, if there is one, is the run's, and that the run's method is known here.
 
     Args:
         folder: The run folder.
         recipe: The run's recipe.
-        named: The name of the passed method, or a mapping with its ``name`` and settings; None if none was passed.
+        passed: The name of the passed method, or a mapping with its ``name`` and settings; None if none was passed.
 
     Raises:
         RunError: The passed method is not the run's, or the code of the run's method is not loaded or has changed.
     """
-    name = named["name"] if isinstance(named, Mapping) else named
+    name = passed["name"] if isinstance(passed, Mapping) else passed
     if name not in (None, recipe.method.name):
         raise RunError(f"{folder}: method: got {name!r}; allowed: the run's, {recipe.method.name!r}")
     check_origin(folder, recipe.method.name)

@@ -612,7 +612,8 @@ def _run_group(
         quiet: Whether to print no progress.
         options: Options of :func:`compare_runs`.
     """
-    if keys[0] == next(iter(among)):
+    has_first_run = keys[0] == next(iter(among))
+    if has_first_run:
         options["ready"] = ready
     recipes = {key: among[key] for key in keys}
     with reporting(quiet=quiet) as reporter:

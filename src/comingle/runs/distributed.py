@@ -305,6 +305,10 @@ def _check_alike(federation: Sharded) -> None:
 def select_gpu(recipe: Recipe, place: Place) -> None:
     """Select a different GPU for each process, if the recipe uses GPUs.
 
+    Args:
+        recipe: The recipe.
+        place: The rank of this process, among all processes and among those on this machine.
+
     Raises:
         RecipeError: This machine has too few GPUs, or the recipe names one GPU for all processes.
     """
@@ -381,11 +385,11 @@ def run(
     if out is None:
         raise RunError(f"out: got None in one of {place.size} processes; give out=FOLDER, which all of them see")
     folder, given = Path(out), given_of(users, base, method, loss)
-    # Recipes name methods, so a passed method is registered under its name (`named`) until the run has ended.
-    with joined(place) as ranks, registered_methods([method]) as [named]:
+    # Recipes name methods, so a passed method is registered under its name until the run has ended.
+    with joined(place) as ranks, registered_methods([method]) as [named_method]:
         # `ranks.each` calls a function in every process; if it fails in one of them, all stop.
-        full_recipe = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
-        if ranks.has_opened(folder):  # the launcher has restarted the program
+        full_recipe = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named_method, changes=changes))
+        if ranks.has_opened(folder):  # the launcher has restarted the program, which goes on with its own run
             resume, force = True, False
         full_recipe = ranks.each(partial(with_bos_of_run, folder, full_recipe, resume=resume))
         ranks.each(lambda: check_folder(folder, full_recipe, resume=resume, force=force) if place.leads else None)

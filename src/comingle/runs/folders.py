@@ -185,7 +185,7 @@ def _check_replaceable(folder: Path, force: bool, resume_hint: str, difference: 
         folder: The run folder.
         force: Whether to replace what is in the folder.
         resume_hint: The beginning of the hint in the error; empty if the run cannot be resumed.
-        difference: What makes the recipe another than that of the run in the folder; empty if they are equal.
+        difference: How the recipe differs from that of the run in the folder, for the error; empty if they are equal.
 
     Raises:
         RunError: The folder is not empty, or has files that ``force`` must not delete.

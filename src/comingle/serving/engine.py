@@ -400,7 +400,7 @@ class Engine:
 
     def _decode(self) -> None:
         """Generate a token for every row, in one forward pass."""
-        if not self._is_bound:  # rows were added or freed since the last step, so the network has others' adapters
+        if not self._is_bound:  # rows were added or freed, so the network has the adapters of other rows
             self.rows.bind(slice(0, len(self.active)))
             self._is_bound = True
         ids = torch.tensor([[row.tokens[-1]] for row in self.active])

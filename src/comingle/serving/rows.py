@@ -322,10 +322,12 @@ def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
 def prepare(network: PreTrainedModel) -> None:
     """Prepare a base in place for steps of few rows on a CPU.
 
-    Compiled code (:mod:`comingle.models.kernels.expert_mlp`), if enabled, takes weights as they are. Otherwise float32
-    weights are stored in column-major order, with which PyTorch's products of few rows are faster. Do not use it for a
-    base that is shared with other code: transformers cannot save weights in this order. Measured with 8 rows on
-    SmolLM2-135M, one thread: 128 ms per step instead of 168 ms; with one row there is little change.
+    Weights in float32 are stored in column-major order, with which PyTorch's products of few rows are faster. Measured
+    with 8 rows on SmolLM2-135M, one thread: 128 ms per step instead of 168 ms; with one row there is little change. If
+    compiled code is enabled (:mod:`comingle.models.kernels.expert_mlp`), nothing is changed, since this code reads
+    weights in row-major order.
+
+    Other code must not use the base afterwards: transformers cannot save weights in this order.
     """
     for module in network.modules():
         weight = module.weight if isinstance(module, nn.Linear) else None

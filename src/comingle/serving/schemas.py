@@ -310,11 +310,11 @@ def invalid_request(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_input=False)
     unsupported = [problem for problem in problems if problem["type"] in ("extra_forbidden", UNSUPPORTED)]
     problem = (unsupported or problems)[0]
-    place = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(str(part) for part in problem["loc"])  # such as "messages.0.role"; empty if the body is no JSON
     if unsupported:
         message = problem["msg"] if problem["type"] == UNSUPPORTED else "not supported here"
-        return ApiError(400, f"{place}: {message}", code="unsupported_parameter", param=place)
-    return ApiError(400, f"{place}: {problem['msg']}" if place else problem["msg"], param=place or None)
+        return ApiError(400, f"{key}: {message}", code="unsupported_parameter", param=key)
+    return ApiError(400, f"{key}: {problem['msg']}" if key else problem["msg"], param=key or None)
 
 
 def model_not_found(name: str) -> ApiError:

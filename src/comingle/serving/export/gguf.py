@@ -361,8 +361,10 @@ def _add_settings(writer: Any, architecture: str, name: str, network: PreTrained
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-        writer.add_expert_count(experts)
+    # The key of this number differs between Mixtral and Qwen3; networks without experts have neither.
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if num_experts:
+        writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if architecture == "qwen3moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -430,8 +432,10 @@ def _expert_tensors(layer: int, key: str, tensor: Tensor) -> Iterator[tuple[str,
         gate, up = tensor.chunk(2, 1)
         yield f"blk.{layer}.ffn_gate_exps.weight", gate
         yield f"blk.{layer}.ffn_up_exps.weight", up
-    else:
-        yield f"blk.{layer}.ffn_{'down_exps' if 'down' in key else 'gate_inp'}.weight", tensor
+    elif key == "experts.down_proj":
+        yield f"blk.{layer}.ffn_down_exps.weight", tensor
+    else:  # "gate.weight", as transformers calls the router
+        yield f"blk.{layer}.ffn_gate_inp.weight", tensor
 
 
 def _reordered(architecture: str, config: PreTrainedConfig, key: str, tensor: Tensor) -> Tensor:

@@ -287,9 +287,10 @@ def suggested_format(source: Source) -> str:
 
 
 def unsupported_mixing(source: Source) -> str:
-    """Return a phrase on how the model mixes experts if no architecture of transformers supports that, else "".
+    """Return how a model mixes its experts, if no architecture of transformers can mix them so; else an empty string.
 
-    Supported is a mixture of whole MLPs by the usual softmax over router logits.
+    The architectures of transformers mix whole MLPs, with a softmax over router logits. The returned phrase completes
+    the message "its experts are ...".
     """
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
