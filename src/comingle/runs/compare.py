@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from comingle.config import Recipe
 from comingle.config.files import load_recipe, read_text
+from comingle.config.sections import MethodSection
 from comingle.methods import REGISTRY, make, settings_in_comparison, settings_of
 from comingle.methods.user_files import check_origin
 from comingle.reports.comparisons import (
@@ -177,7 +178,7 @@ def labels_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Path, str]:
         recipes: The runs, by label of the method and seed.
         folder: The folder of the comparison.
     """
-    return {place: label for (label, _), place in folders_of(recipes, folder).items()}
+    return {run_folder: label for (label, _seed), run_folder in folders_of(recipes, folder).items()}
 
 
 def recipes_of(
@@ -225,15 +226,29 @@ def recipes_of(
         for seed in seeds
         for label, method in zip(labels, complete, strict=True)
     }
-    # With defaults, so that a method with a default written out equals the same method without it.
-    all_settings = {label: settings_of(run.method.name) | run.method.settings for (label, _), run in recipes.items()}
-    for i, label in enumerate(labels):
-        same_method = [other for j, other in enumerate(labels[:i]) if names[j] == names[i]]
-        if same := next((other for other in same_method if all_settings[other] == all_settings[label]), None):
-            raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
+    _check_distinct({label: run_recipe.method for (label, _seed), run_recipe in recipes.items()})
     for run_recipe in recipes.values():
         check_recipe(run_recipe)
     return recipes
+
+
+def _check_distinct(methods: Mapping[str, MethodSection]) -> None:
+    """Check that no two methods of a comparison have the same name and the same settings.
+
+    Defaults are filled in, so that a method with a default written out equals the same method without it.
+
+    Args:
+        methods: Name and settings of each method, by label.
+
+    Raises:
+        RecipeError: Two methods are the same.
+    """
+    complete = {label: (method.name, settings_of(method.name) | method.settings) for label, method in methods.items()}
+    labels = list(complete)
+    for i, label in enumerate(labels):
+        same = next((other for other in labels[:i] if complete[other] == complete[label]), None)
+        if same is not None:
+            raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; leave one out")
 
 
 _OF_ONE_RUN = ("method", "seed")
@@ -528,9 +543,9 @@ def check_folders(
     Raises:
         RunError: One of the folders cannot be written to.
     """
-    resumed = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
-    for key, place in folders.items():
-        check_folder(place, recipes[key], resume=resumed[key], force=force)
+    resumed = {key: resume and (run_folder / "recipe.yaml").exists() for key, run_folder in folders.items()}
+    for key, run_folder in folders.items():
+        check_folder(run_folder, recipes[key], resume=resumed[key], force=force)
     return resumed
 
 

@@ -274,8 +274,8 @@ def first_difference(old: Recipe, new: Recipe, *, ignored: Collection[str] = ())
     ]
     if contents[0] == contents[1]:
         return ""
-    # With `evaluation.select: best` the other keys of the evaluation are part of the compared content, and otherwise
-    # they are not. So if `select` differs, these keys differ only because of it, and it is the one to report.
+    # The other keys of the evaluation are compared only with `evaluation.select: best`. If `select` differs, one of the
+    # contents lacks these keys, so `select` is the difference to report.
     if old.evaluation.select != new.evaluation.select:
         return f"evaluation.select was {old.evaluation.select!r} and is {new.evaluation.select!r}"
     before, after = map(_flattened, contents)

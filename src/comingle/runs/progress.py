@@ -127,7 +127,7 @@ class RunProgress:
     """
 
     def __init__(self, clients: Clients, title: str | None):
-        # The unit of progress is a cohort step, see `steps_before`.
+        # The unit of progress is a cohort step: one local step of the users that are trained in one batch.
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
         self._steps_before = steps_before(clients)
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0

@@ -312,7 +312,8 @@ def rows_of(models: Mapping[str, PersonalModel], max_rows: int) -> Rows:
 
     The output layer is replaced by one that is faster for few rows.
     """
-    rows = KINDS[type(next(iter(models.values())).model)](models, max_rows)
+    any_model = next(iter(models.values())).model  # all models of a run are of one class
+    rows = KINDS[type(any_model)](models, max_rows)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
         rows.network.set_output_embeddings(RowsLinear(head))

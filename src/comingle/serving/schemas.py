@@ -299,6 +299,7 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """Return the HTTP response."""
+        # HTTP's header has whole seconds; 0 would make clients retry at once.
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -135,6 +135,7 @@ def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
     Raises:
         DataError: llama.cpp does not implement the pre-tokenizer.
     """
+    # A pre-tokenizer that llama.cpp implements is recognised by the types and settings of its parts.
     outer = settings["pre_tokenizer"] or {}
     parts = outer.get("pretokenizers", [outer])
     kinds = [part.get("type") for part in parts]
@@ -380,7 +381,8 @@ def _add_vocabulary(writer: Any, vocab: Vocabulary) -> None:
         writer.add_token_scores(vocab.scores)
         writer.add_add_space_prefix(vocab.adds_space)
     if vocab.model == "gpt2":
-        # A tokenizer of bytes only has no merges, but llama.cpp refuses a file without any: this pair is no token.
+        # llama.cpp refuses a file without merges. A tokenizer of bytes only has none, so a merge is written that has no
+        # effect: its result is not a token.
         writer.add_token_merges(vocab.merges or (f"{vocab.tokens[0]} {vocab.tokens[0]}",))
     for key, number in vocab.special_ids.items():
         getattr(writer, f"add_{key}_token_id")(number)
@@ -468,9 +470,8 @@ def _rope_factors(network: PreTrainedModel) -> Tensor | None:
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") == "default":
         return None
     frequencies = network.get_buffer(f"{network.base_model_prefix}.rotary_emb.inv_freq").double()
-    exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(
-        frequencies
-    )  # 2i/d: there are d/2 frequencies
+    num_frequencies = len(frequencies)  # d/2, so i / num_frequencies is 2i/d
+    exponents = torch.arange(num_frequencies, dtype=torch.float64) / num_frequencies
     default_frequencies = config.rope_parameters["rope_theta"] ** -exponents
     return (default_frequencies / frequencies).float()
 

@@ -402,7 +402,8 @@ def _peft_config(
 def _targets(base: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """Return PEFT's ``target_modules``: the last parts of the adapted layers' names, or the full names.
 
-    PEFT adapts every layer whose name ends with one of them, so last parts must not match other layers.
+    PEFT adapts every layer whose name ends with a target module. So last parts are only used if they match no layer
+    without an adapter.
     """
     last_parts = sorted({name.rpartition(".")[2] for name in names})
     matched = {name for name in linear_names(base) if name.rpartition(".")[2] in last_parts}
