@@ -99,7 +99,7 @@ def test_training_and_scores_use_such_windows(loaded: Loaded) -> None:
         assert (drawn[..., 2:] >= 0).all()
         assert (drawn[..., 1:] != BOS).all()
     assert all((windows[..., 0] == BOS).any() for windows in batch_source.held_out([0, 1]))
-    assert (batch_source.numbered([0], torch.tensor([[0, 1]]), 1)[..., 0] == BOS).all()
+    assert (batch_source.examples_at([0], torch.tensor([[0, 1]]), 1)[..., 0] == BOS).all()
 
 
 def test_a_context_of_tokens_is_enough(loaded: Loaded) -> None:

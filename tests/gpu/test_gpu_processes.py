@@ -84,7 +84,7 @@ def test_one_gpu_is_reached_through_nccl(alone: Ranks) -> None:
         assert torch.equal(t, tree[name])
     weights = {name: torch.tensor([0.25, 0.75], device="cuda") for name in ("wide", "narrow")}
     some = {name: tree[name] for name in weights}
-    found = reduced(some, weights, 2, largest=alone.largest, total=alone.total)
+    found = reduced(some, weights, 2, reduce_max=alone.largest, reduce_sum=alone.total)
     assert found["wide"].device.type == "cuda"
     assert found["wide"].tolist() == [2.25, 3.25, 4.25]
     assert found["narrow"].tolist() == [1.0] * 5

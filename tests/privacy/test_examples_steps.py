@@ -356,4 +356,4 @@ def test_windows_are_at_fixed_places_and_have_no_token_in_common() -> None:
 def test_conversations_and_samples_are_examples_by_number(federate_nets: Any) -> None:
     batch_source = federate_nets("fedavg").clients.batch_source
     assert batch_source.examples(0) == len(batch_source.trainers[0].train)
-    assert batch_source.numbered([0, 1], torch.tensor([[3, PAD], [0, 5]]), 0).tolist() == [[3, PAD], [0, 5]]
+    assert batch_source.examples_at([0, 1], torch.tensor([[3, PAD], [0, 5]]), 0).tolist() == [[3, PAD], [0, 5]]

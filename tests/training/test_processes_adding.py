@@ -61,7 +61,7 @@ def test_sums_are_those_of_float64_rounded_once() -> None:
 
 
 def test_one_process_has_the_same() -> None:
-    found = reduced(uploads(), weights(), USERS, largest=lambda values: values, total=lambda values: values)
+    found = reduced(uploads(), weights(), USERS, reduce_max=lambda values: values, reduce_sum=lambda values: values)
     assert all(torch.equal(t, found[name]) for name, t in added([0, 4, USERS]).items())
 
 
@@ -77,5 +77,5 @@ def test_terms_of_any_size_have_a_sum(size: float) -> None:
     """Of three users, as exact as float64 has it: where powers of two are beyond it, too."""
     tensors = {"x": torch.tensor([[size, 0.0], [size, size], [size, -size]], dtype=torch.float64)}
     ones = {"x": torch.ones(3, dtype=torch.float64)}
-    found = reduced(tensors, ones, 3, largest=lambda values: values, total=lambda values: values)
+    found = reduced(tensors, ones, 3, reduce_max=lambda values: values, reduce_sum=lambda values: values)
     assert found["x"].tolist() == [3 * size, 0.0]

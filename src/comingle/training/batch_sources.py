@@ -137,21 +137,21 @@ class BatchSource(Batches, BatchShapes):
 
     def examples(self, trainer: int) -> int:
         """Return the number of a trainer's training examples, the units that example-level privacy protects."""
-        raise NotImplementedError(f"{type(self).__name__}: cannot return examples by number")
+        raise NotImplementedError(f"{type(self).__name__}: cannot return examples by index")
 
-    def numbered(
-        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    def examples_at(
+        self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch ..."]:
-        """Return training examples by number, in the form of :meth:`draw`, for example-level privacy.
+        """Return training examples by index, in the form of :meth:`draw`, for example-level privacy.
 
-        An example does not depend on which others are drawn, as its clipped gradient must not.
+        An example must not depend on which other examples are drawn, so that its clipped gradient does not either.
 
         Args:
             trainers: Numbers of the trainers.
-            numbers: Numbers of the examples of each trainer; ``PAD`` for none.
+            indices: Indices of the examples of each trainer; ``PAD`` for none.
             round_number: The round, counted from 0; sources that augment samples draw other augmentations in each.
         """
-        raise NotImplementedError(f"{type(self).__name__}: cannot return examples by number")
+        raise NotImplementedError(f"{type(self).__name__}: cannot return examples by index")
 
     @abstractmethod
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
@@ -168,7 +168,7 @@ class BatchSource(Batches, BatchShapes):
         return drawn
 
     @abstractmethod
-    def counted(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
+    def loss_counts(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
         """Return the number of losses in the batch of each user."""
 
     @abstractmethod

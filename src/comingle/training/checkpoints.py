@@ -129,19 +129,19 @@ def progress_of(
     population: str = "",
     stopped: bool = False,
 ) -> Progress:
-    """Return the progress of a run, to write into a checkpoint; the counts are those of the clock.
+    """Return the progress of a run, to write into a checkpoint.
 
     Args:
         done: Number of rounds that are done.
         fingerprint: Fingerprint of the recipe.
         trainers: Names of the trainers, in the order of their rows.
-        clock: Clock of the run; counts are 0 without one.
+        clock: Clock of the run, which counts seconds, tokens and bytes; these are 0 if None.
         events_bytes: Length of the event log.
         shards: Number of trainers in each file, if several processes write the checkpoint.
-        population: Digest of the names, if a store has the tensors.
-        stopped: Whether there are no more rounds.
+        population: Digest of the users' names, if the users' tensors are in a store on disk; otherwise empty.
+        stopped: Whether the run has ended early, as its privacy budget is spent.
     """
-    counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}  # bytes, tokens and seconds
+    counts = {key: getattr(clock or Clock(), key) for key in _COUNTED}  # bytes, tokens and seconds
     return Progress(
         round=done,
         fingerprint=fingerprint,
@@ -151,7 +151,7 @@ def progress_of(
         shards=list(shards),
         population=population,
         stopped=stopped,
-        **counted,
+        **counts,
     )
 
 

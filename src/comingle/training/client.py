@@ -77,7 +77,7 @@ class Store:
     moments: torch.dtype | None = None
 
     def begin(self, clients: Users) -> State:
-        """Return the state of some users before the first round, after checking that it fits into memory."""
+        """Return the state of all users before the first round, after checking that it fits into memory."""
         what = f"method {clients.method.name}: the trained tensors of {len(clients.trainers)} users"
         advice = "; runtime.store: disk keeps users who are not training on disk"
         require_bytes(what, 4 * clients.rows * clients.model.layout.columns, advice)  # float32
@@ -466,13 +466,14 @@ class Clients(Users):
     def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """Return the upload of some users after their local steps, joined in one message.
 
-        Privacy mechanisms may clip and noise it. Rounding errors of int8 uploads are kept and added to the next one.
+        Privacy mechanisms may clip the upload and add noise. Each user keeps the rounding errors of an int8 upload and
+        adds them to its next upload.
 
         Args:
             members: Numbers of the users.
             round_number: The round, counted from 1.
             losses: Mean training losses ``(users,)`` to report.
-            counts: Whether the upload is made only to count its bytes; then rounding errors are not kept.
+            counts: Whether the upload is made only to count its bytes and is never sent; rounding errors are not kept.
 
         Returns:
             Copies of the shared tensors ``(users, *shape)``, and the reports of the method.
@@ -486,9 +487,9 @@ class Clients(Users):
             # Mechanisms clip and noise the tensors, and decide what is reported.
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = protect_uploads(self.mechanisms, copies, cohort, amounts, round_number)
-        number_format, places = self.plan.training.uploads, list(range(len(cohort.rows)))
-        # The residuals, rounding errors of the previous upload, are among the tensors that the users keep.
-        sent = compress_with_feedback(copies, number_format, cohort.kept, places, store_residuals=not counts)
+        number_format, all_places = self.plan.training.uploads, list(range(len(cohort.rows)))  # all users of the cohort
+        # ``cohort.kept`` has the residuals, the rounding errors of the previous upload.
+        sent = compress_with_feedback(copies, number_format, cohort.kept, all_places, store_residuals=not counts)
         if number_format == "int8" and not counts:  # the rounding errors have changed
             state.put(cohort.rows, cohort.part)
         return Upload(
@@ -723,27 +724,27 @@ def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> 
 def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] | None = None) -> Iterator[None]:
     """Fine-tune the models of users for the duration of the block, in which they are scored; restore them on exit.
 
-    Does nothing for methods that do not fine-tune, and in a nested block. The users take the local steps of one round,
-    whose batches have a random stream of their own.
+    Users take the local steps of one round; their batches have a random stream of their own. Does nothing for methods
+    that do not fine-tune, and in a nested block.
 
     Args:
         clients: All clients.
-        done: Number of rounds done. Tuning has the learning rates of the next round, or at the end of the run those of
-            the last one. None stands for the round with whose models the run ends.
+        done: Number of rounds that are done, which decides the learning rates: those of the next round, or after the
+            last round those of the last one. If None, the number of rounds after which the final models were chosen.
         members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
     if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):
         yield
         return
-    last = clients.plan.training.rounds - 1
+    last_round = clients.plan.training.rounds - 1  # rounds are counted from 0
     state, phases = clients.state, clients.phases
-    clients.state = state.copy()
+    clients.state = state.copy()  # fine-tuned in place of the original, which is restored below
     clients.phases = [replace(phase, label=TUNING) for phase in clients.method.client.tuning or phases]
     try:
         done = clients.chosen_round if done is None else done
         chosen = clients.scored_trainers if members is None else members
         if chosen:
-            train(clients, chosen, min(done, last))
+            train(clients, chosen, min(done, last_round))
         yield
     finally:
         clients.state.release()
@@ -752,19 +753,19 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
 
 @torch.no_grad()
 def settle(clients: Clients, *, ends: bool = True) -> None:
-    """Run the ``settle`` hooks of the method, which compute tensors that follow from trained ones, before scoring.
+    """Run the ``settle`` hooks of the method before scoring.
 
-    Running them again changes nothing.
+    These client hooks compute tensors that depend on trained ones. A second call changes nothing.
 
     Args:
         clients: All clients.
-        ends: Whether the run ends; before that, only users who are evaluated are updated.
+        ends: Whether the run ends, so that all users are updated; otherwise only those that are evaluated.
     """
     # Hooks that do not override the empty method are left out, so that no tensors are read for them.
     hooks = [hook for hook in clients.method.client.parts if type(hook).settle is not ClientHook.settle]
-    trainers, copies = len(clients.trainers), clients.method.placement.copies
-    chosen = range(trainers) if ends else clients.scored_trainers
-    all_rows = [copy * trainers + trainer for copy in range(copies) for trainer in chosen] if hooks else []
+    num_trainers, copies = len(clients.trainers), clients.method.placement.copies
+    chosen = range(num_trainers) if ends else clients.scored_trainers
+    all_rows = [copy * num_trainers + trainer for copy in range(copies) for trainer in chosen] if hooks else []
     for rows in cohorts(all_rows, clients.pass_size.users):
         cohort = clients.cohort(rows, clients.plan.training.rounds, state=clients.state.without_moments())
         for hook in hooks:

@@ -163,11 +163,16 @@ class TrainSweep:
         return [user_shares[:, :count] for user_shares, count in zip(shares, counts, strict=True)]  # without padding
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
-        """Return the mean training loss of each user under each model; ``losses`` computes those of a batch."""
+        """Return the mean training loss of each user under each model.
+
+        Args:
+            losses: Computes the losses of a batch of each user under all models.
+        """
         # Losses are (users, models, batch, ...): add up all dimensions after the first two.
         batch_totals = [batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]
         total = torch.stack(batch_totals).sum(0)
-        counts = torch.stack([self.batch_source.counted(drawn).cpu() for drawn in self._batches]).sum(0)
+        # Number of losses (tokens or samples) of each user, without padding.
+        counts = torch.stack([self.batch_source.loss_counts(drawn).cpu() for drawn in self._batches]).sum(0)
         return total / counts.to(total).unsqueeze(1)
 
 
@@ -340,21 +345,24 @@ class Cohort(CohortTensors):
 
     @torch.no_grad()
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
-        """Return the mean direction of the inputs of each token router; zeros for users without training data.
+        """Return the mean direction of the inputs of each token router, over random training instances of each user.
 
-        Each input is scaled to a unit vector. The inputs are those of random training instances.
+        The input of an instance is the router's input at the end of the prompt, scaled to a unit vector.
 
         Args:
             instances: Number of training instances of each user.
-            whole: Use the mean input over each window instead of the input at the end of its prompt.
+            whole: Average the router's input over all tokens of an instance, instead of taking it at the end of the
+                prompt.
 
         Returns:
-            Means of unit vectors ``(users, width)``, by the name of the router's tensor.
+            Means of unit vectors ``(users, width)``, by the name of the router's tensor; zeros for users without
+            training data.
         """
         # A router has a vector per expert; a direction has the width of one of them.
         directions = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
-        for places, owners in self._with_data():
-            tensors, counts = self.steps.tensors(self.part.rows[places]), self.part.rows.new_zeros(len(places), 1)
+        for places, owners in self._with_data():  # users that fit one pass: places in the cohort, trainer numbers
+            tensors = self.steps.tensors(self.part.rows[places])
+            counts = self.part.rows.new_zeros(len(places), 1)  # of the instances of each user
             for drawn in self._instances(owners, instances):
                 for micro_batch in drawn.split(self.steps.pass_size.sequences, dim=1):
                     inputs = self.steps.model.router_inputs(tensors, owners, micro_batch, whole=whole)

@@ -132,8 +132,9 @@ def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
     """Return the mixtures of all users, as part of an evaluation event; empty if the method has none.
 
-    Keys are those of :func:`mixtures_event` and, if true clusters are known, "clusters" (by user) and
-    "aggregation_mismatch", the mean over components of :func:`mismatch`, unless weights are negative.
+    Keys are those of :func:`mixtures_event` and, if true clusters are known, "clusters", the true cluster by user, and
+    "aggregation_mismatch". The latter is the mean distance between the weights with which users contribute to a
+    component and those of the true clusters (:func:`mismatch`). It is left out if a mixture has negative weights.
 
     Args:
         clients: Clients of this process.
@@ -154,13 +155,16 @@ def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[s
 
 
 def _mixture_weights(server: ServerHalf, users: Mapping[str, JsonMapping]) -> Float[Tensor, "users clusters"] | None:
-    """Return each user's mixture weights: those with which the server merges models, otherwise the users' own.
+    """Return each user's mixture weights; None if the method has no mixture.
+
+    If the server merges models for each user, they are its merging weights; otherwise the users have learned them.
 
     Args:
         server: The server.
         users: By user name, what :func:`own_mixtures` returns: the user's weights ("mixture", None without a mixture),
             true cluster and amount of data.
     """
+    # ``server.kept`` has the tensors of the method, such as merging weights; other methods return None here.
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
         return merging[server.numbers(list(users))].double().cpu()
     own_weights = [of_user["mixture"] for of_user in users.values()]

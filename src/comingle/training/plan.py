@@ -84,10 +84,11 @@ def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
 
 
 def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
-    """Return the largest number of rounds of a run in which something about one user is released.
+    """Return how often a run releases something about one user: the largest number of rounds that count for a user.
 
-    If participants are drawn in secret, all rounds with an exchange count, as the accountant handles the sampling.
-    Otherwise only those count in which the user takes part.
+    A release is a noised result of a round from which others could learn about the user's data. If participants are
+    drawn in secret, every round with an exchange counts, as the accountant allows for the sampling. Otherwise only
+    the rounds count in which the user takes part.
 
     Args:
         plan: The plan; its privacy section is not None.
@@ -98,7 +99,8 @@ def planned_releases(plan: RunPlan, users: Sequence[str]) -> int:
     rounds, shares = plan.training.rounds if plan.method.trains else 0, bool(plan.method.shared)
     rounds_with_exchange = [number for number in range(rounds) if exchanged_after(plan, shares, number + 1)]
     # Whether participants are sampled does not depend on the noise multiplier, which may not be known yet.
-    with_multiplier = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or 1.0})
+    any_multiplier = 1.0
+    with_multiplier = privacy.model_copy(update={"noise_multiplier": privacy.noise_multiplier or any_multiplier})
     if release_of(with_multiplier, plan.participation, len(users)).sampled:
         return len(rounds_with_exchange)
     return most_releases([participants(plan, number, users) for number in rounds_with_exchange])

@@ -144,13 +144,14 @@ def _warn_if_worse(first: JsonMapping | None, metrics: JsonMapping) -> Sequence[
 
 def _remedy(metrics: JsonMapping) -> str:
     """Return advice for a run whose models are worse than the base."""
-    rate = "A lower training.experts.learning_rate, fewer rounds or more data may"
+    general_advice = "A lower training.experts.learning_rate, fewer rounds or more data may"
     if (privacy := metrics.get("privacy")) is None:
-        return f"{rate} help"
+        return f"{general_advice} help"
     settings = f"epsilon {privacy['epsilon']:.3g}, noise multiplier {privacy['noise_multiplier']:.3g}"
-    example = "" if protects_examples(privacy["mechanism"]) else ", or privacy.mechanism: example"
-    fewer = "fewer trained parameters (adapters.rank), a larger privacy.epsilon, more users"
-    return f"The privacy noise ({settings}) may be the cause; try {fewer}{example}. {rate} help, too"
+    privacy_advice = "fewer trained parameters (adapters.rank), a larger privacy.epsilon, more users"
+    if not protects_examples(privacy["mechanism"]):  # protecting examples instead of whole users needs less noise
+        privacy_advice += ", or privacy.mechanism: example"
+    return f"The privacy noise ({settings}) may be the cause; try {privacy_advice}. {general_advice} help, too"
 
 
 def _result(record: JsonMapping, name: str, measure: str) -> float | None:
@@ -206,14 +207,14 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
     )
 
 
-def _warn_of_one_model(number: int, num_shared: int) -> Sequence[str]:
-    """Return a warning that all users of a mixture of shared and local models use the same one.
+def _warn_of_one_model(component: int, num_shared: int) -> Sequence[str]:
+    """Return a warning that all users give all their weight to one component, in a mixture of shared and local models.
 
     Args:
-        number: The number of this model, from 0; the shared models are first.
-        num_shared: The number of shared models.
+        component: Index of this component in the mixture; the shared models come first, then the local one.
+        num_shared: Number of shared models.
     """
-    if number < num_shared:
+    if component < num_shared:
         return ("every user gives all its weight to the global model; fedavg trains this model at less cost",)
     return ("every user gives all its weight to its local model; local trains these models without uploads",)
 
@@ -315,11 +316,13 @@ def plan_round(run: RunPlan, shares: bool, round_number: int) -> RoundPlan:
 
     Args:
         run: Plan of the run.
-        shares: Whether users share any tensors.
+        shares: Whether users share any tensors; without any there is no exchange.
         round_number: The round, counted from 0.
     """
     done = round_number + 1
-    is_last, evaluated_models = done == run.training.rounds, "exchanged" if counts_exchanged(run) else "local"
+    is_last = done == run.training.rounds
+    # Models after the server's aggregation, or the users' own before it.
+    evaluated_models = "exchanged" if counts_exchanged(run) else "local"
     return RoundPlan(
         number=round_number,
         ends=is_last,

@@ -173,10 +173,10 @@ class ServerState:
 
     @property
     def _saved_ranks(self) -> Int[Tensor, " _"]:
-        """Ranks to save ``(users,)``, or a single one ``(1,)`` if all of very many users have the same fixed rank.
+        """LoRA ranks to save ``(users,)``.
 
-        So the size of the server's state need not grow with the number of users. "Very many" is the number from which
-        other work that is proportional to the number of users is avoided, too.
+        If more than :data:`MAX_HASHED_NAMES` users have the same rank, which no hook changes, a single rank ``(1,)``
+        is saved, so that the size of the server's state does not grow with the number of users.
         """
         ranks_fixed = not any(hook.resizes for hook in self.method.client.parts)
         may_shorten = len(self.users) > MAX_HASHED_NAMES and ranks_fixed
@@ -186,10 +186,11 @@ class ServerState:
     def restore(self, state: Tree) -> None:
         """Restore the state from a checkpoint."""
         self.mechanisms.restore(state)
+        # All other tensors of the checkpoint are those that the method keeps.
         other_keys = {VERSION, RANKS, LOWEST, *self.mechanisms.state}
         self.kept = {name: t for name, t in state.items() if name not in other_keys}
         self.version = int(state[VERSION])
-        self.ranks = _one_per_user(state[RANKS], len(self.users))
+        self.ranks = _one_per_user(state[RANKS], len(self.users))  # a single saved rank is that of all users
         self.lowest_loss = float(state[LOWEST])
 
     @property

@@ -65,11 +65,11 @@ class State:
         }
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
-        """Return a state with other tensors, under the names of :meth:`tensors`.
+        """Return a state with new tensors in place of those that :meth:`tensors` returns.
 
         Args:
-            tensors: The new tensors.
-            best: Tensors of the best round, as in :attr:`best`.
+            tensors: The new tensors, with the same names.
+            best: Tensors of the best round, as in :attr:`best`; empty without one.
         """
         return replace(self._with_tensors(tensors), best=best)
 
@@ -151,7 +151,8 @@ class State:
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
         """Write the tensors for a checkpoint and return the names of its files.
 
-        Tensors in memory are written by ``write``; a store on disk writes only what its records do not have yet.
+        This class only calls ``write``. A store on disk overrides the method, as most of its tensors are in files
+        already.
 
         Args:
             draft: Folder of the new checkpoint.
@@ -161,7 +162,10 @@ class State:
         return write()
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> State:
-        """Return the state at a checkpoint: tensors in memory are read by ``read``, a store on disk reads its tables.
+        """Return the state at a checkpoint.
+
+        This class only calls ``read``. A store on disk overrides the method: it reads the places of the records, and
+        the records when they are needed.
 
         Args:
             checkpoint: Folder of the checkpoint.

@@ -284,9 +284,10 @@ class PrivateSteps:
             cohort: The cohort.
             phase: Phase of the step.
             place: Number of the local step in the round, and of the repeat of the phase within the step.
-            noised_users: Places in the cohort of the users whose shared gradients are noised; others are plain.
-            plain: Losses and gradients without noise, for all other entries; None if the phase trains only shared
-                entries.
+            noised_users: Places in the cohort of the users whose shared gradients are noised; those of other users are
+                taken from ``plain``.
+            plain: Losses and gradients without noise, for everything that is not noised; None if the phase trains only
+                shared tensors.
 
         Returns:
             Mean losses, and gradients ``(users, *shape)`` of all tensors that the phase trains.
@@ -294,9 +295,10 @@ class PrivateSteps:
         losses, plain_gradients = plain or (torch.zeros(len(cohort.rows)), Tree())
         if not noised_users:
             return losses, plain_gradients
+        # Taking a part of the cohort copies its tensors, which is avoided for the whole one.
         subset = cohort if len(noised_users) == len(cohort.rows) else cohort.only(noised_users)
         noised_losses, noised = self.gradients(model, batch_source, pass_size, subset, phase, place)
-        if plain is None:
+        if plain is None:  # otherwise the losses without noise are those of the same step
             losses[list(noised_users)] = noised_losses
         return losses, self.merge(model.layout, phase, plain_gradients, noised, noised_users, len(cohort.rows))
 
@@ -369,7 +371,7 @@ class PrivateSteps:
             numbers: Numbers of the examples of each user, padded with ``PAD``.
             bound: Clip norm of the gradient of one example.
         """
-        drawn = batch_source.numbered(cohort.owners, numbers, cohort.round_number).to(cohort.part.rows.device)
+        drawn = batch_source.examples_at(cohort.owners, numbers, cohort.round_number).to(cohort.part.rows.device)
         return self.clipped_sums_of_batch(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
 
     def clipped_sums_of_batch(
@@ -410,7 +412,7 @@ class PrivateSteps:
         # and routers, the other experts are averaged.
         shared_model = model.without(self.local_roles(model.layout))
         losses = shared_model.losses_in_fixed_order(repeated, trainer_of_example, batch)
-        mean_losses = losses.flatten(1).sum(1) / batch_source.counted(example_rows).clamp(min=1)  # of each example
+        mean_losses = losses.flatten(1).sum(1) / batch_source.loss_counts(example_rows).clamp(min=1)  # of each example
         # Rows do not mix, so the gradient of the sum has the gradient of each example in its row.
         gradients = torch.autograd.grad(mean_losses.sum(), [repeated[n] for n in leaves], materialize_grads=True)
         bounded = clipped(dict(zip(leaves, gradients, strict=True)), bound)
@@ -456,8 +458,8 @@ class PrivateSteps:
 def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: RunPlan) -> PrivateSteps | None:
     """Return the local steps of the mechanism that protects single examples; None if a run has no such mechanism.
 
-    Its passes leave out the tensors that are trained without noise, and compute the gradient of each example. Whether
-    the model supports both is checked here.
+    These steps compute the gradient of each example, in forward passes that leave out all tensors that are trained
+    without noise. The function checks that the model supports such passes.
 
     Args:
         mechanisms: Privacy mechanisms of a client.
@@ -465,8 +467,8 @@ def private_steps(mechanisms: Sequence[PrivacyMechanism], model: Model, plan: Ru
         plan: Plan of the run.
 
     Raises:
-        RecipeError: The model needs one of those tensors in its forward pass, or batch norm mixes the examples of a
-            batch.
+        RecipeError: The model needs a tensor that is trained without noise in its forward pass, or batch norm mixes
+            the examples of a batch.
     """
     mechanism = next((one for one in mechanisms if overrides(one, "client_gradients")), None)
     if mechanism is None:
@@ -738,7 +740,7 @@ class Steps:
         """
         if self.model.dtype == torch.float16:
             run = partial(self._forward_backward, cohort, drawn, phase, noise, names)
-            return scaled(lambda scales: run(scales=scales), self.batch_source.counted(drawn))
+            return scaled(lambda scales: run(scales=scales), self.batch_source.loss_counts(drawn))
         return self._forward_backward(cohort, drawn, phase, noise, names)
 
     def _forward_backward(
@@ -766,7 +768,7 @@ class Steps:
             Mean losses, and gradients that are multiplied by the scales.
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
-        num_targets, statistics = self.batch_source.counted(drawn), layout.only({STATISTICS}).slots
+        num_targets, statistics = self.batch_source.loss_counts(drawn), layout.only({STATISTICS}).slots
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
             # No nets with batch norm have noised gradients (``names``) or train in float16 (``scales``).
             return self._gradient_by_size(cohort, drawn, phase, noise)
@@ -786,7 +788,7 @@ class Steps:
         is_micro_batched = drawn.shape[1] > self.pass_size.sequences
         in_dtype_of_rows = is_micro_batched or bool(self.plan.method.client.parts) or names is not None
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
-            counted = self.batch_source.counted(micro_batch)
+            counted = self.batch_source.loss_counts(micro_batch)
             share = counted.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(micro_batch)}
@@ -842,7 +844,7 @@ class Steps:
         Returns:
             Mean loss of each user, and gradients ``(users, *shape)`` by tensor name, as :meth:`gradient` returns them.
         """
-        sizes, rows = self.batch_source.counted(drawn), cohort.part.rows
+        sizes, rows = self.batch_source.loss_counts(drawn), cohort.part.rows
         losses, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():

@@ -171,26 +171,26 @@ def sums_of(integers: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[in
 def reduced(
     tensors: Tree,
     weights: Tree,
-    users: int,
+    num_users: int,
     *,
-    largest: Callable[[Tensor], Tensor],
-    total: Callable[[Tensor], Tensor],
+    reduce_max: Callable[[Tensor], Tensor],
+    reduce_sum: Callable[[Tensor], Tensor],
 ) -> Tree:
     """Return ``sum_u weight_u t_u`` over the users of all processes, bitwise equal however users are distributed.
 
-    The terms are rounded to a grid that all processes share, and added as integers, whose sum depends on no order.
+    All processes round the terms to one grid and add them as integers, whose sum does not depend on the order.
 
     Args:
         tensors: Tensors of the users of this process ``(users, *shape)``.
         weights: Weights of the users, by tensor name.
-        users: Number of users of all processes.
-        largest: Reduces a tensor to its maximum over processes.
-        total: Reduces a tensor to its sum over processes.
+        num_users: Number of users of all processes.
+        reduce_max: Reduces a tensor to its maximum over processes.
+        reduce_sum: Reduces a tensor to its sum over processes.
     """
-    largest_over_processes = largest(largest_terms(tensors, weights))
+    largest_over_processes = reduce_max(largest_terms(tensors, weights))
     # For each tensor the exponent s of its grid: a term becomes the integer nearest to ``term 2^s``.
-    shifts = shifts_of(largest_over_processes, users)
-    sums_of_all_processes = total(integer_sums(tensors, weights, shifts))
+    shifts = shifts_of(largest_over_processes, num_users)
+    sums_of_all_processes = reduce_sum(integer_sums(tensors, weights, shifts))
     return sums_of(sums_of_all_processes, tensors, shifts)
 
 
@@ -495,7 +495,14 @@ class Sharded(InProcess):
         return reason
 
     def _aggregate_all(self, joined: Upload | None) -> str:
-        """Aggregate the uploads of all processes; return why there is no sum, or an empty string."""
+        """Aggregate the uploads of all processes in the first one.
+
+        Args:
+            joined: The uploads; None only in other processes, which do not call this.
+
+        Returns:
+            Reason why there is no secure sum, for example too few users; an empty string if aggregation succeeded.
+        """
         assert joined is not None
         if self.server.sums is not None:
             return self._aggregate_secure_sum(self.server.sums, joined)
@@ -520,6 +527,7 @@ class Sharded(InProcess):
         """
         reports = {_REPORT_PREFIX + name: t for name, t in own_upload.reports.items()}
         tensors = own_upload.tensors | reports | {"ranks": own_upload.ranks}
+        # A process whose users do not take part has an empty upload, which is left out.
         tensors_by_rank = self.ranks.collect(tensors if own_upload.users else {})
         users_by_rank = self.ranks.gather(lambda: list(own_upload.users))
         if not self.leads:
@@ -548,7 +556,9 @@ class Sharded(InProcess):
         key_of_tensor, weights = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
         weights_of_tensor = {name: weights[key_of_tensor[name]] for name in names}
         tensors = {name: tensors[name] for name in names}  # in the same order in all processes
-        return reduced(tensors, weights_of_tensor, len(users), largest=self.ranks.largest, total=self.ranks.total)
+        return reduced(
+            tensors, weights_of_tensor, len(users), reduce_max=self.ranks.largest, reduce_sum=self.ranks.total
+        )
 
     def _split_weights(
         self, names: Sequence[str], joined: Upload | None, counts: Sequence[int]

@@ -173,13 +173,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self.observe({"event": "step", "advance": advance, "round": plan.done})
 
         log_progress(0)  # shows that the round has begun
+        # ``plan.number`` counts rounds from 0; ``plan.done``, which events contain, counts from 1.
         return train(self.clients, participants, plan.number, lambda: log_progress(1))
 
     def _report_round(self, local_round: LocalRound) -> RoundReport:
         """Return the result of a round by user name, in a form that processes can exchange."""
         clients, first_rejected = self.clients, next(iter(local_round.rejected), None)
         suspect_optimizers: Sequence[str] = ()
-        if first_rejected is not None:  # for the error if all participants were rejected
+        if first_rejected is not None:
+            # If all participants were rejected, the error says which optimizers may have made the loss non-finite.
             row = clients.state.rows_of([first_rejected])[0]
             suspect_optimizers = clients.steps.suspect_optimizers(first_rejected, row)
         return RoundReport(
@@ -243,7 +245,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
         """Return the test scores of evaluated users and, if the best round is selected, validation losses by name."""
         clients = self.clients
-        # Users who are not evaluated are left out before the end, which spares work; if all are, none is left out.
+        # Before the end of the run, users who are not evaluated are left out, which spares work.
         updates_all = done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users)
         settle(clients, ends=updates_all)
         with finetuned(clients, done):  # once for test and validation
@@ -391,6 +393,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def download(self, members: Sequence[int]) -> None:
         """Send the current version of the shared tensors to those users that have not downloaded it yet."""
         stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
+        # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
         names = self.server.with_download([self.clients.names[member] for member in stale])
         for group in cohorts(names, self.clients.users_per_message):
             self._send_downloads(group)
@@ -423,10 +426,12 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self._upload_of_round = _repack_uploads(message.split()) if self.serialise else message
 
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; with peer-to-peer methods, participants download at once.
+        """Aggregate the uploads of the round.
+
+        With peer-to-peer methods, participants download the models of their peers in the same round.
 
         Returns:
-            Reason why there is no secure sum; empty if there is one, or none was needed.
+            Reason why a secure sum failed, for example too few users; empty if it succeeded or the run has none.
         """
         assert self._upload_of_round is not None
         upload, self._upload_of_round = self._upload_of_round, None
@@ -435,7 +440,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.server.aggregate(upload)
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(upload.users))
-            self.server.clear_uploads()
+            self.server.clear_uploads()  # the server relays models of peers, but does not keep them
         return ""
 
     def _aggregate_secure_sum(self, sums: Sums, upload: Upload) -> str:

@@ -258,16 +258,17 @@ def joined(place: Place) -> Iterator[Ranks]:
         threading.Thread(target=_exit_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
     with _peer_errors():
         store = _rendezvous_store(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
-        # A restart by the launcher, or a second run of a program, may find old addresses in the same store, so each
-        # has keys of its own. Entries of launcher_store outlast restarts: they tell which run folders were opened.
-        number = next(_RUN_NUMBERS)
-        launcher_store = PrefixStore(f"comingle/runs/{number}", _without_prefixes(store))
-        store = PrefixStore(f"comingle/{place.restarts}/{number}", store)
+        # The store may have addresses of an earlier run of this program, or of an attempt before a restart. So each run
+        # and each attempt has a prefix of its own. ``launcher_store`` has no such prefix for attempts: it records which
+        # run folders were opened, and must outlast restarts.
+        run_number = next(_RUN_NUMBERS)
+        launcher_store = PrefixStore(f"comingle/runs/{run_number}", _without_prefixes(store))
+        store = PrefixStore(f"comingle/{place.restarts}/{run_number}", store)
         backend = _GPU_BACKENDS if torch.cuda.is_available() and dist.is_nccl_available() else _CPU_BACKEND
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=PROCESS_TIMEOUT)
     try:
         ranks = Ranks(place, launcher_store)
-        ranks.barrier()
+        ranks.barrier()  # a process that ended early would leave the others waiting for it
         yield ranks
     finally:
         dist.destroy_process_group()

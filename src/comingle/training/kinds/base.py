@@ -85,11 +85,11 @@ class RunData:
     def with_users(self, users: Iterable[AnyUser]) -> RunData:
         """Return a copy with other users, or with only some of the present ones.
 
-        Documents and common data are restricted to the new users too.
+        The documents, and the users that common data lists, are replaced accordingly.
         """
         users = as_users(users)
         names = set(users.names)
-        # For some kinds of data, what users have in common (a task) lists them.
+        # The common data of some kinds, such as a task with samples, has a list of the users.
         common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         texts = tuple(text for text in self.texts if text.name in names)
         return replace(self, users=users, common=common, texts=texts)
@@ -525,22 +525,21 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         raise RecipeError(f"method {method.name}: adapters.rank is {rank}; allowed: one rank for all users")
 
 
-def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
+def language_model(recipe: Recipe, base: Base, method: Method, num_trainers: int, num_tokens: int) -> Model:
     """Return the base model with the adapters or the mixture that the method trains.
-
-    A mixture of whole models that are mixed only in their predictions is an ensemble of adapted models.
 
     Args:
         recipe: The recipe.
         base: The base model.
         method: Method of the run.
-        trainers: Number of trainers.
-        tokens: Number of training tokens of the run, to decide whether to compile.
+        num_trainers: Number of trainers.
+        num_tokens: Number of training tokens of the run, to decide whether to compile.
     """
     mixture = method.placement.mixture
     if mixture is not None and not mixture.trains_independently:  # adaptors are mixed inside the layers
-        return mix_base(recipe, base, method, trainers)
-    return adapt_base(recipe, base, method, trainers, tokens)
+        return mix_base(recipe, base, method, num_trainers)
+    # Models that are mixed only in their predictions are trained separately, each with adapters of its own.
+    return adapt_base(recipe, base, method, num_trainers, num_tokens)
 
 
 def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel | EnsembleModel:

@@ -94,11 +94,11 @@ class AnswerBatchSource(PassBatchSource):
         """Return the windows of the next batch of each trainer; a window of ``PAD`` stands for no conversation."""
         return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
 
-    def numbered(
-        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    def examples_at(
+        self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch window"]:
         """Return whole conversations, ``context`` wide, so that their lengths do not affect each other."""
-        return self._windows(trainers, "train", numbers.long(), even=True)
+        return self._windows(trainers, "train", indices.long(), even=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
         """Yield all training conversations of each trainer, in order."""
@@ -132,7 +132,7 @@ class AnswerBatchSource(PassBatchSource):
         padded = torch.nn.functional.pad(windows, (0, missing), value=PAD)
         return padded[..., :width]  # columns after it are only padding
 
-    def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
+    def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Return the number of targets, without hidden tokens and padding: the tokens of the responses."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
@@ -251,15 +251,16 @@ would need more memory than training."""
 def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
     """Return the shape of a pass that generates responses: the number of prompts per slot, and of slots.
 
-    A slot has prompts of one set, so a set with few prompts needs only small slots.
+    A slot is a place in the pass for one model and several prompts, all of one set. A slot needs no more prompts than
+    the largest set has.
 
     Args:
         sets: Sets with the prompts.
-        pass_size: Number of users and sequences in one pass of training; there is memory for as many prompts, and for
-            up to :data:`SPEAKING` if that is more.
+        pass_size: Number of users and sequences in one pass of training; there is memory for as many prompts.
     """
     longest_prompt = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
-    # Up to 64 responses at once, if their prompts have at most 8,192 tokens together.
+    # Generation needs less memory than training, so a pass may have up to SPEAKING (64) prompts if they have at most
+    # READ_AT_ONCE (8,192) tokens together.
     prompts_of_pass = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt)))
     largest_set = max((len(part.references) for part in sets), default=1)
     prompts_per_slot = max(1, min(largest_set, prompts_of_pass // max(1, len(sets))))

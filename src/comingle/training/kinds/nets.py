@@ -96,12 +96,12 @@ class SampleBatchSource(PassBatchSource):
         """Return the sample numbers of the next batch of each trainer."""
         return self.numbers(trainers, phase, round_number, step, repeat)
 
-    def numbered(
-        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    def examples_at(
+        self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch"]:
-        """Return the sample numbers unchanged: a drawn batch of this source consists of them."""
+        """Return the sample indices unchanged: a drawn batch of this source consists of sample indices."""
         self.enter(round_number)  # augmentation depends on the round
-        return numbers.long()
+        return indices.long()
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
         """Yield the numbers of all training samples of each trainer, in order."""
@@ -141,7 +141,7 @@ class SampleBatchSource(PassBatchSource):
         random = generator(self.plan.seed, self.trainers[trainer].name, self._round, "augment", *numbers.tolist())
         return self.augment([trainer], inputs.unsqueeze(0), random)[0]
 
-    def counted(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
+    def loss_counts(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
         """Return the number of samples in the batch of each user, without padding."""
         return (drawn != PAD).sum(1)
 
@@ -472,6 +472,7 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     first = make(recipe.seed)
     batchwise = check_net(first, name, population)
     require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first.parameters()))
+    # Nets of one run need seeds that no run with another seed uses.
     nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, num_nets))]
     if mixture is not None and mixture.of == "adaptors":
         settings = recipe.floral.model_dump()
@@ -481,7 +482,8 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
         size_settings = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
         require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **size_settings), ADAPTOR_SETS)
         settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer, "warn": not is_default}
-        # Values are drawn again for each user; the generator keeps torch's global one untouched.
+        # The adaptors are added to the net in place. The values drawn here are not used, as they are drawn again for
+        # each user; a generator of their own leaves torch's global one untouched.
         nets = [floral(nets[0], copy=False, generator=torch.Generator(), **settings)]
     if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]
@@ -540,15 +542,15 @@ def _check_users(population: Population) -> None:
 
 
 def _check_clusters(population: Population, method: Method) -> None:
-    """Check that a method that routes users by their true clusters has a component for each cluster.
+    """Check that a method that assigns users to components by their true clusters has a component for each cluster.
 
-    With fewer, two clusters would share a component; additional ones stay without users.
+    With fewer components, two clusters would share one. Additional components are allowed, but have no users.
 
     Raises:
-        RecipeError: It has fewer.
+        RecipeError: The method has fewer components than there are clusters.
     """
     mixture = method.placement.mixture
-    if mixture is None or not mixture.optimal:
+    if mixture is None or not mixture.optimal:  # users learn their weights, without the true clusters
         return
     clusters = [user.cluster for user in population.users if user.cluster is not None]
     num_clusters = max(clusters, default=-1) + 1  # numbered from 0

@@ -273,7 +273,7 @@ class NetKind(Kind):
         return replace(cast(PersonalNet, personal), test_data=test_data)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
-        """Refuse a number of users without their data: costs depend on the users' samples.
+        """Raise an error: costs cannot be counted for a number of users, as they depend on the users' samples.
 
         Raises:
             RecipeError: Always.
@@ -296,8 +296,8 @@ class SamplesKind(NetKind):
         """Return a reader of files, or of the data that a program passes; loads no base model.
 
         Raises:
-            DataError: The recipe says that a program passes users, and it does not.
-            RecipeError: The recipe scales images, but a program passes samples.
+            DataError: The recipe expects users from a program, but the program passes none.
+            RecipeError: The recipe scales images, but a program passes samples (checked by the reader).
         """
         data, given = section(request.recipe), request.given
         if given is None and data.users is None:

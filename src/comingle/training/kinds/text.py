@@ -58,9 +58,12 @@ class TextBatchSource(BatchSource):
     ) -> None:
         self.trainers, self.plan, self.batch_size = as_users(trainers), plan, batch_size
         self.begin = begin
-        window = plan.training.context + 1
-        require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
+        """Begin-of-text token with which each window starts; None if the base model has none."""
+        width = plan.training.context + 1  # inputs and, one place later, their targets
+        batch_bytes = 8 * batch_size * width  # int64
+        require_bytes(f"training.batch_size: {batch_size:,} windows of {width:,} tokens", batch_bytes)
         self._cut: dict[int, Int[Tensor, "windows window"]] = {}
+        """Cache: the text of a trainer, by number, cut into windows."""
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
         """Return how many users and sequences one pass takes; activations dominate its memory."""
@@ -108,15 +111,19 @@ class TextBatchSource(BatchSource):
             self._cut[trainer] = fixed_windows(stream, context=context, begin=self.begin)
         return self._cut[trainer]
 
-    def numbered(
-        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    def examples_at(
+        self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
     ) -> Int[Tensor, "users batch window"]:
-        """Return windows by number; windows do not overlap, so that a token belongs to one example.
+        """Return the windows at some indices of each trainer's text, which is cut into disjoint windows.
 
-        The number ``PAD`` gives a window of ``PAD``. Text is not augmented, so the round changes nothing.
+        Each token belongs to one window, the example that privacy protects. The index ``PAD`` gives a window of
+        ``PAD``. ``round_number`` is not used, as text is not augmented.
         """
-        chosen = [self._windows(trainer)[some.clamp(min=0)] for trainer, some in zip(trainers, numbers, strict=True)]
-        return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
+        chosen = [
+            self._windows(trainer)[own_indices.clamp(min=0)]  # ``PAD`` is negative; its window is masked below
+            for trainer, own_indices in zip(trainers, indices, strict=True)
+        ]
+        return torch.stack(chosen).masked_fill((indices == PAD).unsqueeze(2), PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
         """Yield as many new windows as the trainers train on in a round; streams are too long to be read in full."""
@@ -134,7 +141,7 @@ class TextBatchSource(BatchSource):
                 row[: len(windows_of_batch)] = windows_of_batch
             yield batch
 
-    def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
+    def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Return the number of targets, without padding and hidden tokens."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
@@ -287,7 +294,7 @@ class TextKind(LanguageKind):
                 name=source.config,
                 bad=BadRows("skip"),  # wrong rows are reported when the data is read
             )
-            return (owner for owner, _, _ in documents)
+            return (owner for owner, _split, _document in documents)
 
         return self.known_names(recipe, source, owners, "text")
 

@@ -71,7 +71,7 @@ MAX_PENDING_WRITES = 2
 
 
 class OnDisk(State):
-    """State of users in files.
+    """State of users in record files; a table has the place of each row's record, its position in the files.
 
     Args:
         begin: Returns the initial state of some rows.
@@ -89,21 +89,31 @@ class OnDisk(State):
         moments: torch.dtype | None = None,
         names: Sequence[str] = (),
     ):
+        """Start a store in which no row has a record yet; files are made at the first write.
+
+        ``begin`` computes the initial state of rows by number, ``count`` is the number of rows, ``moments`` the dtype
+        of optimizer moments in records.
+        """
         # The tensors of this object have no rows: only the shapes, dtypes and device of one row are known in memory.
         sample = begin([0])
-        self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, {})
+        self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, best={})
         copy_fields(self, self._empty)
         self._initial_state, self.count, self._names = begin, count, names
         self._device = sample.rows.device
         self._forms = forms_of(sample, moments)
-        self._groups = [name for name, form in self._forms.items() if form.bytes]
+        self._groups = [name for name, form in self._forms.items() if form.bytes]  # "params" and, if used, "moments"
         self._table = Table.without_records(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
+        """Open files of each group: the first is for the run folder, others are temporary or only read."""
         self._write_numbers: dict[str, int] = {}
+        """Number of the file of each group that new records go to."""
         self._worker = StoreThread()
         self._prefetched: tuple[list[int], Mapping[str, Future[np.ndarray]]] | None = None
+        """Rows that are being read ahead, and their records by group."""
         self._run: Path | None = None
+        """Run folder, once it is open."""
         self._best: Table | None = None
+        """Table of the best round, if there is one."""
         self._shard = Shard(part=Part(), ids=np.arange(count, dtype=np.int32), total_rows=count)
 
     # ---------------------------------------------------------------- what State does
@@ -164,8 +174,8 @@ class OnDisk(State):
 
     def release(self) -> None:
         """Close the temporary files of a copy made by :meth:`copy`, after all pending writes."""
-        self._wait_for_writes(0)
-        for name, number in self._write_numbers.items():  # a copy writes to no other files
+        self._wait_for_writes(most=0)  # until none is pending
+        for name, number in self._write_numbers.items():  # a copy writes only to temporary files
             if (file := self._files[name][number]) is not None:
                 file.close()
 
@@ -224,17 +234,17 @@ class OnDisk(State):
             with disk_errors(self._run):
                 return read.result()
         except RunError:
-            self._wait_for_writes(0)  # raise the error of a failed write first
+            self._wait_for_writes(most=0)  # raises the error of an earlier write, if one failed
             raise
 
     def _start_read(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
-        """Start to read the records of those rows that have one, after all pending writes.
+        """Start to read the records of rows, after all pending writes; rows without a record are left out.
 
         Args:
             group: Group of tensors to read, "params" or "moments"; each group has record files of its own.
             rows: Numbers of the rows in this process.
-            places: Place of the record of each row, over all files (:data:`PLACES_PER_FILE`), -1 for none; those in the
-                current table if None.
+            places: Place of the record of each row, -1 for none; taken from the current table if None. Place p of file
+                k has the number ``k * PLACES_PER_FILE + p``.
 
         Returns:
             A future of the records ``(records, bytes)``.
@@ -247,35 +257,38 @@ class OnDisk(State):
         def read() -> np.ndarray:
             """Read the records, file after file; runs in the store's thread."""
             records = np.empty((len(located), size_bytes), dtype=np.uint8)
-            for number in {place // PLACES_PER_FILE for place, _ in located}:
-                in_file = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == number]
+            for file_number in {place // PLACES_PER_FILE for place, _ in located}:
+                in_file = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == file_number]
                 places_in_file = [located[i][0] % PLACES_PER_FILE for i in in_file]
-                file = files[number]
+                ids_in_file = [located[i][1] for i in in_file]
+                file = files[file_number]
                 assert file is not None
-                file.read(places_in_file, [located[i][1] for i in in_file], [records[i] for i in in_file])
+                file.read(places_in_file, ids_in_file, into=[records[i] for i in in_file])
             return records
 
         return self._worker.submit(read)
 
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Write the records of rows asynchronously, and note their places; wait if too many writes are pending.
+        """Write the records of rows asynchronously, and enter their places in the table.
 
-        A place in the table counts over all files: file k has those from ``k * PLACES_PER_FILE``.
+        Waits if too many writes are pending. In the table, place p of file k has the number
+        ``k * PLACES_PER_FILE + p``.
 
         Args:
             group: Group of tensors to write, "params" or "moments"; each group has record files of its own.
             rows: Numbers of the rows in this process.
             tensors: Tensors of these rows ``(rows, *shape)`` by name; those of other groups are ignored.
         """
-        number, file = self._file_to_write(group)
-        table, places = self._table.places[group], []
+        file_number, file = self._file_to_write(group)
+        table, places_in_file = self._table.places[group], []
         for row in rows:
             old_place = int(table[row])  # -1 without a record
-            is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == number
-            places.append(file.place_to_write(old_place % PLACES_PER_FILE if is_in_file else -1))
-        table[rows] = number * PLACES_PER_FILE + np.array(places, dtype=np.int64)
+            is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == file_number
+            old_place_in_file = old_place % PLACES_PER_FILE if is_in_file else -1
+            places_in_file.append(file.place_to_write(old_place_in_file))
+        table[rows] = file_number * PLACES_PER_FILE + np.array(places_in_file, dtype=np.int64)
         records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
-        self._worker.write(file, places, records)
+        self._worker.write(file, places_in_file, records)
         self._wait_for_writes(MAX_PENDING_WRITES)
 
     def _wait_for_writes(self, most: int) -> None:
@@ -325,11 +338,11 @@ class OnDisk(State):
                     file.snapshot()
 
     def restored_best(self) -> State:
-        """Return the state as it was after the best round, as a copy that reads the same files."""
-        other = self.copy()
+        """Return a store with the state after the best round, which reads the same files."""
+        store = self.copy()
         assert self._best is not None
-        other._table = self._best.copy()
-        return other
+        store._table = self._best.copy()  # the places of the records of that round
+        return store
 
     def _places_in_use(self, group: str) -> list[np.ndarray]:
         """Return the places of all rows in the current table and, if there is one, in that of the best round."""
@@ -344,12 +357,14 @@ class OnDisk(State):
         self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(first_ids) * population)
 
     def open(self, run: Path, *, anew: bool) -> None:
-        """Write to ``store/`` in the run's folder from now on; the first process does so before the others.
+        """Open the record files in ``store/`` of a run folder, to which rows are written from now on.
+
+        The first process must call this before the others, as it makes the folder.
 
         Args:
             run: Run folder.
             anew: True for a new run: existing records are deleted, and the names of the users and a random identifier
-                are written. False for a resumed one: the record files must exist.
+                are written. False for a resumed run: the record files must exist.
 
         Raises:
             RunError: A record file is missing, or the disk cannot be written to.
@@ -368,9 +383,9 @@ class OnDisk(State):
             for name in self._groups:
                 path = self._shard.part.records(run, name)
                 own_file = RecordFile(path, self._forms[name].bytes, writes=True)
-                self._files[name][0] = own_file  # file 0 is this process's own; others only have records to read
-            to_disk(folder)
-        self._write_numbers = dict.fromkeys(self._groups, 0)  # write to file 0 from now on
+                self._files[name][0] = own_file  # file 0 is this process's own; other files are only read
+            to_disk(folder)  # the folder's entries, so that new files survive a power failure
+        self._write_numbers = dict.fromkeys(self._groups, 0)  # new records go to file 0
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -413,7 +428,7 @@ class OnDisk(State):
         return written
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
-        """Return this store at a checkpoint that any number of processes has written.
+        """Set this store to a checkpoint that any number of processes has written, and return it.
 
         Only the tables of places are read; records are read when they are needed. New records go to places that no
         checkpoint uses.

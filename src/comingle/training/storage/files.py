@@ -73,7 +73,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Layout of the records of a group."""
+    """Layout of records: a head of 16 bytes (CRC-32 and row number, 8 bytes each), then the values of each tensor."""
 
     fields: tuple[Field, ...]
 
@@ -96,15 +96,19 @@ class Form:
             values = tensors[one.name].detach().to("cpu", one.stored_dtype).contiguous().view(len(rows), -1)
             records[:, start : start + one.bytes] = values.view(torch.uint8).numpy()
             start += one.bytes
-        records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)  # second half of the head
+        # The second half of the head is the row number; the first half is for the CRC-32.
+        records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)
         return records
 
     def unpack(self, records: np.ndarray) -> dict[str, Tensor]:
-        """Return the tensors of records by name, ``(rows, *shape)``, in their dtype in memory."""
-        tensors, start = {}, HEAD
+        """Return the tensors of records by name, ``(rows, *shape)``.
+
+        They get the dtype that they have during training, which may have more bits than the stored one.
+        """
+        tensors, start = {}, HEAD  # the values begin after the head
         for one in self.fields:
-            # Copied into memory that torch aligns: the rounding of later products may depend on the alignment, and a
-            # view of the records would start anywhere.
+            # Copied into new memory, which torch aligns: the rounding of later products may depend on the alignment,
+            # and the values in a record are not aligned.
             values = torch.empty(len(records), *one.shape, dtype=one.stored_dtype)
             if len(records):
                 stored = torch.from_numpy(records[:, start : start + one.bytes])
@@ -179,17 +183,19 @@ def copy_fields(state: State, empty: State) -> None:
 def align(part: State, users: Sequence[int]) -> State:
     """Return the tensors at the memory alignment that they would have if all users were in memory.
 
-    So results are bitwise equal to those of a run in memory: there the rows of consecutive users are a view of all
-    rows, and the last bit of a product may depend on whether its factors start at a multiple of 64 bytes.
+    This keeps results bitwise equal to those of a run in memory, where the rows of consecutive users are a view of all
+    rows. The last bit of a product may depend on whether its factors start at a multiple of 64 bytes.
 
     Args:
-        part: State of some rows.
-        users: Numbers of these rows; unless they are consecutive, ``part`` is returned.
+        part: State of some rows, without a best round.
+        users: Numbers of these rows. If they are not consecutive, a run in memory copies them, so that ``part`` is
+            returned as it is.
     """
     first = users[0]
     if list(users) != list(range(first, first + len(users))):
         return part
-    return part.filled({name: _at_offset_of_row(t, first) for name, t in part.tensors().items()}, {})
+    aligned = {name: _at_offset_of_row(t, first) for name, t in part.tensors().items()}
+    return part.filled(aligned, best={})
 
 
 def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
@@ -332,7 +338,7 @@ MAX_CHECKED_HEADS = 1024
 
 
 class RecordFile:
-    """File of records of ``size_bytes`` each.
+    """File of fixed-size records: the record at place p starts at byte ``p * size_bytes``.
 
     Args:
         path: Path of the file.
@@ -342,12 +348,15 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, size_bytes: int, *, writes: bool, lives: bool = True):
+        """Open the file; with ``writes`` also for writing, without ``lives`` as a temporary file."""
         self.path, self.size_bytes = path, size_bytes
+        # O_NOFOLLOW refuses to write through a symbolic link; not all systems have it.
         flags = (os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY) | getattr(os, "O_NOFOLLOW", 0)
         self._handle = os.open(path, flags, 0o600)
         if not lives:
-            os.unlink(path)
+            os.unlink(path)  # the open file stays usable, and its space is freed when the process ends
         self.end = 0
+        """First place after all records."""
         self.num_snapshots = 0
         """Number of snapshots; places that were first written after the last one may be rewritten."""
         self._first_written = np.zeros(0, dtype=np.int64)
@@ -360,9 +369,9 @@ class RecordFile:
     # ---------------------------------------------------------------- places
 
     def place_to_write(self, current: int) -> int:
-        """Return the place to write a row to: its current one if no snapshot refers to that, otherwise a free one.
+        """Return the place to write a row to: its current one, or a free one if a snapshot refers to the current one.
 
-        A snapshot, such as a checkpoint, refers to records by place, so these records must not be overwritten.
+        A snapshot is a checkpoint or the best round. It refers to records by place, so these must not be overwritten.
 
         Args:
             current: Current place of the row in this file; -1 for none.
@@ -397,7 +406,7 @@ class RecordFile:
     # ---------------------------------------------------------------- checksums
 
     def crcs(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
-        """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1."""
+        """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1, which stands for no record."""
         self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
         crcs, has_record = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
         crcs[has_record] = self._crcs[places[has_record]]
