@@ -54,9 +54,9 @@ class BatchShapes:
     """Whether scoring passes are larger than training passes, so that they may set the peak memory."""
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches of one epoch that a user trains on, and of those that :meth:`sweep` yields.
+        """Return the sizes of the batches in one epoch of a user: for training, and for :meth:`sweep` over all data.
 
-        Sources without epochs, such as text, count one batch for each.
+        Sources without epochs, such as text, return one batch for each.
         """
         one_step = (self.batch_size,)
         return one_step, one_step
@@ -249,9 +249,9 @@ class PassBatchSource(BatchSource):
         return full + (rest >= self.least)
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the batches in one pass over a user's samples: of those trained on, and of all.
+        """Return the sizes of the batches in one pass over the samples of a user: for training, and for all samples.
 
-        A last batch of fewer than ``self.least`` samples is not trained on: batch norm needs at least two.
+        A last batch of fewer than ``self.least`` samples is not trained on, as batch norm needs at least two samples.
         """
         count, batch_size = len(user.train), self.batch_size
         sizes = tuple(min(batch_size, count - first) for first in range(0, count, batch_size))
@@ -351,7 +351,10 @@ class Prefetcher(Batches):
         self.ready: dict[Phase, Batch] = {}
 
     def draw(self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int) -> Drawn:
-        """Return the batch that the source draws, prefetched if possible; :meth:`move` expects it next."""
+        """Return the batch that the source draws, prefetched if possible; the next call of :meth:`move` must get it.
+
+        See :meth:`Batches.draw` for the arguments, which identify a batch.
+        """
         place = (tuple(trainers), phase, round_number, step, repeat)
         batch = self.ready.pop(phase, None)
         if batch is None or batch.place != place:  # not prefetched, or the cohort has changed
@@ -370,10 +373,11 @@ class Prefetcher(Batches):
 
     def prefetch(self) -> None:
         """Draw the batch that the current phase probably needs next, and start to copy it to the device."""
+        # A place identifies a batch: trainers, phase, round, step and repeat.
         place = None if self.current is None else self._next_place(self.current.place)
-        if place is None:
+        if place is None:  # nothing was drawn yet, or this was the last batch of the round
             return
-        _, phase, *_ = place
+        _trainers, phase, *_ = place
         if phase in self.ready and self.ready[phase].place == place:  # prefetched before
             return
         drawn = self.batch_source.draw(*place)

@@ -200,7 +200,7 @@ def save_checkpoint(run: Path, layout: Layout, state: State, server_state: Tree,
 
 
 def folder_and_draft(run: Path, done: int) -> tuple[Path, Path]:
-    """Return the folder of a checkpoint, and that in which it is written before it is renamed; delete an old draft.
+    """Return the final folder of a checkpoint and that of its draft, which is renamed once complete; delete old drafts.
 
     Args:
         run: Run folder.

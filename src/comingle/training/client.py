@@ -623,7 +623,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
         tick: Called after each local step of a cohort.
 
     Returns:
-        Mean losses, rejected participants, and what was trained on.
+        Mean losses, rejected participants, the number of training tokens or samples, and the time.
 
     Raises:
         DivergenceError: The loss of a user is not finite; names the user and the round.

@@ -290,11 +290,11 @@ def update(
 
 
 def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
-    """Store gradients for later phases, and add the ones that earlier phases stored to the gradients of this phase.
+    """Exchange gradients between phases: store those for later phases, and add stored ones to those of this phase.
 
     A backward pass of one phase may also compute gradients of tensors that another phase trains later. All gradients of
     a tensor since its last step are added up and used in its next step. A user that has nothing for a phase to train
-    (one expert and no router) leaves no gradients.
+    (one expert and no router) stores no gradients.
 
     Args:
         cohort: The cohort, whose stored gradients are updated; nothing is done for methods that store none.
@@ -304,7 +304,7 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
     if GRADIENTS not in cohort.kept:  # no phase of the method leaves gradients to others
         return
     layout, stored = cohort.layout, cohort.kept[GRADIENTS]
-    trained = layout.touching(phase.roles)
+    trained = layout.touching(phase.roles)  # the tensors of this phase, which occupy the columns ``span``
     span, new = layout.span(trained), torch.zeros_like(stored)
     for name, view in layout.views(new).items():
         if name in gradients:
@@ -313,7 +313,7 @@ def accumulate(cohort: CohortTensors, phase: Phase, gradients: Tree) -> None:
         has_trained_entries = cohort.mask[:, span].any(1, keepdim=True)
         new *= cohort.mask & has_trained_entries
     stored += new
-    gradients |= trained.views(stored[:, span].clone())
+    gradients |= trained.views(stored[:, span].clone())  # used in this step, and reset for the next one
     stored[:, span] = 0
 
 

@@ -89,8 +89,15 @@ def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds:
 
 
 def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tuple[int, int, Fraction]:
-    """Return the interval between evaluations, their number, and the number that keeps to the share."""
-    trainers, trained, scored = amounts
+    """Return the interval between evaluations, their number, and the largest number that takes at most 10% of the time.
+
+    Args:
+        plan: Plan of the run.
+        amounts: Number of trainers that represent all users, tokens or samples that they train on per round, and tokens
+            or samples that one evaluation scores.
+        users: Number of all users.
+    """
+    num_trainers, trained, scored = amounts
     if not trained or not scored:  # no data here to estimate times from: the shortest interval, 5 rounds
         return SHORTEST, 0, Fraction(0)
     rounds, participation = plan.training.rounds, plan.participation
@@ -99,8 +106,8 @@ def _plan_evaluations(plan: RunPlan, amounts: Sequence[int], users: int) -> tupl
     else:
         mean_participants = Fraction(sum(map(len, participation)), len(participation))
     # Amounts are numbers of tokens or samples; training on one takes TRAIN_COST times as long as scoring one.
-    train_amount = rounds * mean_participants * Fraction(trained, trainers)
-    affordable = EVALUATION_SHARE * TRAIN_COST * train_amount / scored  # number of evaluations within the share
+    train_amount = rounds * mean_participants * Fraction(trained, num_trainers)
+    affordable = EVALUATION_SHARE * TRAIN_COST * train_amount / scored  # number of evaluations in 10% of the time
     others = plan.evaluation.first + (plan.evaluation.select == "best")  # evaluations besides the periodic ones
     every = max(SHORTEST, math.ceil(rounds / max(1, math.floor(affordable) - others)))
     return every, others + math.ceil(rounds / every), affordable
@@ -231,10 +238,11 @@ def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]
 def mismatch(
     mixture: Float[Tensor, "users clusters"], truth: Tensor, weights: Float[Tensor, " users"]
 ) -> Float[Tensor, " clusters"]:
-    """Return how far the weights with which users contribute to each component are from those of the true clusters.
+    """Return the distance of each learned component from the nearest true cluster, by who contributes to it.
 
-    ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` (FLoRAL, section 4), where p(k|c) is the weight of user k in the mean
-    of component c. It is at most 2. Components have no fixed order, so each is compared with the nearest true cluster.
+    ``|delta_c|_1 = sum_k |p_hat(k|c) - p(k|c)|`` (FLoRAL, section 4), which is at most 2. Here ``p_hat(k|c)`` is the
+    weight of user k in the mean of component c with the learned mixtures, and ``p(k|c)`` the one with the true
+    clusters. Components have no fixed order, so each is compared with the nearest true cluster.
 
     Args:
         mixture: Learned mixture weights.
@@ -326,7 +334,9 @@ def check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> Non
     """
     for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
         if not math.isfinite(score.mean_loss):
-            suspect_optimizers = clients.steps.suspect_optimizers(row, clients.state.rows_of([row])[0]) if done else ()
+            suspect_optimizers: Sequence[str] = ()
+            if done:  # before any training, no optimizer can be the cause
+                suspect_optimizers = clients.steps.suspect_optimizers(row, clients.state.rows_of([row])[0])
             raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspect_optimizers)
 
 

@@ -160,14 +160,14 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
 
 
 def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
-    """Set the key of privacy mechanisms, which seeds their noise, to the one in a folder; store a new one if none is.
+    """Set the key of privacy mechanisms, which seeds their noise, to the one in a folder; store a new one if it has none.
 
     Args:
         folder: Run folder.
         *mechanisms: Mechanisms of the client, the server or both.
-        anew: Replace the key. Two runs with one key would draw the same users.
-        begun: The run has drawn from the key before. With another key, a repeated round would have different noise,
-            which is a second release.
+        anew: Whether to replace the key. Two runs with one key would draw the same users.
+        begun: Whether the run has drawn noise from the key before, so that a missing key is an error. With another key,
+            a repeated round would have different noise, and both results together reveal more.
 
     Raises:
         RunError: The key is damaged or missing.

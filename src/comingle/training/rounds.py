@@ -46,6 +46,7 @@ class Evaluations:
     """Observer that keeps the first and the last evaluation event of a run, and the validation losses of all."""
 
     def __init__(self, earlier: Iterable[Event] = ()) -> None:
+        """Take the events of a run that was resumed, ``earlier``, before those of this process."""
         self.first: JsonMapping | None = None
         self.last: Event | None = None
         self.valid_losses: dict[int, dict[str, float]] = {}
@@ -100,10 +101,13 @@ def _warn_of_chance(metrics: JsonMapping, num_classes: int) -> Sequence[str]:
     """
     results = [(user.get("test_loss"), user.get("test_accuracy")) for user in metrics["users"].values()]
     finite = [(loss, accuracy) for loss, accuracy in results if loss is not None and accuracy is not None]
-    if num_classes < 2 or metrics["selected_round"] == 0 or not finite or len(finite) < len(results):
+    if num_classes < 2 or metrics["selected_round"] == 0:  # untrained models are at chance
         return ()
-    chance_loss, mean_accuracy = math.log(num_classes), sum(accuracy for _, accuracy in finite) / len(finite)
-    has_chance_loss = all(abs(loss - chance_loss) <= _NEAR_CHANCE * chance_loss for loss, _ in finite)
+    if not finite or len(finite) < len(results):  # a user has no loss or no accuracy
+        return ()
+    chance_loss = math.log(num_classes)
+    mean_accuracy = sum(accuracy for _loss, accuracy in finite) / len(finite)
+    has_chance_loss = all(abs(loss - chance_loss) <= _NEAR_CHANCE * chance_loss for loss, _accuracy in finite)
     if not has_chance_loss or mean_accuracy > _CHANCE_ACCURACY / num_classes:
         return ()
     return (
@@ -254,14 +258,21 @@ def run_rounds(
     """
     clock = clock or Clock()
     clock.started = time.perf_counter()
-    run, rounds = backend.start(observe, clock)
+    run, rounds = backend.start(observe, clock)  # the plan of the run, and the number of rounds after which it ends
     method, account, shares = run.method, backend.server.mechanisms.account, backend.server.shares
     exchanged = counts_exchanged(run)
     stopped = rounds < run.training.rounds * method.trains  # the privacy budget was spent before the run was resumed
     scores: S | None = None
 
     def evaluate(done: int, *, receives: bool = True, finishes: bool = False, silent: bool = False) -> S | None:
-        """Evaluate, log the event, and return the new scores, or the previous ones if no user was scored."""
+        """Evaluate, log the event, and return the new scores, or the previous ones if no user was scored.
+
+        Args:
+            done: Number of rounds that are done.
+            receives: Whether users first download the newest shared tensors.
+            finishes: Whether users first make their final models.
+            silent: Whether the event is left out, as it was logged before the run was resumed.
+        """
         found, event = backend.evaluate(done, receives=receives, finishes=finishes, silent=silent)
         if event and not silent:
             observe(event)
@@ -275,11 +286,11 @@ def run_rounds(
         if participants is None:
             planned = run.training.rounds
             logger.warning("%s: the privacy budget is spent after round %d of %d", method.name, round_number, planned)
-            # The final models may not have been scored: make and score them now. They have been if the last round was
-            # evaluated, unless users make their final models only now. A remote backend evaluates in any case.
+            # The run ends here, with the models of the previous round. Score them, unless they were scored after that
+            # round and do not change any more. A remote backend evaluates in any case.
             finishes = exchanged and bool(method.client.finishing)
             if backend.remote or finishes or round_number % run.period:
-                scores = None
+                scores = None  # those of earlier models
                 scores = evaluate(round_number, receives=exchanged, finishes=exchanged)
             rounds = round_number
             checkpoint(round_number, clock)

@@ -70,7 +70,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         Args:
             members: Numbers of the selected users.
             number: The round, counted from 0.
-            releases: Whether the round releases anything.
+            releases: Whether users upload in this round; a round in which nothing leaves the users costs no budget.
         """
         admitted: list[int] | None = members
         for mechanism in self:
@@ -301,15 +301,16 @@ class ServerHalf(ServerState):
 
     @property
     def needs_only_sums(self) -> bool:
-        """True if aggregation is a step along weighted sums of uploads, so that the server need not see each upload.
+        """True if the server aggregates by weighted sums of uploads, so that it need not see each upload.
 
-        Then several processes each send the sum over their own users.
+        If users are spread over several processes, each process may then send the sum over its own users.
         """
         server = self.method.server
         if self.sums is not None:  # secure sums have a protocol of their own, which adds up integers
             return False
         if any(overrides(mechanism, "server_sum") for mechanism in self.mechanisms):
             return False  # such a mechanism clips or compares uploads, so it needs each of them
+        # A server that overrides ``Mean.aggregate`` may use the uploads in other ways.
         return isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
@@ -397,7 +398,7 @@ class ServerHalf(ServerState):
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """Return a message that says whether the mean of reported validation losses is the lowest so far.
 
-        If it is, users store their models as the best ones. The server keeps the lowest mean.
+        After a lowest mean, users store their models as the best ones. The server remembers the lowest mean.
 
         Args:
             report: Validation losses of users after a round.
@@ -490,8 +491,8 @@ def _one_per_user(values: Tensor, users: int) -> Tensor:
 def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
     """Return the initial models of the server: one, or several with different weights if the method keeps several.
 
-    Users start from the first one. Nets bring the initial weights of the others (``other_initial_rows``); adapters are
-    drawn here.
+    Users start from the first model. Nets have the initial weights of the other models in ``other_initial_rows``;
+    those of adapters are drawn here.
     """
     num_models, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)
@@ -499,6 +500,6 @@ def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "m
     if model.other_initial_rows is not None:
         rows.append(model.other_initial_rows)
     else:
-        require_room(f"method {method.name}", num_models, layout.columns)
+        require_room(f"method {method.name}", num_models, layout.columns)  # an error before memory runs out
         rows += [draw(layout, seed, f"server/{number}").unsqueeze(0) for number in range(1, num_models)]
     return torch.cat(rows).to(model.device, dtype)

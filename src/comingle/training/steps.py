@@ -224,13 +224,15 @@ class PrivateSteps:
     def local_leaves(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
         """Return the names of the tensors whose gradients a phase needs without noise.
 
-        They are the tensors with local entries, which users do not share, for which the phase computes gradients.
+        A tensor needs such gradients if it has local entries, which users do not share. An entry is one index of the
+        leading dimension, such as an expert.
 
         Args:
-            phase: The phase; computes gradients for the roles ``reached``, more than it trains itself.
+            phase: The phase. It computes gradients for all roles in ``phase.reached``: those that it trains, and some
+                that a later phase trains.
             layout: Layout of the columns.
-            everything: Return all tensors for which the phase computes gradients, not only those with local entries:
-                further copies of a user stay local as a whole.
+            everything: Whether to return all tensors for which the phase computes gradients. This is needed for further
+                copies of a user's model, which are never shared.
         """
         names = []
         for slot in layout.touching(phase.reached).slots:
@@ -255,7 +257,8 @@ class PrivateSteps:
             trainer: Number of the trainer.
 
         Raises:
-            RecipeError: The trainer has too many examples for delta, which would allow publishing one of them.
+            RecipeError: The ``delta`` of (epsilon, delta) privacy is too large for the trainer's number of examples: it
+                would allow publishing one of them.
         """
         name, count = batch_source.trainers[trainer].name, batch_source.examples(trainer)
         if self.plan.privacy is not None:
@@ -298,7 +301,7 @@ class PrivateSteps:
         # Taking a part of the cohort copies its tensors, which is avoided for the whole one.
         subset = cohort if len(noised_users) == len(cohort.rows) else cohort.only(noised_users)
         noised_losses, noised = self.gradients(model, batch_source, pass_size, subset, phase, place)
-        if plain is None:  # otherwise the losses without noise are those of the same step
+        if plain is None:  # otherwise the losses without noise are returned
             losses[list(noised_users)] = noised_losses
         return losses, self.merge(model.layout, phase, plain_gradients, noised, noised_users, len(cohort.rows))
 
@@ -327,8 +330,9 @@ class PrivateSteps:
         Returns:
             Losses, and gradients ``(users, ...)`` cut to the shared entries of each tensor.
         """
-        layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
+        layout, rows, round_number = model.layout, cohort.part.rows, cohort.round_number
         used_roles = layout.roles - self.local_roles(layout)
+        # For each user the number of examples, batch size, steps and rounds, from which sampling and noise follow.
         works = [self.work(batch_source, owner) for owner in cohort.owners]
         shared = self._shared_tensors(layout, rows)
         # The key of a user's noise has a digest of its shared tensors: if a round is repeated from other tensors after
@@ -336,7 +340,7 @@ class PrivateSteps:
         streams = []
         for i, name in enumerate(cohort.names):
             tensors_digest = digest({n: t[i] for n, t in shared.items()})
-            streams.append((name, number, phase.purpose, *place, tensors_digest))
+            streams.append((name, round_number, phase.purpose, *place, tensors_digest))
         tensors, leaves = restrict(model.tensors(rows), layout, used_roles), self.shared_leaves(phase, layout)
 
         def sums(examples: Int[Tensor, "u n"], bound: float) -> tuple[Tree, Float[Tensor, " u"]]:
@@ -344,7 +348,8 @@ class PrivateSteps:
             return self.clipped_sums(model, batch_source, tensors, leaves, cohort, examples, bound)
 
         step = PrivateStep(works=works, streams=streams, batch=pass_size.sequences, clipped_sums=sums)
-        with model.randomness(self.mechanism.key, cohort.names[0], number, *place):  # a secret key, not the public seed
+        # Dropout is seeded by the secret key, not by the public seed.
+        with model.randomness(self.mechanism.key, cohort.names[0], round_number, *place):
             mean_losses, gradients = self.mechanism.client_gradients(step)
         return mean_losses.float(), {name: t.to(rows.dtype) for name, t in gradients.items()}
 
@@ -355,7 +360,7 @@ class PrivateSteps:
         tensors: Tree,
         leaves: Sequence[str],
         cohort: CohortTensors,
-        numbers: Int[Tensor, "u n"],
+        indices: Int[Tensor, "u n"],
         bound: float,
     ) -> tuple[Tree, Float[Tensor, " u"]]:
         """Clip each example's gradient; return for each user the sum of the clipped gradients and that of the losses.
@@ -368,10 +373,10 @@ class PrivateSteps:
             tensors: Tensors of the users.
             leaves: Names of the tensors to differentiate.
             cohort: Users of the step.
-            numbers: Numbers of the examples of each user, padded with ``PAD``.
+            indices: Indices of the examples of each user, padded with ``PAD``.
             bound: Clip norm of the gradient of one example.
         """
-        drawn = batch_source.examples_at(cohort.owners, numbers, cohort.round_number).to(cohort.part.rows.device)
+        drawn = batch_source.examples_at(cohort.owners, indices, cohort.round_number).to(cohort.part.rows.device)
         return self.clipped_sums_of_batch(model, batch_source, tensors, leaves, cohort.owners, drawn, bound)
 
     def clipped_sums_of_batch(

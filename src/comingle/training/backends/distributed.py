@@ -266,7 +266,7 @@ class Sharded(InProcess):
         return self.ranks.each(partial(super()._take_local_steps, plan, participants))
 
     def _report_round(self, local_round: LocalRound) -> RoundReport:
-        """Return the report of the users of all processes in the first process, that of their own users in others."""
+        """Return the report of the users of all processes; processes other than the first report only their own."""
         report_own_users = super()._report_round
         parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(report_own_users(local_round)))]
         suspects_of_first_rejection = next((part.suspect_optimizers for part in parts if part.rejected), [])
@@ -470,12 +470,14 @@ class Sharded(InProcess):
         return self.clients.upload(members, done, reports)
 
     def aggregate(self) -> str:
-        """Aggregate the uploads of the round; return why there is no sum, or an empty string.
+        """Aggregate the uploads of the round.
 
-        If the server needs only weighted sums, each process sends the sum over its users, and uploads without tensors.
-        With :attr:`ordered` it sends all uploads, and the server adds them up in the order of the users.
+        If the server needs only weighted sums, each process sends the sum over its users, and their uploads without
+        tensors. Otherwise, and with :attr:`ordered`, each process sends all uploads of its users. With peer-to-peer
+        methods, users then download the models that their peers have uploaded.
 
-        Peer-to-peer methods exchange models within the round: users download those that their peers have just uploaded.
+        Returns:
+            Reason why a secure sum failed, for example too few users; empty if it succeeded or the run has none.
         """
         assert self._upload_of_round is not None
         own_upload, self._upload_of_round = self._upload_of_round, None

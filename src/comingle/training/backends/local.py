@@ -226,16 +226,17 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})  # for progress bars
         started = time.perf_counter()
         scores, valid_losses = self._score(done)
-        if self._amounts is not None:
+        if self._amounts is not None:  # the first evaluation since the interval was computed: warn if it is slow
             seconds = time.perf_counter() - started
             warn_of_share(clients.plan, self._amounts, len(clients.population_names), seconds=seconds)
             self._amounts = None
         mean_loss: JsonObject = {}
         if clients.state.best:  # evaluation.select: best
+            # The server compares the mean with the lowest one so far; users store their models if this one is lower.
             mean_loss = {"mean_valid_loss": self.report_losses(done, valid_losses)}
             mean_loss["valid_loss"] = self.merge_users(lambda: valid_losses)  # by user
         report = self.merge_users(lambda: users_report(clients, scores))
-        if not self.leads:
+        if not self.leads:  # the first process logs the event
             return scores, {}
         measure = measure_among(report["users"])
         event = evaluation_event(report["users"], measure, done=done, iterations=done * clients.steps.local_steps)
@@ -289,8 +290,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Return the secret key from which the privacy noise is drawn.
 
         Args:
-            folder: Run folder whose key is read, or written if there is none; None for no folder.
-            resume: Whether the run is resumed, so that its key must exist once it has begun.
+            folder: Run folder, which stores the key; None for a run without a folder.
+            resume: Whether the run is resumed. A resumed run must find its key if it has logged events: with another
+                key, a repeated round would have new noise and so reveal more.
         """
         if folder is not None:
             has_begun = resume and (folder / "events.jsonl").exists()
@@ -472,9 +474,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return ""
 
     def _count_sum_bytes(self, users: Sequence[str], done: int) -> None:
-        """Count the bytes of the messages of a secure sum; if it fails, only those of the first step.
+        """Count the bytes of the messages of a secure sum.
 
-        In the first step users upload public keys. With too few users the sum ends there.
+        In the first step users upload public keys. If there are too few users, the sum ends after this step, and only
+        the keys are counted.
 
         Args:
             users: Names of the users in the sum.
@@ -483,7 +486,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         run_id, names = "", list(users)  # no message leaves this process, so the identifier is of no use
         terms = terms_of(self.clients.plan, run_id, done, self.server.size)
         for name in names:
-            if len(names) >= terms.threshold:
+            if len(names) >= terms.threshold:  # smallest number of users in a sum
                 self.clock.upload_bytes += sent_bytes(terms, name, len(names))
                 self.clock.download_bytes += received_bytes(terms, name, names)
             else:

@@ -158,7 +158,7 @@ class Kind(ABC):
         """Check that the method of a recipe supports users of this kind; reads no data.
 
         Raises:
-            RecipeError: It does not.
+            RecipeError: The method does not support them.
         """
 
     def reader(self, request: DataRequest) -> StreamingReader[Any, Any] | None:
@@ -261,7 +261,9 @@ class Kind(ABC):
         """
 
     def with_inputs(self, personal: Personal, recipe: Recipe, settings: Mapping[str, Any]) -> Personal:
-        """Return the model of a user with what it needs to read inputs.
+        """Return the model of a user, extended by settings for reading its inputs, such as the shape of images.
+
+        Kinds that need no such settings, as here, return the model unchanged.
 
         Args:
             personal: The model.
@@ -345,10 +347,10 @@ def model_here(model: Model, run_data: RunData) -> Model:
 def users_and_trainers(
     kind: Kind, run_data: RunData, method: Method
 ) -> tuple[UserCollection[AnyUser], UserCollection[AnyUser]]:
-    """Return the users on this machine, and the trainers, whose models are trained.
+    """Return the users on this machine, and the trainers: the owners of the models that are trained.
 
-    Trainers are the users themselves, or for a method that trains one model on pooled data a single one that has the
-    data of all users.
+    In most methods each user is a trainer. A method that trains one model on pooled data has a single trainer, with
+    the data of all users.
 
     Args:
         kind: Kind of the data.
@@ -584,16 +586,16 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     return ensemble(model, mixture, generalists=placement.generalists, specialists=max(specialists))
 
 
-def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
+def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> MixedLanguageModel:
     """Return a frozen language model with the method's mixture of adaptors in every linear layer.
 
-    Rank and scale of the adaptors are those of LoRA in the recipe (``adapters``).
+    The adaptors have the rank and scale that the recipe sets for LoRA (section ``adapters``).
 
     Args:
         recipe: The recipe.
         base: The base model.
         method: Method of the run.
-        users: Number of trainers.
+        num_trainers: Number of trainers.
 
     Raises:
         RecipeError: The method or a setting does not support adaptors in a language model, such as users with
@@ -608,7 +610,7 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     # Linear layers alone get adaptors: biases and norms of the base stay frozen.
     size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
-    return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=scale)
+    return mix_language_model(base, mixture, users=num_trainers, rank=section.rank, alpha=scale)
 
 
 def _check_lora_settings_unused(recipe: Recipe, method: Method) -> None:
@@ -617,7 +619,7 @@ def _check_lora_settings_unused(recipe: Recipe, method: Method) -> None:
     Called for methods that put a mixture of low-rank adaptors on every linear layer instead.
 
     Raises:
-        RecipeError: It has such a setting.
+        RecipeError: The recipe has a setting for LoRA adapters.
     """
     is_set = {
         "quantise": recipe.quantise != "none",

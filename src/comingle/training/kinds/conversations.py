@@ -259,8 +259,8 @@ def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int
         pass_size: Number of users and sequences in one pass of training; there is memory for as many prompts.
     """
     longest_prompt = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
-    # Generation needs less memory than training, so a pass may have up to SPEAKING (64) prompts if they have at most
-    # READ_AT_ONCE (8,192) tokens together.
+    # Each new token reads all weights once for all prompts, so more prompts per pass are faster: up to SPEAKING (64),
+    # if they have at most READ_AT_ONCE (8,192) tokens together.
     prompts_of_pass = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt)))
     largest_set = max((len(part.references) for part in sets), default=1)
     prompts_per_slot = max(1, min(largest_set, prompts_of_pass // max(1, len(sets))))
@@ -276,12 +276,13 @@ class _Job:
 
 
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
-    """Return the prompts of each job as one tensor, padded with ``PAD`` on the left.
+    """Return the prompts of several jobs as one tensor, padded with ``PAD`` on the left.
 
-    Jobs with fewer prompts repeat their last one.
+    A job is a group of prompts of one set, which one model answers in one pass; its place in the pass is a slot. A job
+    with fewer prompts than others repeats its last prompt.
 
     Args:
-        group: Jobs of one pass.
+        group: Jobs of one pass, one per slot.
         sets: Sets with the prompts.
     """
     most_prompts = max(len(job.numbers) for job in group)
@@ -346,29 +347,33 @@ class AnswersKind(LanguageKind):
             plan: Plan of the run, with its numbers of rounds and local epochs.
         """
         assert run_data.base is not None
-        if not run_data.users.in_memory:  # tokens were counted when the users were stored on disk
+        if not run_data.users.in_memory:  # ``about`` has the tokens, counted when the users were stored on disk
             tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
-        elif run_data.unread or not run_data.present:  # unknown: rather do not compile than read data only for this
-            tokens = 0
+        elif run_data.unread or not run_data.present:
+            tokens = 0  # unknown, so do not compile: reading the data only to count tokens would take longer
         else:
-            _, trainers = users_and_trainers(self, run_data, plan.method)
+            _users, trainers = users_and_trainers(self, run_data, plan.method)
             tokens = training_tokens(trainers, plan)
         return language_model(recipe, run_data.base, plan.method, count_trainers(run_data, plan.method), tokens)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users on this machine, with their batches of conversations.
 
-        If the method balances the load of experts, all batches have the same size and width. Otherwise the penalty,
-        which counts padding, would depend on other users' conversations.
+        Args:
+            recipe: The recipe.
+            run_data: Base model and users of the run.
+            plan: Plan of the run.
         """
-        plan = with_full_participation(plan)
+        plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
         assert run_data.base is not None
-        if not run_data.unread:
+        if not run_data.unread:  # conversations that are read on demand are checked when they are read
             self.check_enough(run_data.present, plan.method)
             for user in run_data.present:
                 require_rows(run_data.base, user)
         users, trainers = users_and_trainers(self, run_data, plan.method)
         size = batch_size(plan, len(users))
+        # A penalty that balances the load of experts counts padding. With batches of one shape (``even``), the padding
+        # of a user does not depend on the conversations of others.
         even = plan.method.placement.routed and plan.training.balance_weight > 0
         return Clients(
             model_here(self.model(recipe, run_data, plan), run_data),
@@ -427,15 +432,16 @@ class ConversationsKind(AnswersKind):
         def owners() -> Iterator[str]:
             assert source is not None
             bad_rows = BadRows("skip")  # wrong rows are reported when the data is read
-            return (owner for owner, _ in records_with_users(section(recipe), bad_rows))
+            return (owner for owner, _record in records_with_users(section(recipe), bad_rows))
 
         return self.known_names(recipe, source, owners, "rows")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
-        """Convert conversations to text of ``context`` tokens, with the steps of the user with most conversations.
+        """Replace recipes with conversations by recipes with text that cost at least as much, to count costs.
 
-        This is an upper bound of the cost: a batch is as wide as its longest conversation, at most the context. If the
-        data cannot be read but the number of users is given, one batch is counted.
+        The text recipes have windows of ``context`` tokens, an upper bound of the width of a batch of conversations.
+        They have as many local steps as the user with the most conversations. If the data cannot be read but the number
+        of users is given, they have the steps of one batch.
 
         Args:
             recipes: Recipes with the same data.
@@ -451,7 +457,8 @@ class ConversationsKind(AnswersKind):
             if users is None:
                 raise
             note = ABSENT_NOTE.format(error)
-            one_user = {"somebody": one_batch}  # the largest number of conversations decides, so one user is enough
+            # Only the largest number of conversations matters, so one user is enough.
+            one_user = {"somebody": one_batch}
             return [as_text_recipe(recipe, one_user) for recipe in recipes], set(), note
         return [as_text_recipe(recipe, counts) for recipe in recipes], small_users, NOTE
 

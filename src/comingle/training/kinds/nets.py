@@ -58,11 +58,19 @@ class SampleBatchSource(PassBatchSource):
         augment: Augment | None = None,
         least: int = 1,
     ):
+        """Copy the samples of trainers that are in memory to the device.
+
+        Batches of fewer than ``least`` samples are not trained on. ``loss`` scores held-out data; ``augment`` changes
+        training inputs at random.
+        """
         super().__init__(trainers, plan, batch_size, least=least)
         self.loss, self.augment = loss, augment
         self.like = {"device": device, "dtype": dtype}
+        """Device and dtype of inputs."""
         self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
+        """Cache of the latest sets that were scored, by the ids of the sets, with their samples in one tensor."""
         self.banks: dict[str, SampleBank] = {}
+        """Samples of all trainers in one tensor, by split; empty if trainers are not in memory."""
         if not self.trainers.in_memory:  # samples are read for each batch instead
             return
         for trainer in self.trainers:
@@ -115,10 +123,13 @@ class SampleBatchSource(PassBatchSource):
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs, targets and a mask that is False at padding; training inputs are augmented."""
-        if self.banks:
+        """Return inputs, targets and a mask that is False at padding; training inputs are augmented.
+
+        A bank is a tensor with the samples of several users, from which batches are taken by sample number.
+        """
+        if self.banks:  # one bank per split, with all users
             inputs, targets, present = self.banks[stream].take(trainers, drawn)
-        else:  # users are not in memory
+        else:  # users are not in memory: read those of this batch
             bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
         if self.augment is not None and stream == "train":
@@ -228,14 +239,14 @@ def net_name(recipe: Recipe, population: Population) -> str:
     """Return the name of the net that a recipe trains, for messages and metrics.
 
     It is the ``base`` of the recipe, otherwise the usual net of the data. A net that a program passes has the name of
-    the function that makes it, or "own" if that has none.
+    the function that makes it, or "own" if the function is a lambda.
 
     Raises:
         RecipeError: The base is not a net.
     """
     if not isinstance(population.net, str):
         name = getattr(population.net, "__name__", "")
-        return name if name.isidentifier() else "own"  # a lambda is no identifier
+        return name if name.isidentifier() else "own"  # the name of a lambda, "<lambda>", is no identifier
     if "base" not in recipe.model_fields_set:
         return population.net
     if not recipe.base.startswith(NETS):
@@ -528,10 +539,10 @@ def check_on_nets(method: Method) -> None:
 
 
 def _check_users(population: Population) -> None:
-    """Check that the samples of all users fit each other and the net; a program may have passed them.
+    """Check that the samples of all users have one shape, which the net takes; a program may have passed any samples.
 
     Raises:
-        DataError: They do not.
+        DataError: Samples have another shape, or targets that do not fit.
     """
     check(population.users, classes=population.classes if population.measure.classes else None)
     first = population.users[0]  # the users' shapes are equal, as was just checked

@@ -237,9 +237,9 @@ class TextKind(LanguageKind):
             plan: Plan of the run, with its numbers of rounds and local steps.
         """
         assert run_data.base is not None
-        trainers = count_trainers(run_data, plan.method)
-        tokens = trainers * plan.iterations * plan.training.batch_size * plan.training.context
-        return language_model(recipe, run_data.base, plan.method, trainers, tokens)
+        num_trainers = count_trainers(run_data, plan.method)
+        num_tokens = num_trainers * plan.iterations * plan.training.batch_size * plan.training.context
+        return language_model(recipe, run_data.base, plan.method, num_trainers, num_tokens)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users on this machine with the model that they train, after checking the length of their text.
@@ -253,7 +253,8 @@ class TextKind(LanguageKind):
             ComingleError: A split is too short for one window, or settings, data and base model do not fit each other.
         """
         assert run_data.base is not None
-        plan, begin = with_full_participation(plan), run_data.base.begin
+        plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
+        begin = run_data.base.begin  # the begin-of-text token, if the base model has one
         if not run_data.unread:  # text that is read on demand is checked when it is read
             needs_validation = plan.method.client.needs_validation
             check(
@@ -263,7 +264,7 @@ class TextKind(LanguageKind):
                 begins=begin is not None,
             )
             for user in run_data.present:
-                require_rows(run_data.base, user)
+                require_rows(run_data.base, user)  # an embedding row for each token
         users, trainers = users_and_trainers(self, run_data, plan.method)
         return Clients(
             model_here(self.model(recipe, run_data, plan), run_data),
@@ -305,7 +306,8 @@ class TextKind(LanguageKind):
         """
         if users is not None:
             return list(recipes), set(), ""
-        return list(recipes), *check_texts(recipes[0], section(recipes[0]), anybody_validates(recipes))
+        first = recipes[0]  # all recipes have the same data
+        return list(recipes), *check_texts(first, section(first), anybody_validates(recipes))
 
 
 def anybody_validates(recipes: Iterable[Recipe]) -> bool:

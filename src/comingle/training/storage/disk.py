@@ -186,7 +186,8 @@ class OnDisk(State):
 
         Args:
             rows: Numbers of the rows.
-            groups: Groups of records to read, always with ``params``; without ``moments``, moments have no columns.
+            groups: Groups of records to read: "params", and "moments" if the caller needs the moments of optimizers;
+                otherwise moments have no columns.
         """
         prefetched: Mapping[str, Future[np.ndarray]] = {}
         if self._prefetched is not None and self._prefetched[0] == rows:
@@ -203,7 +204,7 @@ class OnDisk(State):
             for name, t in tensors.items():
                 t[stored_places], t[new_places] = stored[name], initial[name].to(t.device)
         tensors |= self._unpack_moments(rows, reads.get("moments"))
-        return self._empty.filled({name: t.to(self._device) for name, t in tensors.items()}, {})
+        return self._empty.filled({name: t.to(self._device) for name, t in tensors.items()}, best={})
 
     def _unpack_moments(self, rows: list[int], read: Future[np.ndarray] | None) -> dict[str, Tensor]:
         """Return the moments of some rows, ``first`` and ``second``; zero for rows without a record.
@@ -299,7 +300,8 @@ class OnDisk(State):
     def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
         """Return the file that new records of a group go to, and its number in the table of places.
 
-        It is the run's own file, or for a copy of the store, or before a run folder is opened, a temporary one.
+        A store with an open run folder writes to its file in that folder. A copy of a store, and a store without a run
+        folder, write to a temporary file, which is made here.
         """
         files = self._files[group]
         if group not in self._write_numbers:
@@ -324,7 +326,7 @@ class OnDisk(State):
         Args:
             done: Number of rounds that are done.
         """
-        self._wait_for_writes(0)
+        self._wait_for_writes(most=0)  # until none is pending
         self._best = self._table.copy()
         self.best = {"round": torch.tensor(done)}
         for name in self._groups:
@@ -458,22 +460,22 @@ class OnDisk(State):
         own_part = self._shard.part
         checkpoints = [path for path in checkpoint.parent.glob("round-*") if own_part in parts_of(path)]
         for name in self._groups:
-            if (file := self._files[name][0]) is not None:
+            if (own_file := self._files[name][0]) is not None:
                 tables = [read_table(own_part.table(path)) for path in checkpoints]
                 used = (*self._places_in_use(name), *places_of(tables, name))
-                file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
+                own_file.keep([within(places, 0, PLACES_PER_FILE) for places in used])  # number 0: this process's file
         if self._run is not None:
             self._copy_other_records()
         return self
 
     def _open_files(self, run: Path, part: Part) -> dict[str, int]:
-        """Open the files of a process of the checkpoint and return their numbers, by group.
+        """Open the record files that a process of the checkpoint wrote, and return their numbers, by group.
 
-        Number 0 is this process's own file, which may be open already; others are opened to read.
+        A file of this process itself has number 0, and may be open already. Files of other processes are only read.
 
         Args:
             run: Run folder.
-            part: Process that wrote the files; its files are this process's own if it is the same.
+            part: Process that wrote the files.
         """
         numbers: dict[str, int] = {}
         for name in self._groups:
@@ -522,22 +524,25 @@ class OnDisk(State):
                 file.expect(places[has_record], stored_ids, crcs[is_here][has_record].view(np.uint32))
 
     def _copy_other_records(self) -> None:
-        """Copy records from the files of other processes to this process's own, and update all tables.
+        """Copy records of this process's users from files of other processes to its own files, and update all tables.
 
-        A checkpoint of another number of processes has users of this process in files that they wrote.
+        If a run is resumed with another number of processes, users may move to another process. Their records are then
+        in a file that another process wrote.
         """
         for name in self._groups:
             # File 0 is this process's own; places from ``PLACES_PER_FILE`` on are in files of other processes.
             tables, file = self._places_in_use(name), self._files[name][0]
             assert file is not None
-            row_at_place: dict[int, int] = {}  # a record may be in the current table and in that of the best round
+            # The rows to copy, by place. The current table and that of the best round may refer to the same record,
+            # which is then copied once.
+            row_at_place: dict[int, int] = {}
             for table in tables:
                 row_at_place |= {int(table[row]): row for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist()}
             new_places: dict[int, int] = {}
             for batch in batched(row_at_place.items(), _COPIED_AT_ONCE):
                 old_places, rows = [place for place, _ in batch], [row for _, row in batch]
                 records = self._start_read(name, rows, old_places).result()
-                places = [file.place_to_write(-1) for _ in batch]
+                places = [file.place_to_write(-1) for _ in batch]  # -1: none of these rows is in this file yet
                 self._worker.submit(file.write, places, records).result()
                 new_places |= dict(zip(old_places, places, strict=True))
             for table in tables:
@@ -568,7 +573,7 @@ class DiskStore(Store):
     """Store in a folder on disk; it is exact except for rounded moments."""
 
     def begin(self, clients: Users) -> OnDisk:
-        """Return the state of some users before the first round.
+        """Return the state of all users before the first round; no record is written yet.
 
         Raises:
             RecipeError: The method trains one pooled model, or there are no moments to round.

@@ -161,7 +161,7 @@ def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
 
     Args:
         sample: State of any row, with the names, shapes and dtypes of the tensors.
-        moments: Dtype of moments in records; None for their own.
+        moments: Dtype of moments in records; None for their dtype in memory.
     """
     groups: dict[str, list[Field]] = {"params": [], "moments": []}
     for name, t in sample.tensors().items():
@@ -306,7 +306,7 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
         groups: Groups of tensors that have record files of their own: "params" and, if stored, "moments".
 
     Raises:
-        RunError: They belong to different runs or to another recipe, or a file is missing.
+        RunError: Checkpoint and store belong to different runs or to another recipe, or a file is missing.
     """
     about_in_checkpoint = read_json(checkpoint / ABOUT)
     if {key: value for key, value in about_in_checkpoint.items() if key != "id"} != about:
@@ -585,9 +585,9 @@ def write_table(
 def _columns(prefix: str, ids: np.ndarray, table: Table, crcs: CrcsOf) -> dict[str, torch.Tensor]:
     """Return the columns of a table by name, with one entry for each row that has a record.
 
-    For each group, the columns are the place (``group``) and the CRC-32 (``SUMS + group``) of the row's record; further
-    ones are its number ``ROWS`` and its last download ``VERSIONS``. A row without a record in "params" has none in any
-    group.
+    Each group has two columns: the place of a row's record (named like the group) and its CRC-32 (``SUMS + group``).
+    The column ``ROWS`` has the numbers of the rows, ``VERSIONS`` the server versions that they last downloaded. A row
+    without a record in "params" has none in any group.
 
     Args:
         prefix: Prefix of the names of columns: empty, or ``BEST`` for the best round.
