@@ -31,6 +31,6 @@ def test_auto_compiles_from_where_it_was_measured_to_pay(
     monkeypatch.setattr(language, "adapt", adapt)
     recipe = parse_recipe({"base": base, "method": "fedavg", "data": {"users": {"a": "a.txt", "b": "b.txt"}}})
     loaded = load_base(base, dtype="float32", device="cpu")
-    language.adapt_base(recipe, loaded, make("fedavg"), trainers=2, tokens=tokens)
-    language.adapt_base(recipe, loaded, make("pretrained"), trainers=2, tokens=tokens)
+    language.adapt_base(recipe, loaded, make("fedavg"), num_trainers=2, num_tokens=tokens)
+    language.adapt_base(recipe, loaded, make("pretrained"), num_trainers=2, num_tokens=tokens)
     assert asked == [compiles, False]  # what does not train is never worth it

@@ -272,7 +272,7 @@ class PassBatchSource(BatchSource):
     ) -> Int64[Tensor, "users batch"]:
         """Return the sample numbers of a batch of each trainer, padded with ``PAD``.
 
-        The batch is as wide as the largest batch of any of these trainers; if ``even``, as the batch size.
+        The width is that of the largest batch of these trainers; with ``self.even`` it is always the batch size.
 
         Args:
             trainers: Numbers of the trainers.
@@ -386,15 +386,16 @@ class Prefetcher(Batches):
         self.ready[phase] = Batch(place=place, drawn=drawn, on_device=on_device)
 
     def _next_place(self, place: Place) -> Place | None:
-        """Return the place of the batch that the same phase needs next; None if there is none in this round.
+        """Return the place of the batch that the same phase needs next; None if the round has no such batch.
 
-        It is the next repeat of the phase in the same local step, or the first one of the next step for the trainers
-        that have one.
+        A place identifies a batch by trainers, phase, round, local step and repeat of the phase in the step. The next
+        place is the next repeat, or after the last repeat the first one of the next step.
         """
         trainers, phase, round_number, step, repeat = place
         if step < 0:  # before the first step, each batch is for a different phase
             return None
         if repeat + 1 < phase.steps:
             return trainers, phase, round_number, step, repeat + 1
+        # Trainers with less data take fewer steps.
         active = tuple(trainer for trainer in trainers if self.batch_source.steps(trainer) > step + 1)
         return (active, phase, round_number, step + 1, 0) if active else None

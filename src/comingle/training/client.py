@@ -136,6 +136,10 @@ class Roster:
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
+        """Assign rows of the state to trainers and users; ``skipped`` has the reason for each user that was left out.
+
+        Trainers own the models: they are the users, or a single one with the data of all users if data is pooled.
+        """
         placement = plan.method.placement
         self.plan, self.trainers, self.users = plan, as_users(trainers), as_users(users)
         self.skipped, self.skipped_rows = skipped, skipped_rows
@@ -146,7 +150,7 @@ class Roster:
         first_of_last_copies = self.rows - len(trainers)  # users are evaluated with their last copy
         self.row_of: Sequence[int] = range(first_of_last_copies, first_of_last_copies + len(users))
         """Row that holds the model of each user."""
-        if placement.pooled:
+        if placement.pooled:  # all users have the model of the one trainer
             self.row_of = [first_of_last_copies] * len(users)
         self.batch_size = batch_size(plan, len(users))
 
@@ -232,14 +236,20 @@ class Users(Roster):
         skipped: Mapping[str, str] = MappingProxyType({}),
         skipped_rows: int = 0,
     ):
+        """Make the state of all users before the first round, in the store that the recipe chooses.
+
+        ``trainers`` own the models with which ``users`` are evaluated. ``batch_source`` may be a function that makes
+        the source on first use. Without ``reads``, the data of users is not read to check for validation data.
+        """
         super().__init__(plan, trainers=trainers, users=users, skipped=skipped, skipped_rows=skipped_rows)
         self.model, method = model, plan.method
-        self.stopped_after: int | None = None  # the round that the privacy budget no longer allows
+        self.stopped_after: int | None = None
+        """Number of rounds after which the privacy budget was spent; None before."""
         self.steps = Steps(model=model, plan=plan, trainers=len(trainers), source=batch_source)
         # Without a second expert there is no router, so its phase is skipped.
         self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
-        self.shares = bool(model.layout.mask(method.shared).any())
+        self.shares = bool(model.layout.mask(method.shared).any())  # whether users share any tensor
         self.mechanisms: tuple[PrivacyMechanism, ...] = client_mechanisms(plan) if self.shares else ()
         self.steps.private = private_steps(self.mechanisms, model, plan)
         self.state = STORES[plan.runtime.store].begin(self)

@@ -256,6 +256,7 @@ class Cohort(CohortTensors):
         for places, owners in self._with_data():
             tensors = self.steps.tensors(self.part.rows[places])
             sweep = self._train_sweep(owners)
+            # ``o`` and ``t`` bind the values of this group; a plain closure would see those of the last group.
             means = sweep.means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
             losses[places] = means.to(losses)
         return losses

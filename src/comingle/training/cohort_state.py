@@ -31,7 +31,7 @@ def missing_flag(attribute: str, flag: str, *, training: bool) -> RuntimeError:
     Args:
         attribute: Attribute or method of the cohort that the hook used.
         flag: Flag of :class:`comingle.methods.base.ClientHook`.
-        training: Whether it can be used only while users train.
+        training: Whether hooks may use the attribute only while users train.
     """
     why, where = f"no hook has {flag}", f"a ClientHook with {flag} = True"
     if training:

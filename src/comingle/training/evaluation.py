@@ -73,7 +73,7 @@ LEAST_WARNED_SECONDS = 10.0
 
 
 def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds: float = math.inf) -> None:
-    """Log a warning if even the evaluations that every run has, such as that after the last round, exceed the share.
+    """Log a warning if evaluations take more than 10% of training time even at the longest interval.
 
     Args:
         plan: Plan of the run.
@@ -81,7 +81,7 @@ def warn_of_share(plan: RunPlan, amounts: Sequence[int], users: int, *, seconds:
         users: Number of all users.
         seconds: Time of one evaluation; infinite if it is unknown.
     """
-    _, count, affordable = _plan_evaluations(plan, amounts, users)
+    _interval, count, affordable = _plan_evaluations(plan, amounts, users)
     if count > affordable and seconds * count >= LEAST_WARNED_SECONDS:
         less = f"lower {plan.test_limit}" if plan.test_limit else "use less test data"
         first = " or set evaluation.first: false" if plan.evaluation.first else ""
@@ -207,11 +207,11 @@ def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
 
 
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
-    """Return the mixture weights of each evaluated user of this process, from the logits that the user has learned.
+    """Return the mixture weights of each evaluated user of this process; None if no user is evaluated.
 
-    No router noise is added. Mixtures per layer are averaged over layers. For methods without a mixture whose users
-    choose among several models, the weights are those of the choice. None if the method has neither, or no user is
-    evaluated.
+    The weights follow from the logits that the user has learned, without router noise; mixtures per layer are averaged
+    over layers. In methods whose users choose one of several models, the chosen model has weight 1. Other methods have
+    no weights, and the result is None.
     """
     mixture = clients.method.placement.mixture
     if not clients.scored:
@@ -220,7 +220,7 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
         logits = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
         shares = mixture.shares(logits.double()).cpu()
         return shares.mean(1) if mixture.per_layer else shares
-    any_round = 0  # choices do not depend on the round
+    any_round = 0  # choices do not depend on the round, but a cohort needs one
     choices = [hook.shares(clients.cohort(clients.scored_rows, any_round)) for hook in clients.method.client.parts]
     return next((shares.double().cpu() for shares in choices if shares is not None), None)
 
@@ -288,7 +288,7 @@ def evaluation_event(users: Mapping[str, JsonMapping], measure: str, *, done: in
     """
     of_users = {name: dict(of_user) for name, of_user in users.items()}
     event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
-    # For perplexities the geometric mean is added.
+    # ``geometric`` adds the geometric mean of perplexities; it is empty for other measures.
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 

@@ -63,8 +63,8 @@ def aggregation_of(recipe: Recipe) -> AggregationSection | None:
 def with_noise(plan: RunPlan, users: Sequence[str]) -> RunPlan:
     """Return a plan with a noise multiplier: the given one, or the smallest with which all rounds keep to epsilon.
 
-    With privacy of single examples each user has a multiplier of its own, which depends on its number of examples. The
-    multipliers are computed when the data is known; for that the returned plan has the names of the users.
+    With privacy of single examples each user has a multiplier of its own, which depends on its number of examples.
+    These multipliers are computed once the data is known, for the user names that the returned plan has.
 
     Args:
         plan: The plan.
@@ -160,7 +160,7 @@ def terms_of(plan: RunPlan, run: str, done: int, size: int) -> Terms:
 
 
 def keep_key(folder: Path, *mechanisms: PrivacyMechanism, anew: bool = False, begun: bool = False) -> None:
-    """Set the key of privacy mechanisms, which seeds their noise, to the one in a folder; store a new one if it has none.
+    """Set the key of privacy mechanisms, which seeds their noise, to that in a folder; store a new one if it has none.
 
     Args:
         folder: Run folder.

@@ -193,7 +193,8 @@ def _warn_of_mixtures(method: Method, evaluations: Evaluations) -> Sequence[str]
     }
     has_common_choice = len(mixtures) > 1 and len(chosen) == 1 and None not in chosen
     placement = method.placement
-    if placement.mixture is not None and placement.mixture.at == "predictions":  # of shared and of users' own models
+    # Methods that mix predictions have shared models and a model of the user's own as components.
+    if placement.mixture is not None and placement.mixture.at == "predictions":
         return _warn_of_one_model(chosen.pop() or 0, placement.generalists) if has_common_choice else ()
     if has_common_choice:
         return (

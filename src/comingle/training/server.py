@@ -239,7 +239,7 @@ class ServerHalf(ServerState):
         Args:
             plan: Plan of the run.
             number: The round, counted from 0.
-            releases: Whether the round releases anything; otherwise it costs no budget.
+            releases: Whether users upload in this round; a round in which nothing leaves the users costs no budget.
         """
         return self.mechanisms.admit(participants(plan, number, self.users), number, releases=releases)
 

@@ -290,8 +290,8 @@ def counts_exchanged(plan: RunPlan) -> bool:
 def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
     """Return whether users upload after a round and the server aggregates.
 
-    They do not if users share nothing, after the last round if local models are evaluated, and in rounds that the
-    method trains without an exchange.
+    There is no exchange if users share nothing, in rounds that the method trains without one, and after the last round
+    if local models are evaluated.
 
     Args:
         plan: Plan of the run.

@@ -141,7 +141,7 @@ class State:
     def open(self, run: Path, *, anew: bool) -> None:
         """Have a store on disk keep its files in a run folder from now on; does nothing for tensors in memory.
 
-        The caller has locked the folder. With several processes the first one does so before the others.
+        The caller has locked the folder. With several processes, the first one must call this before the others.
 
         Args:
             run: The run folder.

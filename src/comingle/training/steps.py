@@ -51,7 +51,7 @@ def within_memory(pass_size: PassSize, users: int, device: torch.device) -> Iter
 
     Args:
         pass_size: Number of users and sequences in one pass.
-        users: Number of users to pass; a pass has at most this many.
+        users: Number of users that are trained or scored in the block; a pass has at most this many.
         device: Device of the model.
 
     Raises:
@@ -165,7 +165,7 @@ def scaled(run: Pass, targets: Int[Tensor, " users"]) -> tuple[Float[Tensor, " u
     """Run a pass with loss scaling; lower the scale of a user until its gradients are finite.
 
     Args:
-        run: The pass.
+        run: Runs a forward and backward pass with the given loss scales; returns losses, and gradients times scales.
         targets: Number of targets in the batch of each user.
 
     Returns:
@@ -618,8 +618,8 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Draw a batch for each user, and return mean losses and gradients on it.
 
-        Batches and router noise have a random stream per user. Dropout has one for the whole pass, with the name of the
-        first user in its key.
+        Batches and router noise have a random stream per user. Dropout has a single stream for the whole pass, seeded
+        with the name of the first user among others.
 
         Args:
             cohort: The cohort.
@@ -628,10 +628,10 @@ class Steps:
             repeat: Repeat of the phase within the step.
             names: Names of the tensors to differentiate; all that the phase trains if None.
         """
-        number = cohort.round_number
-        drawn = self.batches.draw(cohort.owners, phase, number, step, repeat)
-        noise = self._router_noise(cohort.names, number, phase.purpose, step, repeat)
-        with self.model.randomness(self.plan.seed, cohort.names[0], number, step, repeat):
+        round_number = cohort.round_number
+        drawn = self.batches.draw(cohort.owners, phase, round_number, step, repeat)
+        noise = self._router_noise(cohort.names, round_number, phase.purpose, step, repeat)
+        with self.model.randomness(self.plan.seed, cohort.names[0], round_number, step, repeat):
             return self.gradient(cohort, drawn, phase, noise, names)
 
     def _private_gradients(
@@ -773,7 +773,8 @@ class Steps:
             Mean losses, and gradients that are multiplied by the scales.
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
-        num_targets, statistics = self.batch_source.loss_counts(drawn), layout.only({STATISTICS}).slots
+        num_targets = self.batch_source.loss_counts(drawn)  # of each user, without padding
+        statistics = layout.only({STATISTICS}).slots  # running means and variances of batch norm
         if self.model.batchwise and len(num_targets.unique()) > 1:  # batch norm would see padding
             # No nets with batch norm have noised gradients (``names``) or train in float16 (``scales``).
             return self._gradient_by_size(cohort, drawn, phase, noise)
@@ -788,19 +789,19 @@ class Steps:
             tensors[name] = tensors[name].detach().requires_grad_()
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
-        # Gradients that are added up over micro-batches, changed by a hook or merged with noised ones get the dtype of
-        # the parameters, at least float32. Others go straight into a step and keep that of the pass.
+        # Gradients get the dtype of the parameters, at least float32, if they are added up over micro-batches, changed
+        # by a hook or merged with noised gradients. Otherwise they go straight into a step, in the dtype of the pass.
         is_micro_batched = drawn.shape[1] > self.pass_size.sequences
         in_dtype_of_rows = is_micro_batched or bool(self.plan.method.client.parts) or names is not None
         for micro_batch in self.batches.move(drawn, rows.device).split(self.pass_size.sequences, dim=1):
-            counted = self.batch_source.loss_counts(micro_batch)
-            share = counted.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
+            num_losses = self.batch_source.loss_counts(micro_batch)  # of each user, without padding
+            share = num_losses.to(rows.dtype) / num_targets.to(rows)  # weight of the micro-batch in the mean
             batch: Any = self.batch_source.read(phase.stream, owners, micro_batch)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(micro_batch)}
             # Restricted again for each pass: its backward pass frees the buffers of the previous one.
             used = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
             losses, penalty = model.losses(used, owners, batch, train=True, **sample_shares)
-            means = losses.flatten(1).sum(1) / counted.clamp(min=1)
+            means = losses.flatten(1).sum(1) / num_losses.clamp(min=1)
             objective = means + self.plan.training.balance_weight * penalty
             for hook in self.plan.method.client.parts:
                 penalty_of_hook = hook.penalty(tensors, cohort.ranks)

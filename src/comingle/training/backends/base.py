@@ -111,9 +111,9 @@ class Backend(ABC, Generic[S]):
 
         Args:
             done: Number of rounds that are done.
-            receives: Whether stale users download first.
-            finishes: Whether users make their final models first, after the last exchange.
-            silent: Whether this evaluation was logged before the run was resumed.
+            receives: Whether users first download the newest shared tensors, if they have older ones.
+            finishes: Whether users first make their final models, as they do after the last exchange.
+            silent: Whether this evaluation was logged before the run was resumed, so that it is not logged again.
 
         Returns:
             The scores, None if no user was scored, and the event, empty if another process logs it.

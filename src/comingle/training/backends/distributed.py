@@ -90,23 +90,23 @@ def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
     return torch.stack(maxima).max().cpu() if maxima else torch.zeros((), dtype=torch.float64)
 
 
-def shifts_of(largest: Float[Tensor, " tensors"], users: int) -> list[int]:
+def shifts_of(largest: Float[Tensor, " tensors"], num_users: int) -> list[int]:
     """Return the exponent s for each tensor with which ``sum_u round(term_u 2^s)`` fits into a 64-bit integer.
 
-    A sum may have 61 bits (``_SUM_BITS``). The exponent is as large as that allows, as rounding loses less with a
-    larger one. A rounded term is wrong by at most half a unit, so the error of a sum is at most
-    ``users 2^(log2(users) - 61)`` times its largest term.
+    A larger exponent loses less by rounding, so s is the largest with which a sum has at most 61 bits (``_SUM_BITS``).
+    A rounded term is wrong by at most half a unit, so the error of a sum is at most
+    ``num_users 2^(log2(num_users) - 61)`` times its largest term.
 
     Args:
         largest: Largest magnitude of the terms of each tensor, over all processes.
-        users: Number of users of all processes.
+        num_users: Number of users of all processes.
 
     Raises:
         DivergenceError: A term is not finite.
     """
     if not bool(largest.isfinite().all()):
         raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
-    term_bits = _SUM_BITS - math.ceil(math.log2(max(users, 2)))  # bits of a term
+    term_bits = _SUM_BITS - math.ceil(math.log2(max(num_users, 2)))  # bits of a term
     # frexp returns a fraction below 1 and the exponent e with term = fraction 2^e, so that term < 2^e.
     return [term_bits - math.frexp(term)[1] if term else 0 for term in largest.tolist()]
 
@@ -295,10 +295,13 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- the run folder
 
     def open_folder(self, folder: Path, *, resume: bool) -> bool:
-        """Open the users' store in a run folder, in the first process first; return whether to restore it."""
+        """Open the users' store in a run folder; return whether the run must be restored from a checkpoint.
+
+        The first process opens the store before the others, as it deletes old files.
+        """
         found = self.ranks.share(lambda: resume and bool(list_checkpoints(folder)))
         store = self.clients.state
-        self.ranks.share(lambda: store.open(folder, anew=not found))  # the first process deletes old files
+        self.ranks.share(lambda: store.open(folder, anew=not found))  # in the first process
         self.ranks.each(lambda: None if self.leads else store.open(folder, anew=not found))
         return found
 

@@ -207,9 +207,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
         Args:
             done: Number of rounds that are done.
-            receives: Whether stale users download first.
-            finishes: Whether users make their final models first, after the last exchange.
-            silent: Whether this evaluation was logged before the run was resumed.
+            receives: Whether users first download the newest shared tensors, if they have older ones.
+            finishes: Whether users first make their final models, as they do after the last exchange.
+            silent: Whether this evaluation was logged before the run was resumed, so that it is not logged again.
 
         Returns:
             The scores and the evaluation event, which is empty if another process logs it.
@@ -446,14 +446,17 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return ""
 
     def _aggregate_secure_sum(self, sums: Sums, upload: Upload) -> str:
-        """Aggregate the secure sum of uploads; masked if :attr:`masked` is set.
+        """Aggregate the uploads of a round by a secure sum, in which the server sees no single upload.
+
+        If the run simulates the protocol, :attr:`masked` adds uploads under masks that cancel out. Otherwise the
+        vectors are added directly, with the same result.
 
         Args:
             sums: Settings of secure sums.
             upload: The joined uploads, as vectors of integers.
 
         Returns:
-            Reason why there is no sum, for example too few users; empty if there is one.
+            Reason why the sum failed, for example too few users; empty if it succeeded.
         """
         try:
             if self.masked is not None:
@@ -463,7 +466,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
                 terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
                 largest_entry = sums.grid(upload.round).largest
                 total = self.masked(terms, words_by_name, largest_entry)
-            else:  # the same sum, without masks
+            else:
                 sums.require(len(upload.users), upload.round)  # raises NoSumError if there are too few users
                 total = upload.tensors[VECTOR].long().sum(0)
         except NoSumError as error:
@@ -512,13 +515,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
 
 def federate(clients: Clients) -> InProcess:
-    """Return a backend for these users with a server of their own.
+    """Return a backend with these users and a new server for them, in one process.
 
     Raises:
-        RecipeError: The server of the method does not support such users.
+        RecipeError: The server of the method does not support these users, for example their different LoRA ranks.
     """
     server = start_server(clients.model, clients.names, clients.plan)
-    if (private := clients.steps.private) is not None:  # privacy of single examples is accounted per user
+    if (private := clients.steps.private) is not None:
+        # With privacy of single examples, epsilon follows from the work of each user: its examples, steps and rounds.
         server.mechanisms.set_works(lambda: private.works(clients.batch_source))
     return InProcess(clients=clients, server=server)
 

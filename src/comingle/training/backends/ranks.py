@@ -95,7 +95,7 @@ class Ranks:
         return result  # type: ignore[return-value]  (there is no failure)
 
     def gather(self, work: Callable[[], object]) -> list[Any]:
-        """Call ``work`` in every process; return all results in rank 0, in others a list with their own.
+        """Call ``work`` in every process; return all results in rank 0, and ``[own result]`` in other ranks.
 
         Results must be JSON.
         """
@@ -164,7 +164,8 @@ class Ranks:
         result_of_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
         self.each(lambda: result_of_rank.extend(work()) if self.leads else None)
         contents = [_to_json([result, _describe(tree)]) for result, tree in result_of_rank]
-        lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)  # zeros receive the lengths
+        # The lengths of the messages in rank 0; in other ranks zeros, which the broadcast overwrites.
+        lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)
         with _peer_errors():
             dist.broadcast(lengths, 0)
         if not self.leads:

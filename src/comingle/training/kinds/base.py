@@ -191,7 +191,7 @@ class Kind(ABC):
         """
         users, skipped = list[Any](), dict[str, str]()
         texts: list[UserText] = []  # the documents of users of text
-        reader.on_skip = skipped.__setitem__
+        reader.on_skip = skipped.__setitem__  # called with the name of a skipped user and the reason
         rows_of_users: Iterable[Any] = reader.read(ListedRows())  # of a table with rows of several users: in memory
         if self.needs_base:  # read all data before loading the base model: data fails more often
             rows_of_users = list(rows_of_users)
@@ -502,10 +502,11 @@ _FOR_NETS = "nets are for users with samples (data.kind: samples)"
 def check_on_language(recipe: Recipe, method: Method) -> None:
     """Check that the method and the base of a recipe support users of a language model.
 
-    A mixture of adaptors needs one rank for all users, and the users' true clusters if it routes by them.
+    A mixture of adaptors needs one LoRA rank for all users. It needs the true clusters of users if the method assigns
+    users to components by their true clusters.
 
     Raises:
-        RecipeError: They do not.
+        RecipeError: The method or the base does not support users of a language model.
     """
     if recipe.base.startswith(NETS):
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
@@ -544,28 +545,30 @@ def language_model(recipe: Recipe, base: Base, method: Method, num_trainers: int
     return adapt_base(recipe, base, method, num_trainers, num_tokens)
 
 
-def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel | EnsembleModel:
+def adapt_base(
+    recipe: Recipe, base: Base, method: Method, num_trainers: int, num_tokens: int
+) -> AdaptedModel | EnsembleModel:
     """Return the base model with the adapters that recipe and method require.
 
-    In a mixture of whole models the experts are generalists, as many as the mixture has components.
+    In a mixture of whole models, each component has an adapter of its own, which counts as a generalist.
 
     Args:
         recipe: The recipe.
         base: The base model.
         method: Method of the run.
-        trainers: Number of trainers.
-        tokens: Number of training tokens of the run, to decide whether to compile.
+        num_trainers: Number of trainers.
+        num_tokens: Number of training tokens of the run, to decide whether to compile.
     """
     settings, placement, mixture = recipe.adapters, method.placement, method.placement.mixture
     if placement.pooled and not isinstance(settings.rank, int):  # the one trainer has the largest rank
         settings = settings.model_copy(update={"rank": max(settings.rank)})
-    specialists = placement.specialists_of(trainers)
+    specialists = placement.specialists_of(num_trainers)
     counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
     if mixture is not None:
-        counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * trainers)
+        counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * num_trainers)
     compiled = recipe.runtime.compile
     if compiled == "auto":  # if it saves more time than compiling takes
-        compiled = method.trains and tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
+        compiled = method.trains and num_tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
     model = adapt(
         base,
         settings,

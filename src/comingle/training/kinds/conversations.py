@@ -69,6 +69,10 @@ class AnswerBatchSource(PassBatchSource):
         tokenizer: PreTrainedTokenizerBase,
         even: bool = False,
     ):
+        """Make batches of ``batch_size`` conversations; with ``even`` all have ``context`` tokens, padded if shorter.
+
+        The tokenizer decodes generated responses.
+        """
         super().__init__(trainers, plan, batch_size)
         self.tokenizer, self.even = tokenizer, even
 
@@ -464,13 +468,14 @@ class ConversationsKind(AnswersKind):
 
 
 def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
-    """Return a recipe of text that costs as much as one of conversations, to count costs.
+    """Return a recipe with text that costs as much as a recipe with conversations, to count costs.
 
-    Its ``local_steps`` are the number of batches in ``local_epochs`` passes over the conversations of one user.
+    Its ``local_steps`` are the number of batches in ``local_epochs`` passes over the conversations of the user with the
+    most conversations, or of all users if their data is pooled.
 
     Args:
         recipe: A recipe with conversations.
-        counts: Number of training conversations of each user; the largest one decides, or the sum for pooled data.
+        counts: Number of training conversations of each user.
     """
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     conversations = sum(counts.values()) if pooled else max(counts.values())

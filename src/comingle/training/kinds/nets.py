@@ -419,11 +419,11 @@ def build_nets(
         reads: Whether to check that a user has validation data if the run needs it.
 
     Raises:
-        RecipeError: The base is not a net, the method is for language models, optimal routing has fewer components than
-            true clusters, or batch norm cannot take the batches.
+        RecipeError: The base is not a net, the method is for language models, a method that assigns users to components
+            by their true clusters has too few components, or batch norm cannot take the batches.
         DataError: The samples of users cannot share a net.
     """
-    plan = with_full_participation(plan)
+    plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
     method = plan.method
     local = population if here is None else replace(population, users=population.users.select(here))
     users = local.users
@@ -433,7 +433,7 @@ def build_nets(
     model = model if here is None else model.only(here)
     if not method.placement.pooled:
         trainers = users
-    elif unread:
+    elif unread:  # the data is pooled when it is first read
         trainers = as_users([lazy_user(UserSamples, "everyone", lambda: pool_samples(users))])
     else:
         trainers = as_users([pool_samples(users)])

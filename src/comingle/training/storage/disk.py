@@ -45,12 +45,12 @@ from comingle.training.storage.files import (
     disk_errors,
     forms_of,
     parts_of,
+    places_in_file,
     places_of,
     read_json,
     read_table,
     remove_files,
     require_files,
-    within,
     write_table,
 )
 from comingle.utils.errors import RecipeError, RunError
@@ -211,16 +211,16 @@ class OnDisk(State):
 
         Args:
             rows: Numbers of the rows.
-            read: Pending read of their records of moments; None if the caller needs no moments, which are then returned
-                without columns.
+            read: Pending read of their records of moments. If None, the caller needs no moments, and the result has no
+                columns.
         """
         templates = {"first": self.first, "second": self.second}  # of no rows, with the columns and the dtype
         if read is None:
             return {name: t.new_zeros(len(rows), 0) for name, t in templates.items()}
         moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in templates.items()}
         stored = self._forms["moments"].unpack(self._result(read))
-        offsets = self._table.places["moments"][rows]  # negative for rows without a record
-        recorded = torch.from_numpy(np.flatnonzero(offsets >= 0))
+        places = self._table.places["moments"][rows]  # -1 for rows without a record
+        recorded = torch.from_numpy(np.flatnonzero(places >= 0))
         for name, t in stored.items():
             moments[name][recorded] = t.to(moments[name])
         return moments
@@ -335,7 +335,8 @@ class OnDisk(State):
                     continue
                 is_written = self._write_numbers.get(name) == number  # other files are only read
                 if self._run is None and is_written:  # no checkpoint refers to it: free all that is not in use
-                    file.keep([within(places, number, PLACES_PER_FILE) for places in self._places_in_use(name)])
+                    in_use = self._places_in_use(name)
+                    file.keep([places_in_file(places, number, PLACES_PER_FILE) for places in in_use])
                 else:
                     file.snapshot()
 
@@ -407,7 +408,7 @@ class OnDisk(State):
             checkpoints: Folders of the older ones.
             write: Writes users that are in memory; not called, as these are on disk.
         """
-        self._wait_for_writes(0)
+        self._wait_for_writes(most=0)  # until none is pending
         assert self._run is not None
         own_part = self._shard.part
         # File 0 of each group is this process's own. When a checkpoint is written, it has the records of all its users.
@@ -426,7 +427,7 @@ class OnDisk(State):
         older_tables = [read_table(own_part.table(path)) for path in checkpoints if own_part in parts_of(path)]
         for name, file in files.items():  # protect the places in use; the others become free
             used = (*self._places_in_use(name), *places_of(older_tables, name))
-            file.keep([within(places, 0, PLACES_PER_FILE) for places in used])
+            file.keep([places_in_file(places, 0, PLACES_PER_FILE) for places in used])
         return written
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
@@ -456,14 +457,14 @@ class OnDisk(State):
         if self.best:
             best_round = best_rounds.pop()  # the only one: all processes wrote the same number
             self._best, self.best = best_table, {"round": torch.tensor(best_round)}
-        # Protect the places in the process's own file that this or another checkpoint uses; the others are free.
+        # Protect the places in file 0, this process's own, that this or another checkpoint uses; the others are free.
         own_part = self._shard.part
         checkpoints = [path for path in checkpoint.parent.glob("round-*") if own_part in parts_of(path)]
         for name in self._groups:
             if (own_file := self._files[name][0]) is not None:
                 tables = [read_table(own_part.table(path)) for path in checkpoints]
                 used = (*self._places_in_use(name), *places_of(tables, name))
-                own_file.keep([within(places, 0, PLACES_PER_FILE) for places in used])  # number 0: this process's file
+                own_file.keep([places_in_file(places, 0, PLACES_PER_FILE) for places in used])
         if self._run is not None:
             self._copy_other_records()
         return self
@@ -496,12 +497,10 @@ class OnDisk(State):
     ) -> None:
         """Copy versions and places of this process's rows from the table of a checkpoint.
 
-        A row's place is the position of its record in the files of a group of tensors, -1 for no record
-        (:data:`PLACES_PER_FILE`). Also sets the checksums that the
-        files expect.
+        Also sets the checksums that records must have when they are read.
 
         Args:
-            columns: Columns of the table; ``ROWS`` has numbers over all processes, as ``self._shard.ids`` has.
+            columns: Columns of the table; ``ROWS`` has the numbers of the rows in the whole run.
             prefix: Prefix of the columns: empty, or ``BEST`` for the best round.
             into: Table to update.
             file_numbers: Number of the file with the records, by group.
@@ -510,6 +509,7 @@ class OnDisk(State):
         is_here = np.isin(ids, self._shard.ids)
         if not is_here.any():
             return
+        # Find the rows of this process by their numbers in the whole run, ``self._shard.ids``, by binary search.
         order = np.argsort(self._shard.ids)
         rows = order[np.searchsorted(self._shard.ids, ids[is_here], sorter=order)]  # numbers in this process
         into.versions[rows] = columns[prefix + VERSIONS][is_here]

@@ -614,16 +614,16 @@ def places_of(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.nd
     return [table[name].astype(np.int64) for table in tables for name in (group, BEST + group) if name in table]
 
 
-def within(places: Int64[np.ndarray, " rows"], number: int, size: int) -> Int64[np.ndarray, " some"]:
-    """Return the places that lie in one file, counted within it.
+def places_in_file(places: Int64[np.ndarray, " rows"], file_number: int, size: int) -> Int64[np.ndarray, " some"]:
+    """Return the places that lie in one file, counted from the start of this file.
 
     Args:
-        places: Places in all files; file k has those from ``k * size``.
-        number: Number of the file.
+        places: Places counted over all files, in which file k begins at ``k * size``; -1 without a record.
+        file_number: Number of the file.
         size: Number of places per file.
     """
     known = places[places >= 0]  # drop rows without a record
-    return known[known // size == number] % size
+    return known[known // size == file_number] % size
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
