@@ -630,21 +630,21 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
             test=self.section.test,
         )
 
-    def encode(self, read: EncodedLanguage) -> UserAnswers:
+    def encode(self, unencoded: EncodedLanguage) -> UserAnswers:
         """Return the user of a language, with its questions as padded windows of tokens."""
-        language, encoded, parts = read
+        language, encoded, parts = unencoded
         on_prompts = self.section.train_on_prompts
         return user_of(self.section.name, language, encoded, parts, self.tokenizer, train_on_prompts=on_prompts)
 
-    def inspect(self, read: EncodedLanguage, user: UserAnswers) -> None:
+    def inspect(self, unencoded: EncodedLanguage, user: UserAnswers) -> None:
         """Check that a user has the validation questions that the method needs, and that tokens have an embedding row.
 
         Args:
-            read: The language as read, with its encoded questions.
-            user: The user made from it.
+            unencoded: The language as read, with its encoded questions.
+            user: The user made from the language.
         """
         check_answers(user, needs_validation=self.validates)
-        super().inspect(read, user)
+        super().inspect(unencoded, user)
 
 
 NOTE = "Questions are not read: each counts as long as the context, an upper bound of its cost."

@@ -72,10 +72,12 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}  # number of values in each finished node, by the node's `id`
 
     def compose_node(self, parent: yaml.Node | None, index: int | yaml.Node | None) -> yaml.Node | None:
-        """Compose a node; refuse deep nesting and count the values below each node.
+        """Parse a value of a YAML text to a node; refuse deep nesting, and count the values in each node.
 
-        ``_composed`` counts values with aliases expanded, ``_sizes`` has that count for each finished node. An alias
-        to a node without a size is recursive: that node is not finished, so it contains the alias.
+        The counts limit aliases, since a small file may repeat a value exponentially often by aliases of aliases.
+        ``_composed`` counts all values so far with aliases expanded. ``_sizes`` has the number of values in each
+        finished node. An alias to a node without a size is recursive: the node is not finished, so it contains the
+        alias.
 
         Args:
             parent: The node that contains this one; None for the root.

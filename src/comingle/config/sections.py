@@ -85,7 +85,7 @@ A key with this value does not change the fingerprint, so older run folders can 
 
 
 class Recipe(Section):
-    """A whole run.
+    """Description of a whole run, as read from a YAML file.
 
     Raises:
         RecipeError: The recipe is wrong. The error has all problems, each with place, value and allowed values.

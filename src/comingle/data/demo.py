@@ -186,8 +186,9 @@ def _long_docstring(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _licence_files() -> Iterator[Path]:
-    """Yield possible licence files: of Python, in two places, and of all installed distributions."""
+    """Yield the licence files of Python and of all installed packages; files that do not exist may be among them."""
     standard_library = Path(sysconfig.get_paths()["stdlib"])
+    # Python's licence is in one of these places; which one depends on how Python was installed.
     yield standard_library / "LICENSE.txt"
     yield standard_library.parent.parent / "LICENSE.txt"
     for distribution in distributions():

@@ -147,8 +147,8 @@ class StoredNamesWriter:
         (self.folder / _SUM).write_text(self._digest.hexdigest(), encoding="utf-8")
         names = StoredNames(self.folder)
         # Equal names have equal hashes, which are neighbours; equal hashes may belong to different names.
-        for at in np.flatnonzero(sorted_hashes[1:] == sorted_hashes[:-1]).tolist():
-            if (name := names[int(order[at])]) == names[int(order[at + 1])]:
+        for position in np.flatnonzero(sorted_hashes[1:] == sorted_hashes[:-1]).tolist():
+            if (name := names[int(order[position])]) == names[int(order[position + 1])]:
                 raise DataError(f"user {name!r} occurs twice; names must be unique")
         return names
 
@@ -353,8 +353,8 @@ class LazyPopulation(UserCollection[User]):
     def select(self, numbers: Sequence[int]) -> UserCollection[User]:
         """Return the users with these numbers.
 
-        A range of consecutive numbers gives a lazy population that shares the cache of this one; other sequences of
-        numbers read the users into memory.
+        For a ``range`` of consecutive numbers, the result is a lazy population that shares the cache of this one. For
+        another sequence of numbers, the users are read into memory.
         """
         if not isinstance(numbers, range):
             return UserList(self[number] for number in numbers)
@@ -365,7 +365,7 @@ class LazyPopulation(UserCollection[User]):
             digest=self.digest,
             cache_size=1,  # users are cached by this population
             sizes=None if self.sizes is None else self.sizes[span],
-            about=self.about,
+            about=self.about,  # the totals stay those of all users
         )
 
     def __len__(self) -> int:

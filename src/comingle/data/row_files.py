@@ -122,7 +122,7 @@ class BadRows:
         Raises:
             BadRowsError: The policy is ``refuse``, and there are bad rows.
         """
-        count, found = self.count, self.problems
+        count, found = self.count, self.problems  # `found` may be shorter, as only the first problems are kept
         problems = tuple(f"{where}: {problem}" for where, problem in found)
         self.count, self.problems = 0, []
         remarks, self.remarks = self.remarks, {}

@@ -190,7 +190,7 @@ HELD_OUT = ("valid", "test")
 
 
 class Mixture:
-    """Incremental form of :func:`mix_held_out`: users are added one after another.
+    """Builder of mixed held-out splits, as :func:`mix_held_out` describes them, to which users are added one by one.
 
     Each user's held-out documents are cut into one share for each user's mixture. The stores of these shares decide
     whether documents stay in memory.

@@ -146,7 +146,7 @@ class StoredDocuments(DocumentLists):
 
 
 class Rows(ABC):
-    """Rows of all users in the order of a file, which can be grouped by user and split."""
+    """Store of the rows of all users, which groups the rows by user and split."""
 
     owners: dict[str, Any]
     """Users with rows, in the order of their first rows."""
@@ -180,7 +180,7 @@ class Rows(ABC):
 
 
 class ListedRows(Rows):
-    """Rows in memory."""
+    """Store of rows in memory."""
 
     def __init__(self) -> None:
         self.owners: dict[str, Any] = {}
@@ -211,7 +211,7 @@ _ROW = np.dtype([("owner", "<i4"), ("split", "<i4"), ("end", "<i8")])
 
 
 class StoredRows(Rows):
-    """Rows in a file below ``folder``; only the rows of one user are in memory at a time."""
+    """Store of rows in a file below ``folder``; only the rows of one user are in memory at a time."""
 
     def __init__(self, folder: Path):
         """Start an empty store; :meth:`fill` creates its two files in the folder."""
@@ -339,7 +339,10 @@ class SmallUserFilter(Generic[User]):
         return None
 
     def has_enough(self, user: User) -> bool:
-        """Count a user; return False if it is skipped."""
+        """Count a user and return True, or record the user as skipped and return False.
+
+        Users are skipped if they have too little data and the filter was created with ``skips``.
+        """
         self.num_users += 1
         if not self.skips or (shortage := self.shortage(user)) is None:
             return True
@@ -410,7 +413,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     @abstractmethod
-    def encode(self, read: Read) -> User:
+    def encode(self, unencoded: Read) -> User:
         """Return the encoded user."""
 
     def refuse(self, small: FirstUsers) -> DataError:
@@ -424,7 +427,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
             DataError: The user cannot be trained.
         """
 
-    def inspect(self, read: Read, user: User) -> None:
+    def inspect(self, unencoded: Read, user: User) -> None:
         """Check a user before it is written to disk, and collect warnings; the base class does nothing.
 
         Not called for a run with all users in memory, which are checked together later.
@@ -454,20 +457,20 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """Return what users have in common besides the base model; ``about`` is the first result of :meth:`summary`."""
         return None
 
-    def text(self, read: Read) -> UserText | None:
+    def text(self, unencoded: Read) -> UserText | None:
         """Return the documents of a user; None if the data is not text."""
         return None
 
-    def stream(self, read: Iterable[Read]) -> Iterator[tuple[Read, User]]:
+    def stream(self, unencoded_users: Iterable[Read]) -> Iterator[tuple[Read, User]]:
         """Encode users and yield each user that is not skipped, together with its data before encoding.
 
         Args:
-            read: The users' data, from :meth:`read`.
+            unencoded_users: The users' data, from :meth:`read`.
 
         Raises:
             DataError: A user cannot be used, or all users would be skipped.
         """
-        for unencoded in read:
+        for unencoded in unencoded_users:
             user = self.encode(unencoded)
             if self.has_enough(user):  # otherwise the user has too little data and is skipped
                 self.check(user)

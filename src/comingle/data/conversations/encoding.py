@@ -480,9 +480,9 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         """Yield the messages of each user."""
         return iterate_users(self.data, self.seed, rows, self.bad, self.duplicates, self.given)
 
-    def encode(self, read: UserConversations) -> UserAnswers:
+    def encode(self, unencoded: UserConversations) -> UserAnswers:
         """Return the conversations as windows, none longer than the context."""
-        return self.encoder.encode(read)
+        return self.encoder.encode(unencoded)
 
     def shortage(self, user: UserAnswers | UserConversations) -> str | None:
         """Return the splits without conversations."""
@@ -501,7 +501,7 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
         about, lines = super().summary()
         return about, [*self.encoder.notes, *lines]
 
-    def text(self, read: UserConversations) -> UserText:
+    def text(self, unencoded: UserConversations) -> UserText:
         """Return a user's conversations as plain texts, to find held-out texts that are also in the training data.
 
         System messages are excluded, since a user's conversations often share one.
@@ -515,16 +515,19 @@ class ConversationReader(DocumentsReader[UserConversations, UserAnswers]):
             )
 
         return UserText(
-            name=read.name, train=texts_of(read.train), valid=texts_of(read.valid), test=texts_of(read.test)
+            name=unencoded.name,
+            train=texts_of(unencoded.train),
+            valid=texts_of(unencoded.valid),
+            test=texts_of(unencoded.test),
         )
 
 
 class _UnencodedReader(ConversationReader):
     """Reader that counts conversations without a tokenizer, so that none is too long."""
 
-    def encode(self, read: UserConversations) -> Any:
+    def encode(self, unencoded: UserConversations) -> Any:
         """Return the user without encoding it."""
-        return read
+        return unencoded
 
     def summary(self) -> tuple[dict[str, Any], list[str]]:
         """Return warnings about skipped users."""

@@ -373,24 +373,24 @@ def _read_tool_calls(value: object, role: str, where: str) -> tuple[list[dict[st
     return normalised, len(named) < len(calls)
 
 
-def _read_text(value: object, what: str) -> str:
-    """Return a text, or the joined texts of a list of parts of type text.
+def _read_text(value: object, where: str) -> str:
+    """Return a message's text, given as a text or as a list of parts ``{type: text, text: ...}``.
 
     Args:
         value: The text or list.
-        what: Its place, for messages.
+        where: Name of the value in messages, such as ``history[0]``.
 
     Raises:
         ValueError: The value is of another type, or cannot be encoded as UTF-8.
     """
     if isinstance(value, list | tuple) and value and all(map(_is_part, value)):
-        return "".join(_read_text(part["text"], what) for part in value)
+        return "".join(_read_text(part["text"], where) for part in value)
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {reprlib.repr(value)}; allowed: text, or a list of parts of type text")
+        raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: text, or a list of parts of type text")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{what} holds an unpaired surrogate; allowed: valid Unicode text") from None
+        raise ValueError(f"{where} holds an unpaired surrogate; allowed: valid Unicode text") from None
     return value
 
 

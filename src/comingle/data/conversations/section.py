@@ -85,7 +85,7 @@ class ConversationsSection(DocumentsSection[UserChats, ConversationRows]):
     }
 
     @model_validator(mode="after")
-    def _labels_are_scored(self) -> ConversationsSection:
+    def _check_labels(self) -> ConversationsSection:
         """Check that labels are given if and only if accuracy is scored, and that lists have no duplicates."""
         if ("accuracy" in self.scores) != bool(self.labels):
             raise ValueError("scores: [accuracy] and labels require each other; labels lists all possible responses")

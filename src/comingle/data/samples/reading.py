@@ -292,7 +292,7 @@ def read_source(
         else:
             try:
                 images = read_folder(path, image_format, key if len(splits) == 1 else f"{key}.{split}")
-            except BrokenImagesError as error:
+            except BrokenImagesError as error:  # read the other splits too, to name all broken files at once
                 broken += error.files
                 continue
             remarks.add_unread(user, images.unread)
@@ -337,7 +337,7 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
         }
         if {x, y} <= arrays.keys():
             names_by_split = {"train": (x, y)}
-        elif not {"train", "test"} <= names_by_split.keys():
+        elif not {"train", "test"} <= names_by_split.keys():  # the file does not use this pair of names
             continue
         return {
             split: as_samples(arrays[inputs], arrays[targets], f"{where}: {path}")
@@ -534,7 +534,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         if broken:
             raise BrokenImagesError(broken)
 
-    def encode(self, read: UserSamples) -> UserSamples:
+    def encode(self, unencoded: UserSamples) -> UserSamples:
         """Return the user with targets of the type that the loss needs: class numbers, or real numbers.
 
         The first user decides for all: whole numbers are classes, unless the loss is for real numbers. For such a loss,
@@ -544,7 +544,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             DataError: The targets are real numbers, but those of the first user were whole numbers. The opposite is
                 found later, when all users are checked.
         """
-        user = read
+        user = unencoded
         if self._first_user is None:
             self._targets_are_whole, self._first_user_as_read = _has_whole_targets(user), user
         if self._targets_are_whole and not _has_whole_targets(user):
@@ -592,11 +592,11 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
         """Number of classes; a very large number if it is unknown until all samples have been read."""
         return (len(self.labels) or self.section.outputs or 2**62) if self.loss.classes else None
 
-    def inspect(self, read: UserSamples, user: UserSamples) -> None:
+    def inspect(self, unencoded: UserSamples, user: UserSamples) -> None:
         """Check a user's samples and, for users after the first, that they fit those of the first user.
 
         Args:
-            read: The samples as read, which are not needed.
+            unencoded: The samples as read, which are not needed.
             user: The samples after :meth:`encode`, which sets the first user.
         """
         assert self._first_user is not None

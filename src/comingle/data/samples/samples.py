@@ -164,7 +164,9 @@ def join(parts: Sequence[Samples]) -> Samples:
 def bank_of(
     parts: Sequence[Samples], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> SampleBank:
-    """Return the samples of all users as a bank; :func:`check` checks that their shapes agree.
+    """Concatenate the samples of all users to a bank, from which batches of many users are gathered at once.
+
+    :func:`check` checks that their shapes agree.
 
     Args:
         parts: Samples of each user.

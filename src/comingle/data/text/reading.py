@@ -532,7 +532,7 @@ class LanguageReader(StreamingReader[Read, User]):
         embedding_rows = [self.base.rows] if has_few_rows else []
         return [digest_tokenizer(self.base.tokenizer), self.context, self.validates, *embedding_rows]
 
-    def inspect(self, read: Read, user: User) -> None:
+    def inspect(self, unencoded: Read, user: User) -> None:
         """Check that the base model has an embedding row for each token of the user."""
         require_rows(self.base, user)
 
@@ -594,13 +594,13 @@ class DocumentsReader(LanguageReader[Read, User]):
             return [path] if isinstance(path, str) else list(path)
         return _paths_of_users(self.data)
 
-    def inspect(self, read: Read, user: User) -> None:
+    def inspect(self, unencoded: Read, user: User) -> None:
         """Check a user's tokens, and record the user if its held-out documents are also in its training data.
 
         :meth:`summary` warns of the recorded users.
         """
-        super().inspect(read, user)
-        text = self.text(read)
+        super().inspect(unencoded, user)
+        text = self.text(unencoded)
         assert text is not None
         overlap = find_overlap(text)
         if overlap.total:
@@ -652,9 +652,9 @@ class TextReader(DocumentsReader[UserText, UserData]):
         finally:
             mixture.remove()
 
-    def encode(self, read: UserText) -> UserData:
+    def encode(self, unencoded: UserText) -> UserData:
         """Return the three token streams, cut to the recipe's limits."""
-        return tokenise_user(self.data, read, self.tokenizer)
+        return tokenise_user(self.data, unencoded, self.tokenizer)
 
     def shortage(self, user: UserData) -> Shortage | None:
         """Return the first stream that is too short."""
@@ -672,9 +672,9 @@ class TextReader(DocumentsReader[UserText, UserData]):
                 f"data.train_on_valid: user {user.name!r} has no validation text; give a valid split or fraction"
             )
 
-    def text(self, read: UserText) -> UserText:
+    def text(self, unencoded: UserText) -> UserText:
         """Return the documents unchanged."""
-        return read
+        return unencoded
 
 
 # -------------------------------------------------------------------- checks without a run

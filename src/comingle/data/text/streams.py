@@ -135,7 +135,7 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool, be
         users: The users.
         context: Tokens per window, excluding the last target.
         needs_validation: The method needs validation data.
-        begins: Every window begins with a token that is not in the stream.
+        begins: Every window gets a begin-of-text token in front, so that a stream may be one token shorter.
 
     Raises:
         DataError: Users have no text, or a stream that is too short (:func:`find_shortage`).
@@ -172,13 +172,13 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool, begin
     """Return the first stream of a user that is too short; None if all are long enough.
 
     Train, and valid if the method needs it, must have one window of ``context + 1`` tokens (the last token is only a
-    target). Test must have two tokens, one input and one target. With ``begins``, one token less suffices.
+    target). Test must have two tokens, one input and one target.
 
     Args:
         user: The user.
         context: Tokens per window, excluding the last target.
         needs_validation: The method needs validation data.
-        begins: Every window begins with a token that is not in the stream.
+        begins: Every window gets a begin-of-text token in front, so that one token less suffices.
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
         return Shortage(what="no text in train, valid or test", advice="; add text or remove the user")
