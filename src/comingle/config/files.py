@@ -38,7 +38,7 @@ def read_text(text: str, where: str) -> Any:
         where: Name of the text in messages.
 
     Raises:
-        RecipeError: It is not YAML, a key is a duplicate or not text, or nesting or aliases exceed the limits.
+        RecipeError: The text is not YAML, a key is a duplicate or not text, or nesting or aliases exceed the limits.
     """
     if len(text) > MAX_BYTES:
         raise too_large(len(text), where)
@@ -149,7 +149,7 @@ def _check_users(node: yaml.MappingNode) -> None:
     Args:
         node: The mapping below a key ``users``.
     """
-    if merged := next((key for key, _ in node.value if key.tag == _MERGE), None):
+    if merged := next((key for key, _value in node.value if key.tag == _MERGE), None):
         hint = "list all users (quote '<<' if it is a name)"
         raise _error_at(merged, f"'<<' is not allowed among users, as it can hide duplicate names; {hint}")
 
@@ -162,8 +162,8 @@ def _error_at(place: Any, text: str) -> RecipeError:
 def load_recipe(path: str | Path, *, change: Callable[[object], object] = lambda content: content) -> Recipe:
     """Read a recipe file, or the recipe of a run folder.
 
-    Relative paths in a file are relative to it. Those of a run folder stay unchanged, as they are part of the run's
-    fingerprint.
+    Relative paths in a recipe file are relative to the folder of the file. The paths in a run folder's recipe stay
+    unchanged, since they are part of the run's fingerprint.
 
     Args:
         path: The file or run folder.

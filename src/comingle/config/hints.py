@@ -310,7 +310,7 @@ _UNION_BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """Prefixes of names that pydantic puts into a problem's location for a key of several types, one name per type."""
 
 _PLAIN_TYPES = ("str", "int", "float", "bool")
-"""Such names for plain types, which are whole names instead of prefixes."""
+"""Names that pydantic puts into a problem's location for plain types."""
 
 _NAMED = "a name, or a mapping with name"
 _ACCEPTED = {

@@ -477,7 +477,7 @@ class SkippedUsers(Mapping[str, str]):
             yield from (tuple(json.loads(line)) for line in lines)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self.items())
+        return (name for name, _shortage in self.items())
 
     def __getitem__(self, name: str) -> str:
         for skipped, what in self.items():

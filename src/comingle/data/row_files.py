@@ -152,7 +152,7 @@ def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
     """
     lines = list[str]()
     for (source, problem), group in groupby(problems, key=lambda item: (item[0].rpartition(": ")[0], item[1])):
-        places = ", ".join(where.removeprefix(f"{source}: ") for where, _ in group)
+        places = ", ".join(where.removeprefix(f"{source}: ") for where, _problem in group)
         lines.append(f"{source}: {places}: {problem}" if source else f"{places}: {problem}")
     return lines
 
@@ -489,7 +489,7 @@ def read_csv(path: Path, sep: str, bad: BadRows) -> PlacedRows:
 
 def _csv_columns(path: Path, sep: str) -> tuple[str, ...]:
     """Return the names of the columns in a CSV file's first line, each once."""
-    with _open_csv(path, sep) as (columns, _):
+    with _open_csv(path, sep) as (columns, _rows):
         return tuple(dict.fromkeys(columns))
 
 

@@ -235,7 +235,7 @@ def _within_limits(
     """Yield the rows of one table that are within the limits on users and documents.
 
     Ends early once all selected users have their maximum number of documents, so that a stream is not read to its end.
-    It never ends early if rows name their splits, since later rows may be of other splits.
+    If rows name their splits, all rows are read, since later rows may be of other splits.
 
     Args:
         counts: Numbers of documents kept so far, by user and split; updated. Shared by the tables of a source.

@@ -286,17 +286,19 @@ def find_overlap(user: UserText) -> Overlap:
     )
 
 
-def _documents_in_train(documents: Sequence[str], texts: set[str], shingles: UInt64[np.ndarray, " known"]) -> list[str]:
-    """Return the documents that also are in train, entirely or by more than half of their 13-word shingles.
+def _documents_in_train(
+    documents: Sequence[str], train_texts: set[str], train_shingles: UInt64[np.ndarray, " known"]
+) -> list[str]:
+    """Return the held-out documents that are also in train: entirely, or by more than half of their shingles.
 
     Args:
         documents: Held-out documents.
-        texts: Train documents, with words joined by single spaces.
-        shingles: Hashes of the train documents' shingles.
+        train_texts: Train documents, with words joined by single spaces.
+        train_shingles: Hashes of the train documents' shingles, which are all runs of 13 words.
     """
     words_of_documents = [split_words(document) for document in documents]
     hashes, document_of_hash = hash_shingles(words_of_documents)
-    is_in_train = np.isin(hashes, shingles)
+    is_in_train = np.isin(hashes, train_shingles)
     # Number of shingles per document, those in train and all.
     num_in_train = np.bincount(document_of_hash[is_in_train], minlength=len(documents))
     num_shingles = np.bincount(document_of_hash, minlength=len(documents))
@@ -304,7 +306,7 @@ def _documents_in_train(documents: Sequence[str], texts: set[str], shingles: UIn
     return [
         document
         for document, words, is_mostly in zip(documents, words_of_documents, is_mostly_in_train, strict=True)
-        if is_mostly or " ".join(words) in texts
+        if is_mostly or " ".join(words) in train_texts
     ]
 
 
@@ -364,7 +366,7 @@ def interleave(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     for contributor, documents in shares.items():
         offsets = accumulate(map(len, documents), initial=0)  # one more than documents: the last is the total
         sortable += [(offset, contributor, document) for offset, document in zip(offsets, documents, strict=False)]
-    return tuple(document for _, _, document in sorted(sortable))
+    return tuple(document for _offset, _contributor, document in sorted(sortable))
 
 
 def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:

@@ -91,11 +91,12 @@ def _require_columns(missing: Sequence[str], names: Sequence[str], where: str) -
     Raises:
         DataError: A column is missing.
     """
-    for column in missing:
-        chats = " Conversations need data.kind: conversations." if "messages" in names else ""
-        raise DataError(
-            f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}{chats}"
-        )
+    if not missing:
+        return
+    # A column "messages" has conversations, for which the recipe may name the wrong kind of data.
+    kind_hint = " Conversations need data.kind: conversations." if "messages" in names else ""
+    first = missing[0]
+    raise DataError(f"{where}: no column {first!r}; found: {list_names(names)}.{did_you_mean(first, names)}{kind_hint}")
 
 
 def _check_document(value: object, column: str) -> str:
@@ -127,7 +128,7 @@ def field_of(row: Row, column: str) -> object:
     """Return the value of a column, or for ``meta.set`` of the field ``set`` in a column ``meta``; None if missing."""
     if column in row:
         return row[column]
-    head, _, field = column.partition(".")
+    head, _dot, field = column.partition(".")
     inner = row.get(head)
     return inner.get(field) if field and isinstance(inner, dict) else None
 
@@ -137,7 +138,7 @@ def has_column(row: Row, column: str) -> bool:
 
     The value may be missing. If ``meta`` itself has no value, the row counts as having every field of it.
     """
-    head, _, field = column.partition(".")
+    head, _dot, field = column.partition(".")
     inner = row.get(head)
     has_field = head in row and (inner is None or (isinstance(inner, dict) and field in inner))
     return column in row or has_field
@@ -153,10 +154,10 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
     """
     known_columns = rows.column_names  # None for a stream whose columns are unknown before the first row
 
-    def read(_: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
+    def read(_bad: BadRows, wanted: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
         """Yield the rows in the order of the split; ``wanted`` has the columns to read, None for all.
 
-        The first argument, which collects bad rows, is unused: ``datasets`` has parsed the rows already.
+        No row can be bad, since ``datasets`` has parsed the rows already.
         """
         names = list(known_columns or next(iter(rows), {}))
         chosen = names if wanted is None else [name for name in names if name in wanted]
@@ -411,7 +412,7 @@ def _import_datasets(source: str) -> ModuleType:
     """Return the optional package ``datasets``.
 
     Raises:
-        DataError: It is not installed; the message names the source that needs it.
+        DataError: The package is not installed; the message names the source that needs the package.
     """
     try:
         import datasets

@@ -200,11 +200,13 @@ def build_answers(
             row[start:stop] = hide(tokens[start:stop])
         for start, stop in conversation.responses:
             row[start:stop] = tokens[start:stop]
-    response_starts = [(row, start) for row, conversation in enumerate(encoded) for start, _ in conversation.responses]
+    response_starts = [
+        (row, start) for row, conversation in enumerate(encoded) for start, _stop in conversation.responses
+    ]
     return Answers(
         windows=windows,
-        owners=torch.tensor([row for row, _ in response_starts], dtype=torch.int64),
-        prompt_tokens=torch.tensor([start for _, start in response_starts], dtype=torch.int64),
+        owners=torch.tensor([row for row, _start in response_starts], dtype=torch.int64),
+        prompt_tokens=torch.tensor([start for _row, start in response_starts], dtype=torch.int64),
         references=tuple(reference for conversation in encoded for reference in conversation.references),
         limit=limit,
         measures=tuple(measures),
@@ -213,7 +215,7 @@ def build_answers(
 
 
 def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
-    """Check that a user has the questions that the method needs.
+    """Check that a user has validation questions if the method needs them.
 
     Raises:
         DataError: The method needs validation questions, and there are none.
@@ -386,7 +388,7 @@ def _cut_to_context(encoded: Encoded, context: int, cuts: bool, counts: Counter[
     counts["cut" if kept else "left out"] += 1
     if not kept:
         return None
-    _, end_of_last = kept[-1]
+    _start, end_of_last = kept[-1]
     tokens, references = encoded.tokens[:end_of_last], encoded.references[: len(kept)]
     masked = tuple(span for span in encoded.masked or () if span[1] <= len(tokens))
     return replace(encoded, tokens=tokens, responses=tuple(kept), references=references, masked=masked)
@@ -559,7 +561,7 @@ def count_conversations(recipe: Recipe, data: ConversationsSection, validates: b
     if tokenizer is not None:  # set the cached property, which would load the base model
         reader.encoder = Encoder(data, ChatTemplate(tokenizer), context, reader.bad)
     reader.on_skip = lambda name, what: skipped.add(name)
-    users = [user for _, user in reader.stream(list(reader.read(ListedRows())))]
+    users = [user for _unencoded, user in reader.stream(list(reader.read(ListedRows())))]
     _totals, warnings = reader.summary()
     for line in warnings:
         logger.warning("%s", line)

@@ -77,6 +77,7 @@ class BrokenImagesError(DataError):
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        """Build the message from the paths of the damaged files; there is at least one."""
         self.files = tuple(files)
         first, *others = map(str, self.files)
         message = f"{first}: not a readable image (truncated or damaged); replace or remove it"
@@ -334,7 +335,7 @@ def _convert_to_8_bits(image: Any, file: Any) -> Any:
         return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in _WITH_ALPHA:
         colours = image.convert("RGBA")
-        lowest_alpha, _ = colours.getextrema()[3]  # minimum and maximum of the fourth channel, alpha
-        if lowest_alpha < 255:
+        lowest_alpha, _highest_alpha = colours.getextrema()[3]  # extrema of the fourth channel, alpha
+        if lowest_alpha < 255:  # some pixels are transparent
             return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
     return image

@@ -563,13 +563,13 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
     def _count_classes(self, user: UserSamples) -> None:
         """Update what :meth:`summary` reports about classes, by a user with class numbers as targets.
 
-        These are the number of classes, some classes that occur in train samples (two suffice), and the users whose
-        held-out samples have classes that their train samples lack.
+        :meth:`summary` reports the number of classes, whether train samples have more than one class, and the users
+        whose held-out samples have classes that their train samples lack.
         """
         for samples_of_split in (user.train, user.valid, user.test):
             if len(samples_of_split):
                 self._num_classes = max(self._num_classes, int(samples_of_split.targets.max()) + 1)
-        if len(self._seen) < 2:  # two classes suffice: the check is for data with a single class
+        if len(self._seen) < 2:  # two classes are enough to know that there is more than one
             self._seen.update(user.train.targets.unique()[:2].tolist())
         if labels := unseen_labels(user):
             self._unseen.add(user.name, labels)

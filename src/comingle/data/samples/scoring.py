@@ -100,7 +100,7 @@ def _score_jobs(
     inputs, targets, present = bank.take(users, _sample_indices(group))
     outputs = forward(users, inputs)
     losses = _sum_present(loss(outputs, targets).double(), present)
-    if not loss.classes:  # a regression
+    if not loss.classes:  # a regression, which has no correct predictions
         return losses, torch.zeros(len(group), dtype=torch.float64)
     return losses, _sum_present((outputs.argmax(-1) == targets).double(), present)
 

@@ -469,7 +469,8 @@ def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:
         where: Name of the user in messages.
     """
     if (column := _text_column(source)) is not None:
-        yield from (document for (document,) in iterate_texts(table_of(source, where, "train"), (column,), bad))
+        table = table_of(source, where, "train")  # the name of the split is not used
+        yield from (document for (document,) in iterate_texts(table, (column,), bad))
         return
     for number, document in enumerate(source, start=1):
         if not isinstance(document, str):
@@ -503,7 +504,11 @@ class LanguageReader(StreamingReader[Read, User]):
         validates: bool,
         skips: bool = False,
     ):
-        """Initialise the reader; ``skips`` leaves out users with too little data instead of raising an error."""
+        """Initialise the reader, without loading the base model yet.
+
+        ``context`` is the number of tokens per window, and ``validates`` says whether the method needs validation data.
+        With ``skips``, users with too little data are left out; without, they are an error.
+        """
         super().__init__(data, seed, skips=skips)
         self.load_base, self.context, self.validates = load_base, context, validates
 
@@ -580,7 +585,11 @@ class DocumentsReader(LanguageReader[Read, User]):
         validates: bool,
         given: Mapping[str, object] | None = None,
     ):
-        """Initialise the reader; ``given`` has the data of each user if a program passes it instead of the recipe."""
+        """Initialise the reader, without loading the base model yet.
+
+        ``context`` is the number of tokens per window, and ``validates`` says whether the method needs validation data.
+        ``given`` has the data of each user if a program passes the data and the recipe names no files.
+        """
         skips = data.on_small_user == "skip"
         super().__init__(data, seed, load_base, context=context, validates=validates, skips=skips)
         self.given = given
