@@ -445,7 +445,7 @@ def _known_keys(location: Iterable[str | int], model: Any, data: type[DataSectio
         data: The section class of the key ``data``, which depends on the kind; None if it is unknown.
     """
     section = model
-    for part in list(location)[:-1]:
+    for part in list(location)[:-1]:  # without the unknown key
         if part == "data" and data is not None:
             section = data
             continue

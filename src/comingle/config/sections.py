@@ -272,7 +272,8 @@ def _trains_nets(data: object) -> bool:
 def _move_rate_to_experts(training: Any) -> object:
     """Return the raw section ``training`` of nets with its key ``learning_rate`` moved into its section ``experts``.
 
-    Content that is not a mapping is returned unchanged; the validation that follows refuses it.
+    For nets, both keys mean the same. Content that is not a mapping is returned unchanged; the validation that follows
+    refuses it.
 
     Args:
         training: The content of the key ``training`` as read from YAML.

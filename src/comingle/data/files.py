@@ -103,7 +103,8 @@ def open_bytes(path: Path) -> Any:
     """Open a file for reading bytes; decompress files with the suffix ``.gz`` or ``.xz``.
 
     A small file that expands to gigabytes (a decompression bomb) would fill the memory. Reading therefore raises an
-    ``OSError`` beyond :func:`max_decompressed_bytes`. Beyond 64 MiB, it also does beyond 200 times the compressed size.
+    ``OSError`` if a file expands to more than :func:`max_decompressed_bytes`. Another limit is 200 times the compressed
+    size, but 64 MiB are always allowed.
 
     Raises:
         OSError: The file cannot be opened.
@@ -126,10 +127,10 @@ class _BoundedExpansion(io.RawIOBase):
     """
 
     def __init__(self, inner: io.BufferedIOBase, compressed_bytes: int, limit: int):
-        """Bound the bytes that the decompressing file ``inner`` may return.
+        """Bound the number of bytes that the decompressing file ``inner`` may return.
 
-        The bound is ``limit`` or a multiple of the compressed size, whichever is smaller. The multiple does not count
-        for small files.
+        The bound is ``limit`` or a multiple of ``compressed_bytes``, whichever is smaller. For small files, 64 MiB
+        replace the multiple.
         """
         self._inner = inner
         self._left = max(ALWAYS_EXPANDED, MAX_EXPANSION * compressed_bytes)
@@ -347,7 +348,7 @@ def _split_by_name(name: str) -> str | None:
     """
     *folders, own = name.lower().split("/")
     stem = own.partition(".")[0]
-    for word, split in _SPLITS.items():
+    for word, split in _SPLITS.items():  # the name is a split, or a split with the number of a shard
         if stem.startswith(word) and (stem == word or _SHARD.fullmatch(stem[len(word) :])):
             return split
     return next((_SPLITS[folder] for folder in reversed(folders) if folder in _SPLITS), None)
@@ -360,7 +361,7 @@ def _split_by_word(name: str) -> str | None:
 
 def _partition_columns(name: str) -> Iterator[tuple[str, str | None]]:
     """Yield column and value of each folder ``COLUMN=VALUE`` in a path, as in partitioned data sets."""
-    for part in name.split("/")[:-1]:
+    for part in name.split("/")[:-1]:  # the folders, without the name of the file
         key, sign, value = part.partition("=")
         if key and sign:
             yield unquote(key), None if value == _NO_VALUE else unquote(value)

@@ -116,8 +116,8 @@ def _answers_from_arrays(name: str, arrays: Arrays) -> UserAnswers:
     return UserAnswers(name=name, train=train, valid=valid, test=test)
 
 
-def _count_tokens(user: UserAnswers) -> Mapping[str, int]:
-    """Return what a user adds to the totals of a population (``UserForm.counts``).
+def _totals_of_answers(user: UserAnswers) -> Mapping[str, int]:
+    """Return what a user with conversations adds to the totals of a population (``UserForm.counts``).
 
     Returns:
         ``most_width``, the width of the train windows; the population's total is the maximum over the users. And
@@ -148,7 +148,7 @@ FORMS: dict[type, UserForm] = {
             name=name, train=arrays["train"], valid=arrays["valid"], test=arrays["test"]
         ),
     ),
-    UserAnswers: UserForm(parts=_arrays_of_answers, user=_answers_from_arrays, counts=_count_tokens),
+    UserAnswers: UserForm(parts=_arrays_of_answers, user=_answers_from_arrays, counts=_totals_of_answers),
     UserSamples: UserForm(parts=_arrays_of_samples, user=_samples_from_arrays),
 }
 """Array formats by the type of a user."""
@@ -503,10 +503,10 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
     """
     states = _digest_states(_source_states(reader.sources()))
     if states is None:
-        folder = Path(tempfile.mkdtemp(prefix="comingle-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        write_users(reader, folder)
-        return folder, False
+        temporary = Path(tempfile.mkdtemp(prefix="comingle-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        write_users(reader, temporary)
+        return temporary, False
     cache_key = [
         _FORMAT_VERSION,
         version("comingle"),
@@ -516,20 +516,20 @@ def cached_population(reader: StreamingReader[Read, User]) -> tuple[Path, bool]:
         states,
     ]
     cache = cache_folder() / "populations"
-    target = cache / hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:32]
+    folder = cache / hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:32]
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with FileLock(cache / f"{target.name}.lock"):
-            cached = (target / ABOUT).is_file()
-            if not cached:  # a system's cleaner may have deleted single files
-                shutil.rmtree(target, ignore_errors=True)
-            make_once(target, partial(write_users, reader))
-            os.utime(target / ABOUT)  # records the last use, for _delete_unused
+        with FileLock(cache / f"{folder.name}.lock"):
+            was_cached = (folder / ABOUT).is_file()
+            if not was_cached:  # a system's cleaner may have deleted single files
+                shutil.rmtree(folder, ignore_errors=True)
+            make_once(folder, partial(write_users, reader))
+            os.utime(folder / ABOUT)  # records the last use, for _delete_unused
         _delete_unused(cache)
     except OSError as error:
         message = f"{cache}: cannot be written to: {error.strerror}; set COMINGLE_CACHE to another folder"
         raise DataError(message) from None
-    return target, cached
+    return folder, was_cached
 
 
 def _digest_states(states: Iterator[Sequence[object] | None]) -> str | None:

@@ -165,7 +165,11 @@ class StoredNames(IndexedNames):
     """
 
     def __init__(self, folder: Path, span: range | None = None):
-        """Map the files of all names; the sequence holds those of ``span``, a range of user numbers."""
+        """Map the files of all names; the sequence holds the names with the numbers in ``span``, by default all.
+
+        Raises:
+            DataError: The files have inconsistent lengths.
+        """
         self.folder = folder
         # All names in one text, and the end of each name in it.
         self._text, self._ends = _map_array(folder / NAMES, "u1"), _map_array(folder / _ENDS, "<i8")
@@ -333,8 +337,9 @@ class LazyPopulation(UserCollection[User]):
     ):
         """Initialise the population without creating users.
 
-        ``largest`` is the number of a user with the most training data; ``sizes``, if given, determines it. ``about``
-        has totals over all users.
+        ``make`` creates a user from its number; the ``cache_size`` most recently used users are cached. ``digest``
+        identifies the data of all users. ``largest`` is the number of a user with the most training data, which follows
+        from ``sizes`` if they are given. ``about`` has totals over all users.
         """
         self._names, self.digest, self.cache_size, self.sizes, self.about = names, digest, cache_size, sizes, about
         self.largest = largest if sizes is None else int(sizes[:, 0].argmax())  # column 0 is train

@@ -70,9 +70,9 @@ class BadRows:
         self.skipped = 0
         """Number of rows skipped so far, over all calls of :meth:`report`."""
         self.problems: list[tuple[str, str]] = []
-        """Place and problem of each row."""
+        """Place and problem of each bad row, up to the first 1,000."""
         self.remarks: dict[str, tuple[int, str]] = {}
-        """Number of rows and place of the first, by remark."""
+        """Number of rows and place of the first, by the text of a note on rows that are used."""
 
     @contextmanager
     def row(self, where: str) -> Iterator[None]:
@@ -303,20 +303,20 @@ def read_json(path: Path, bad: BadRows) -> PlacedRows:
         raise DataError(f"{path}: cannot be read as UTF-8 text with JSON: {error}") from None
 
 
-def _read_line(file: io.TextIOWrapper, path: Path, number: int) -> str:
+def _read_line(file: io.TextIOWrapper, path: Path, line_number: int) -> str:
     """Return the next line of a file, empty at its end.
 
     Args:
         file: The file.
         path: Its path, for messages.
-        number: Number of the line, for messages.
+        line_number: Number of the line, for messages.
 
     Raises:
         DataError: The line is longer than a row may be.
     """
     line = file.readline(MAX_ROW_CHARACTERS + 1)  # one character more shows that the line is too long
     if len(line) > MAX_ROW_CHARACTERS:
-        raise DataError(f"{path}: line {number} is {_TOO_LONG}")
+        raise DataError(f"{path}: line {line_number} is {_TOO_LONG}")
     return line
 
 

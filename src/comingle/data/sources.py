@@ -96,7 +96,8 @@ def check_sources(data: DataSection) -> None:
             source = getattr(files, key)
             if source is None or is_named(source) or "://" in source:
                 continue
-            may_be_on_hub = data.kind == "conversations" and (not looks_like_path(source) or set(source) & set("*?["))
+            is_pattern = bool(set(source) & set("*?["))  # such as data/*.jsonl
+            may_be_on_hub = data.kind == "conversations" and (not looks_like_path(source) or is_pattern)
             path = expand_home(source)
             if not os.path.exists(path) and not may_be_on_hub:
                 where = f"data.users.{name}" + ("" if key == "path" else f".{key}")

@@ -126,7 +126,7 @@ class StoredDocuments(DocumentLists):
         ends.write(self._end.to_bytes(8, "little"))
 
     def finish(self) -> None:
-        """Reopen the files for reading."""
+        """End writing, and reopen the files for reading."""
         for file in self._files:
             file.close()
         self._ends = np.memmap(self._paths[1], dtype="<i8", mode="r")
@@ -192,7 +192,7 @@ class ListedRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Store the contents without packing them."""
+        """Store the contents as they are; ``pack`` and ``unpack`` are needed only for files."""
         for owner, split, content in rows:
             self.owners.setdefault(owner, {}).setdefault(split, []).append(content)
 
@@ -228,7 +228,7 @@ class StoredRows(Rows):
         pack: Callable[[Any], bytes] = bytes,
         unpack: Callable[[bytes], Any] = bytes,
     ) -> None:
-        """Write the packed rows to one file, and the user, split and end of each to another."""
+        """Write the rows' contents as bytes to one file, and the user, split and end of each row to another."""
         end, self._unpack = 0, unpack
         with open(self._contents, "wb") as contents, open(self._index, "wb") as index:
             for owner, split, content in rows:
@@ -437,7 +437,9 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         """
 
     def report(self) -> None:
-        """Report what could not be encoded; called after the last user. The base class has nothing to report.
+        """Raise an error or warn about rows that could not be encoded; called after the last user.
+
+        The base class has no such rows.
 
         Raises:
             DataError: Rows could not be encoded and are refused.

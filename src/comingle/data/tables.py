@@ -162,12 +162,12 @@ def table_of(rows: Rows, where: str, split: str) -> Table:
         names = list(known_columns or next(iter(rows), {}))
         chosen = names if wanted is None else [name for name in names if name in wanted]
         labels = {name: getattr((rows.features or {}).get(name), "names", None) for name in chosen}
-        number = 0
+        row_number = 0
         for batch in iterate_batches(rows.select_columns(chosen), where):
             columns = [_name_labels(batch[name], labels[name]) for name in chosen]
             for values in zip(*columns, strict=True):
-                number += 1
-                yield f"row {number}", dict(zip(chosen, values, strict=True))
+                row_number += 1
+                yield f"row {row_number}", dict(zip(chosen, values, strict=True))
 
     return Table(where=where, split=split, read=read, columns=tuple(known_columns) if known_columns else None)
 

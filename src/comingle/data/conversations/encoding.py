@@ -284,7 +284,7 @@ class Encoder:
         encoded_by_split = {split: self._encode_split(user.name, getattr(user, split), too_long) for split in SPLITS}
         encoded = [conversation for of_split in encoded_by_split.values() for conversation in of_split]
         # Generated responses are at most as long as the longest response of any split.
-        limit = max((conversation.longest for conversation in encoded), default=1)
+        limit = max((conversation.longest for conversation in encoded), default=1)  # 1 without conversations
         train, valid, test = (
             build_answers(
                 of_split,

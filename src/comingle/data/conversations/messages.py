@@ -242,7 +242,7 @@ def _is_function(tool: object) -> bool:
 def _from_json(value: object) -> object:
     """Parse a text as JSON; return other values, and texts that are not JSON, unchanged."""
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):  # not JSON, or nested too deeply
             return json.loads(value)
     return value
 

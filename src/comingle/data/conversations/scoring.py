@@ -29,7 +29,10 @@ _UNSPACED = ("CJK ", "HIRAGANA ", "KATAKANA ", "THAI ", "LAO ", "KHMER ", "MYANM
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text, normalised by NFKC, in lower case, with marks attached to their letters."""
+    """Return the words of a text, to compare a generated response with the expected one.
+
+    The words are normalised by NFKC and in lower case, with marks attached to their letters.
+    """
     words: list[str] = []
     is_open = False  # whether the next letter or digit continues the last word
     for character in unicodedata.normalize("NFKC", text).lower():

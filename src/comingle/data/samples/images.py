@@ -250,10 +250,10 @@ def read_images(files: Sequence[Path], image_format: ImageFormat) -> UInt8[Tenso
     for number, path in enumerate(files):
         try:
             image = _read_image(path, image_format)
-        except BrokenImagesError as error:
+        except BrokenImagesError as error:  # read the other files too, to name all broken files at once
             broken += error.files
             continue
-        if broken:
+        if broken:  # the images are not needed: an error will be raised
             continue
         if first is None:
             first, pixels = image, torch.empty(len(files), *image.shape, dtype=torch.uint8)

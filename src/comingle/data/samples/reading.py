@@ -527,7 +527,7 @@ class SamplesReader(StreamingReader[UserSamples, UserSamples]):
             except BrokenImagesError as error:  # read the other users too, to name all broken files at once
                 broken += error.files
                 continue
-            if broken:
+            if broken:  # the samples are not needed: an error will be raised
                 continue
             numbered = number_classes(self.section, name, unnumbered, self.labels)
             yield split_samples(name, numbered, **self._split_options)

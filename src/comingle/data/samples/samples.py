@@ -340,8 +340,8 @@ _WHITE = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
 def as_images(pixels: Tensor) -> Tensor:
     """Return images ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as floats ``(n, c, h, w)`` in [0, 1].
 
-    Pixels are divided by the largest value of their dtype. With four axes, the second or the last one has the channels.
-    The last one does if its length is 1, 3 or 4, and the length of the second is neither 1 nor 3 nor equal to it.
+    Pixels are divided by the largest value of their dtype. With four axes, the last axis has the channels if its length
+    is 1, 3 or 4, unless the second axis has length 1, 3 or the same length. Otherwise the second axis has the channels.
     """
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)  # one channel
@@ -460,8 +460,12 @@ def _as_item_tensor(value: object, where: str) -> Tensor:
 def _stack(values: list[Tensor], where: str) -> Tensor:
     """Stack tensors of equal shape along a new first dimension.
 
+    Args:
+        values: Inputs or targets of samples.
+        where: Name of all values in messages, such as "user 'ada': inputs".
+
     Raises:
-        DataError: Their shapes differ or they cannot be stacked; the message begins with ``where``.
+        DataError: The shapes differ, or the tensors cannot be stacked.
     """
     shapes = dict.fromkeys(tuple(value.shape) for value in values)
     if len(shapes) > 1:

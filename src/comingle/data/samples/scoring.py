@@ -110,6 +110,8 @@ def _sum_present(
 ) -> Float64[Tensor, " slots"]:
     """Return each job's sum over its samples; values of padding, even NaN, are ignored.
 
+    A job is a slot of the batch: some samples of one user, padded to the longest job.
+
     Args:
         values: A value for each sample of each job, such as its loss.
         present: False for padding.

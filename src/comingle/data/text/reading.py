@@ -457,6 +457,7 @@ def _read_documents_at(bad: BadRows, name: str, path: str, max_bytes: int | None
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:
+        # At most 300 characters, since the message contains the path, which may be a long text.
         raise DataError(f"user {name!r}: {error!s:.300}; to pass the text itself, give a list of documents") from None
 
 
