@@ -453,10 +453,14 @@ def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlo
 
 
 def measured_base(rehearsal: Rehearsal) -> BaseFlops:
-    """Return a function from a user's local work in a round to the FLOPs of a net alone, as FedAvg trains it.
+    """Return a function that gives the FLOPs of training a net with FedAvg, to compare other methods with.
 
     Args:
-        rehearsal: A federation with the method FedAvg, on fake tensors.
+        rehearsal: A federation with the method FedAvg, on fake tensors (shapes without values).
+
+    Returns:
+        Function from a user's local work in a round to two FLOPs: of the forward pass of one token or sample, and of
+        the round.
     """
     measured = _MeasuredFlops(rehearsal)
     return lambda load: (Flops(net=measured.forward.each / load.unit), Flops(net=measured.round(load)))
@@ -491,7 +495,10 @@ class _MeasuredFlops:
             self.sweep = self.forward.times(method.server.server_models * method.client.sweeps)
 
     def round(self, load: Load) -> float:
-        """Return the FLOPs of a user's round: a sweep, the steps of each phase, and steps of hooks before the phases.
+        """Return the FLOPs of a user's round.
+
+        These are the FLOPs of a sweep (losses on all training data, without training, if the method needs them), of the
+        steps of each phase, and of steps that client hooks take before the phases.
 
         Args:
             load: The user's local work in the round.

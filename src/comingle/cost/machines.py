@@ -398,9 +398,10 @@ def _evaluation_period(
 ) -> int:
     """Return the number of rounds between evaluations in a run with a population of ``users`` users.
 
-    With ``evaluation.every: auto`` a run chooses the interval so that evaluations take a small part of its time. It
-    depends on how much data an evaluation scores relative to how much a round trains on; both are extrapolated from the
-    users that were measured.
+    With ``evaluation.every: auto`` a run chooses the interval so that evaluations take a small part of its time. The
+    interval depends on how much data an evaluation scores relative to how much a round trains on; both are extrapolated
+    from the users that were measured. A warning is logged, as in the run, if the fewest possible evaluations already
+    take a larger part.
 
     Args:
         recipe: The recipe.

@@ -242,11 +242,11 @@ def unpack_means(router: Float[Tensor, "users rows width"], rank: int, most: int
     Args:
         router: Uploaded routers.
         rank: Rank of T.
-        most: Number of places for domain experts.
+        most: Largest number of domain experts of a user, for which the router has room.
 
     Returns:
-        Means over the user's tokens ``(users, 1 + most, rank)``: first that of T x, then for each place e that of A_e x
-        with the LoRA factor A_e of the domain expert there.
+        Means over the user's tokens ``(users, 1 + most, rank)``: first the mean of T x, then for each domain expert e
+        of the user the mean of A_e x with the expert's LoRA factor A_e.
     """
     return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
 
@@ -285,7 +285,8 @@ def set_expert_means(
 def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
     """Return which expert chooses which user, so that the sum of the chosen scores is maximal.
 
-    This is the paper's RSEA, an integer program with one binary variable for each pair of expert and user.
+    An integer program with one binary variable for each pair of expert and user finds the optimum. FedAMoLE calls this
+    assignment RSEA.
 
     Args:
         scores: Score of each expert and user.
@@ -296,12 +297,13 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import eye_array, kron
 
-    experts, users = scores.shape
-    least = min(MIN_EXPERTS, experts * choices // users)
+    num_experts, num_users = scores.shape
+    least = min(MIN_EXPERTS, num_experts * choices // num_users)
     # Scores are centred and scaled for the solver; the optimum is the same.
     gain = (scores - scores.mean()).flatten().cpu().numpy()
-    users_of_expert = kron(eye_array(experts), np.ones((1, users)))
-    experts_of_user = kron(np.ones((1, experts)), eye_array(users))
+    # Matrices that sum the variables of each expert, and of each user.
+    users_of_expert = kron(eye_array(num_experts), np.ones((1, num_users)))
+    experts_of_user = kron(np.ones((1, num_experts)), eye_array(num_users))
     result = milp(
         -gain / max(float(np.abs(gain).max()), 1e-300),  # 1e-300: scores may all be equal
         integrality=np.ones(gain.size),
@@ -312,7 +314,8 @@ def solve_assignment(scores: Float[Tensor, "experts users"], choices: int, most:
         ],
     )
     assert result.success, result.message
-    return torch.from_numpy(result.x > 0.5).view(experts, users).to(scores.device)
+    # The solver returns floats close to 0 and 1.
+    return torch.from_numpy(result.x > 0.5).view(num_experts, num_users).to(scores.device)
 
 
 SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
@@ -389,18 +392,19 @@ class PairGating:
         return rank + report_rows, init_router
 
     def multiply_adds(self, experts: int, entries: int, width: int) -> int:
-        """Return the multiply-adds per token of the gating, besides those of the router tensor's rows.
+        """Return the multiply-adds per token that the gating takes beyond the products with the router tensor.
 
-        Each of the ``experts - 1`` domain experts needs ``rank * width`` for A_e x, and ``rank`` for its product with
-        T x.
+        For each of the ``experts - 1`` domain experts the LoRA factor A is multiplied by the token's hidden state,
+        which takes ``rank * width``, and the result by the projection T of the same state, which takes ``rank``.
 
         Args:
-            experts: Number of experts, with the generalist, which has no products.
+            experts: Number of experts, including the generalist, which has no such products.
             entries: Numbers in the A factors of all experts, ``experts * rank * width``.
             width: Width of the router's input.
         """
         ranks_of_all = entries // width  # experts * rank
-        return (entries + ranks_of_all) * (experts - 1) // experts
+        products_of_all = entries + ranks_of_all
+        return products_of_all * (experts - 1) // experts  # without the generalist's
 
     def __call__(
         self, router: Router, products: Float[Tensor, "users n rows"], x: Float[Tensor, "users n width"]

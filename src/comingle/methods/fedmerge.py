@@ -341,9 +341,10 @@ class Merge(Server):
         return softmax_mixture(logits, 1.0) if self.softmax else logits
 
     def _move_models(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        """Take a step of all models against the gradient ``sum_i p_i w_ij g_i`` of eq. 5, in place.
+        """Take a gradient step on the server's models, in place: the models' updates of FedMerge's eq. 5.
 
-        With ``column_normalize`` the shares ``p_i w_ij`` of each model j are scaled so that their magnitudes sum to 1.
+        The gradient of model j is ``sum_i p_i w_ij g_i``, the users' updates g_i with the shares ``p_i w_ij``. With
+        ``column_normalize`` the shares of each model are scaled so that their magnitudes sum to 1.
 
         Args:
             soup: Models ``(models, *shape)``, changed in place.

@@ -159,8 +159,18 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
 
 
-def _warn_changed(what: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
-    """Warn that a method's file has changed since the run began, once per run and command, subprocesses included."""
+def _warn_changed(subject: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
+    """Warn that the Python file of a method or of a net has changed since the run began.
+
+    The processes of a command print the warning only once for each run and change.
+
+    Args:
+        subject: The method or the net, such as "method 'near'".
+        file: The file that defines it.
+        old_digest: SHA-256 of the file when the run began, shortened.
+        new_digest: SHA-256 of the file now, shortened.
+        folder: Run folder.
+    """
     reported = os.environ.get(CHANGED, "").split()  # subprocesses inherit it
     run_digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
     if (change := f"{run_digest}-{old_digest}-{new_digest}") not in reported:
@@ -171,7 +181,7 @@ def _warn_changed(what: str, file: Path, old_digest: str, new_digest: str, folde
             "%s: %s has changed since the run began: %s had sha256 %s, now %s; %s of the old file; --force trains "
             "again, or use another --out"
         )
-        _log.warning(message, folder, what, file, old_digest, new_digest, old_part)
+        _log.warning(message, folder, subject, file, old_digest, new_digest, old_part)
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
