@@ -159,7 +159,7 @@ def _build_command(name: str, function: Callable[..., object], **settings: Any) 
     Args:
         name: Name of the command.
         function: The function, with options declared as for typer. Its docstring is the help text.
-        settings: Settings for typer, which take precedence.
+        settings: Settings for typer, which replace those made here, such as the help text.
     """
     single_app = typer.Typer(add_completion=False)  # typer builds commands of apps only
     help_text = _join_lines(getdoc(function) or "")

@@ -45,7 +45,7 @@ def require_flower() -> None:
     """Check that Flower is installed.
 
     Raises:
-        PluginError: It is not. The message says how to install it.
+        PluginError: Flower is missing. The message says how to install it.
     """
     if find_spec("flwr") is None:
         raise PluginError("flwr is not installed; install it with `pip install 'comingle[flower]'`")

@@ -102,7 +102,7 @@ def require_serving_packages(command: str) -> None:
         command: Name of the command that needs them, for the message.
 
     Raises:
-        ComingleError: They are not. The message says how to install them.
+        ComingleError: A package is missing. The message says how to install it.
     """
     try:
         import fastapi  # noqa: F401
@@ -312,7 +312,7 @@ class _Session:
         for token, expert in zip(routing.tokens, top_experts, strict=True):
             coloured_tokens.append(printable(token, keep="\n"), style=colours[expert])
         self.console.print(coloured_tokens, highlight=False)
-        num_tokens = max(1, len(top_experts))
+        num_tokens = max(1, len(top_experts))  # an answer may be empty
         shares = [top_experts.count(number) / num_tokens for number in range(len(routing.experts))]
         legend = Text(f"{'layer ' + layer if layer else 'mean of all layers'}: ", style="dim")
         for name, share, colour in zip(routing.experts, shares, colours, strict=True):

@@ -333,6 +333,7 @@ class Shape:
         """Return the multiply-adds of one token's query with the keys of the whole context, masked keys included."""
         config = self.adapted.network.config
         num_heads = config.num_attention_heads
+        # Only some configurations have `head_dim`, as in others the heads divide the hidden size.
         head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         return self.clients.plan.training.context * num_heads * head_size
 

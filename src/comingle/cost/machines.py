@@ -199,7 +199,7 @@ def _to_measurement(
         broadcasts=counts["broadcast"],
         reduces=counts["reduce"] + counts["all_reduce"],
         # Messages with each of the other processes count once.
-        sends=(counts["send"] + counts["recv"]) / max(1, num_processes - 1),
+        sends=(counts["send"] + counts["recv"]) / max(1, num_processes - 1),  # a single process has no others
     )
     # A single process does not sum uploads before the server gets them.
     handling_seconds = times["receive_s"] + times["send_s"] + (times["sum_s"] if num_processes > 1 else 0.0)

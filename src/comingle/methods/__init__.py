@@ -154,7 +154,8 @@ def user_place(error: BaseException, module: str) -> str | None:
 
     Args:
         error: Exception with the traceback.
-        module: Name of a module; places in its package count even if that is an installed library.
+        module: Name of a module. Code of its package counts as the user's, even if the package is installed like a
+            library.
 
     Returns:
         The place, or None if the traceback has no code of the user's.

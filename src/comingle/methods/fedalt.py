@@ -76,7 +76,7 @@ class RestOfWorld(Server):
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """Return for each user k the mean of all other users' last uploads, ``1 / (K - 1) sum_(j != k) L_j``.
 
-        K is the number of users who have uploaded something. If there are no others, it is the initial model.
+        K is the number of users who have uploaded something. If no other user has, user k gets the initial model.
 
         Args:
             kept: State of the server: each user's last upload, flattened, and the sum of all; a 1 for each user who has
@@ -85,7 +85,9 @@ class RestOfWorld(Server):
         """
         initial, indices = model_of(kept), list(users)
         num_others = (kept[COUNT] - kept[SENT][indices]).unsqueeze(1)
-        mean = (kept[TOTAL] - kept[OWN][indices]) / num_others.clamp(min=1)
+        mean = (kept[TOTAL] - kept[OWN][indices]) / num_others.clamp(
+            min=1
+        )  # without others the result is replaced below
         mean = torch.where(num_others > 0, mean, flatten([t.unsqueeze(0) for t in initial.values()]))
         parts = mean.split([t.numel() for t in initial.values()], 1)
         return {name: part.view(-1, 1, *t.shape) for part, (name, t) in zip(parts, initial.items(), strict=True)}

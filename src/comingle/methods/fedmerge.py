@@ -195,7 +195,7 @@ def _mix_in_chunks(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, 
     """
     sent = uploads.flatten(1)
     mixed = sent.new_zeros(len(matrix), sent.shape[1])
-    width = max(_MIN_CHUNK, _CACHED_NUMBERS // max(len(matrix), 1))
+    width = max(_MIN_CHUNK, _CACHED_NUMBERS // max(len(matrix), 1))  # there may be no receiver
     buffer = sent.new_empty(len(matrix), min(width, sent.shape[1]))  # reused for the products of all chunks
     weights_by_sender = matrix.T.unsqueeze(-1)
     for chunk, mixed_chunk in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):

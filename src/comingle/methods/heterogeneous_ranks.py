@@ -56,7 +56,8 @@ class NormWeightedMean(Mean):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Set A and B of each linear to means in which users with a larger weight change count more.
 
-        The weights are p_u times the Frobenius norm of user u's change B_u A_u; just p_u while all changes are zero.
+        User u has the weight p_u times the Frobenius norm of its change B_u A_u. While all changes are zero, the
+        weights are p_u alone.
 
         Args:
             kept: State of the server: A and B of each linear at the largest rank, changed in place.

@@ -23,7 +23,7 @@ class WarmUp(ClientHook):
     roles = ROUTERS
 
     def begin(self, cohort: Cohort) -> None:
-        """Reset the router if ``resets``, then take the steps."""
+        """Reset the router if ``resets`` is True, then take the router's steps."""
         if self.resets:
             cohort.reset(ROUTERS)
             cohort.reset_moments(ROUTERS)

@@ -30,9 +30,9 @@ def fedavg_moe() -> Method:
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
     Client: joint steps on experts and routers on training text, routers with their own settings.
     Server: mean over users.
-    Differs from the paper: routers stay local, as in the public code; the paper does not say.  Their
-    learning rate is constant as in App. B.1; in the public code it follows the experts' cosine where both are trained
-    together.
+    Differs from the paper: routers stay local, as in the public code; the paper does not say.  The
+    routers' learning rate is constant as in App. B.1; in the public code it follows the experts' cosine where both are
+    trained together.
     """
     return Method(name="fedavg-moe", placement=_SHARED, client=Client(phases=joint(routed=True)), server=Mean())
 

@@ -71,6 +71,7 @@ class Centres(Server):
         if not self.fixed:
             if kept[WITHOUT_CENTRES]:  # the first round: centres start at the momenta of random participants
                 order = kept[DRAW][users].argsort()
+                # % len(order): with fewer participants than clusters, some centres start at the same momentum
                 centres.copy_(momenta[order[torch.arange(self.clusters) % len(order)]])
                 kept[WITHOUT_CENTRES].zero_()
             for _ in range(self.iterations):

@@ -150,7 +150,7 @@ def require_per_user(
         users: Number of users in the pass.
 
     Raises:
-        PluginError: It is another number, or a tensor of another shape.
+        PluginError: The penalty is another number, or a tensor of another shape.
     """
     if (isinstance(penalty, Tensor) and tuple(penalty.shape) == (users,)) or (
         isinstance(penalty, int | float) and penalty == 0
