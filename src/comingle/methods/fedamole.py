@@ -435,7 +435,10 @@ class PairGating:
 
 @dataclass(frozen=True)
 class ReportEmbeddings(ClientHook):
-    """Reports the mean projections by T and by each expert's A of a user's own text."""
+    """Client hook of FedAMoLE: reports mean projections of a user's text, by which the server assigns experts.
+
+    The projections are T x and A_e x of hidden states x, with the router's matrix T and each expert's LoRA factor A_e.
+    """
 
     instances: int
     language_only = True

@@ -21,7 +21,7 @@ OWN, DRAW, CENTRES, TOTAL_MOVES, WITHOUT_CENTRES = "own", "draw", "centres", "mo
 
 @dataclass(frozen=True, kw_only=True)
 class Centres(Server):
-    """Server that keeps each user's model, flattened, and a centre for each cluster.
+    """Server of momentum clustering: keeps each user's model, flattened, and the centre of each cluster's momenta.
 
     ``moved`` is the sum of the centres over all rounds, times ``rate``; ``left`` is 1 until there are centres.
     """
