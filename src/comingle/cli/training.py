@@ -439,7 +439,13 @@ def _render_conversation(conversations: Answers, decode: Callable[[list[int]], s
 
 
 def _preview_text(recipe: Recipe, run_data: RunData, all_users: bool) -> list[RenderableType]:
-    """Return a table of documents and tokens, skipped users, and the beginnings of the listed users' documents."""
+    """Return a table of documents and tokens, skipped users, and the beginnings of the listed users' documents.
+
+    Args:
+        recipe: The recipe.
+        run_data: Its data.
+        all_users: List all users; otherwise many users are summarised.
+    """
     summaries = [summarise(text, user) for text, user in zip(run_data.texts, run_data.users, strict=True)]
     title = words(f"{recipe.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
@@ -463,6 +469,11 @@ def _preview_conversations(recipe: Recipe, run_data: RunData, all_users: bool) -
     """Return a table of numbers and lengths of conversations, skipped users, and the listed users' first conversations.
 
     Conversations are shown only if the kind of data has documents (``run_data.texts``).
+
+    Args:
+        recipe: The recipe.
+        run_data: Its data.
+        all_users: List all users; otherwise many users are summarised.
     """
     title = words(f"{recipe.base}: {run_data.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
@@ -497,6 +508,11 @@ def _preview_samples(recipe: Recipe, run_data: RunData, all_users: bool) -> list
 
     The table has a column with the users' true clusters if the data has them. The title names the net, the shape of a
     sample and, if they have names, the classes.
+
+    Args:
+        recipe: The recipe.
+        run_data: Its data.
+        all_users: List all users; otherwise many users are summarised.
     """
     population = run_data.common  # for samples, the users with the shape of an input and the classes
     shape = " x ".join(str(size) for size in population.input_shape)

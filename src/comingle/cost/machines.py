@@ -394,9 +394,9 @@ def _parts_as_dict(measurement: Measurement, cluster: Cluster) -> dict[str, obje
 
 
 def _evaluation_period(
-    recipe: Recipe, measurement: Measurement, users: int, participants: int, evaluated_users: int
+    recipe: Recipe, measurement: Measurement, num_users: int, num_participants: int, num_evaluated: int
 ) -> int:
-    """Return the number of rounds between evaluations in a run with a population of ``users`` users.
+    """Return the number of rounds between evaluations in a run with a population of ``num_users`` users.
 
     With ``evaluation.every: auto`` a run chooses the interval so that evaluations take a small part of its time. The
     interval depends on how much data an evaluation scores relative to how much a round trains on; both are extrapolated
@@ -406,9 +406,9 @@ def _evaluation_period(
     Args:
         recipe: The recipe.
         measurement: Measurements of the recipe.
-        users: Size of the population.
-        participants: Participants per round.
-        evaluated_users: Users in one evaluation.
+        num_users: Size of the population.
+        num_participants: Participants per round.
+        num_evaluated: Users in one evaluation.
     """
     if recipe.evaluation.every != AUTO:
         return recipe.evaluation.every
@@ -418,15 +418,15 @@ def _evaluation_period(
         method=make(recipe.method.name, **recipe.method.settings),
         training=recipe.training,
         evaluation=recipe.evaluation,
-        participation=participants / users,
+        participation=num_participants / num_users,
         test_limit=test_limit_of(recipe),
     )
-    amounts = [measured_users, trained, scored * evaluated_users // measured_users]
-    warn_of_share(plan, amounts, users, seconds=measurement.parts.evaluation * evaluated_users)
-    return period(plan, amounts, users)
+    amounts = [measured_users, trained, scored * num_evaluated // measured_users]
+    warn_of_share(plan, amounts, num_users, seconds=measurement.parts.evaluation * num_evaluated)
+    return period(plan, amounts, num_users)
 
 
-def _num_participants(participation: Participation, recipe_users: int, users: int) -> int:
+def _num_participants(participation: Participation, num_recipe_users: int, num_users: int) -> int:
     """Return the number of participants per round in a population larger or smaller than the recipe's.
 
     The same fraction of the users takes part as in the recipe. If the recipe lists the participants of each round by
@@ -434,15 +434,15 @@ def _num_participants(participation: Participation, recipe_users: int, users: in
 
     Args:
         participation: Participation of the recipe: a fraction, or the names of each round's participants.
-        recipe_users: Number of the recipe's users.
-        users: Size of the population.
+        num_recipe_users: Number of the recipe's users.
+        num_users: Size of the population.
     """
     if isinstance(participation, float | int):
         fraction = participation
     else:
         mean_participants = fmean(len(set(names)) for names in participation)
-        fraction = min(1.0, mean_participants / recipe_users)  # at most all users
-    return largest_round(fraction, users)  # with a fraction all rounds are equally large
+        fraction = min(1.0, mean_participants / num_recipe_users)  # at most all users
+    return largest_round(fraction, num_users)  # with a fraction all rounds are equally large
 
 
 def _check_single_values(recipe: Recipe) -> None:
@@ -486,14 +486,14 @@ def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
     return recipe.with_changes(changes), local_steps / measured_steps
 
 
-def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, users: int) -> Measured:
+def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, participants_each: int) -> Measured:
     """Start processes that measure rounds together (:mod:`comingle.cost.timing`), and return what they measured.
 
     Args:
         recipe: The recipe of the measurement.
         num_processes: Number of processes.
         threads: Threads per process.
-        users: Participants per process.
+        participants_each: Participants per process.
 
     Raises:
         RecipeError: A process failed.
@@ -503,7 +503,7 @@ def _measure_in_processes(recipe: Recipe, num_processes: int, threads: int, user
         (workdir / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
         order = {
             "recipe": str(workdir / "recipe.yaml"),
-            "users": users,
+            "users": participants_each,
             "threads": threads,
             "out": str(workdir / "measured.json"),
         }

@@ -284,7 +284,10 @@ def _is_registered(made: Method, method: Method | Make) -> bool:
 
 
 def settings_of(method: str | Method | Make) -> dict[str, Any]:
-    """Return the settings of a method, given by name or constructor, with their defaults.
+    """Return the settings of a method and their defaults: the parameters of its constructor.
+
+    Args:
+        method: Name of the method, its constructor, or a ``Method`` object, which has no settings.
 
     Raises:
         RecipeError: The method is unknown; the message names the nearest known one.
@@ -326,7 +329,11 @@ def settings_in_comparison(
 
 
 def make(method: str | Method | Make, /, **settings: object) -> Method:
-    """Return a method with the given settings, from its name or constructor; a ``Method`` is returned as it is.
+    """Return a method with the given settings, and check it.
+
+    Args:
+        method: Name of the method, its constructor, or a ``Method`` object, which has no settings and is returned.
+        settings: Values of the method's settings; others have their defaults.
 
     Raises:
         RecipeError: The method or a setting is unknown, a value is out of range, or the method's parts do not fit each
@@ -365,7 +372,7 @@ def _constructor(method: str | Method | Make) -> Make:
             raise UnknownMethodError(f"method: no method {method!r}.{REGISTRY.hint(method)} Allowed: {allowed_names}")
         method = REGISTRY[method]
     if isinstance(method, Method):
-        return lambda: method
+        return lambda: method  # a constructor without settings
     if not callable(method):
         raise PluginError(
             f"method: got {type(method).__name__}; allowed: a name, a Method, or a function that returns one"

@@ -429,6 +429,9 @@ def joint(*, routed: bool) -> tuple[Phase, ...]:
 
     Routers have their own settings: their learning rate is constant, while the experts' follows a cosine (CoMiGS App.
     B.1).
+
+    Args:
+        routed: Whether the model has a router, which the phase trains too.
     """
     if routed:
         return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER)), optimizer="both"),)

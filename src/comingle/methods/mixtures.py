@@ -139,7 +139,10 @@ class MeanByCluster(Mean):
         """Return each upload's weight in the mean: ``p(k)`` for the base, ``p(k|c)`` for component c.
 
         ``p(k)`` is the aggregation weight of user k, and ``p(k|c)`` is proportional to ``pi_c p(k)`` with the mixture
-        weights pi that user k reports; with a router per layer, pi is that of the layer.
+        weights pi that user k reports. With a router per layer, each layer has its own pi.
+
+        Args:
+            received: The uploads, with the participants' aggregation weights and mixture weights.
         """
         # By tensor of the components (``clustered``): mixture weights (users, components).
         mixtures = by_layer(received.reports["mixture"], received.clustered)

@@ -197,6 +197,9 @@ class Mean(Server):
         """Return the weight of each upload in the sums, by tensor: here the users' aggregation weights ``(users,)``.
 
         Subclasses may return ``(users, components)`` for tensors whose second dimension is a mixture's components.
+
+        Args:
+            received: The uploads of a round, with the participants' aggregation weights.
         """
         return dict.fromkeys(received.tensors, received.weights)
 

@@ -72,7 +72,15 @@ def _all_roles(method: Method) -> Iterator[tuple[str, object]]:
 
 
 def _role_check(place: str, roles: object) -> Callable[[], None]:
-    """Return a function that checks a set of roles, or None, and raises a :class:`RecipeError` that names ``place``."""
+    """Return a function that checks whether all roles of a set exist.
+
+    Args:
+        place: Where the method names the roles, such as "Placement.shared", for the message.
+        roles: The set. None stands for a default, which needs no check.
+
+    Returns:
+        A function that raises a :class:`RecipeError` if the value is no set, or has an unknown role.
+    """
 
     def check() -> None:
         if roles is None:
@@ -108,6 +116,10 @@ def _require_role(place: str, role: object) -> None:
 def _require_router(name: str, method: Method) -> None:
     """Check that the placement has a router if a phase trains one.
 
+    Args:
+        name: Name of the method, for the message.
+        method: The method.
+
     Raises:
         RecipeError: A phase has the role "router" and the placement has no router.
     """
@@ -125,6 +137,10 @@ def _require_router(name: str, method: Method) -> None:
 
 def _require_trained_router(name: str, method: Method) -> None:
     """Check that a phase, a hook or the server changes the router that the placement has.
+
+    Args:
+        name: Name of the method, for the message.
+        method: The method.
 
     Raises:
         RecipeError: The router would keep its random initial values.
