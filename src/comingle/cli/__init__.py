@@ -122,8 +122,8 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options and arguments of a command line; hint at ``--set method=NAME`` if ``--method`` is unknown.
 
-        Many users try ``--method`` with commands that take the method from the recipe, which ``--set`` changes.
-        Commands with ``--methods`` keep click's own hint, as that is the option meant.
+        Commands that take the method from a recipe have no option ``--method``; there ``--set`` changes the method.
+        Commands with an option ``--methods`` keep click's own hint, which suggests that option.
         """
         given = list(args)  # click removes what it has read
         try:

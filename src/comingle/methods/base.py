@@ -206,8 +206,9 @@ class Cohort(CohortState):
     def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
         """Return the mean direction of the input of each token-level router; only for language models with routers.
 
-        Each input is scaled to a unit vector. Inputs are read with the experts averaged, at the end of the prompts of
-        random training instances (of whole windows in text without prompts). Each call draws the same instances.
+        The directions summarise a user's text, for methods that compare texts. Each input is scaled to a unit vector.
+        Inputs are read with the experts averaged, at the end of the prompts of random training instances (of whole
+        windows in text without prompts). Each call draws the same instances.
 
         Args:
             instances: Number of instances.
