@@ -123,9 +123,10 @@ def write_origin(folder: Path, method: str, net: str = "") -> None:
 
 
 def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
-    """Check that the method of a run folder is registered; warn if its Python file has changed since the run began.
+    """Check that the method of a run folder is registered; warn if the run's Python files have changed since it began.
 
-    The folder's file :data:`ORIGIN` has the path and the SHA-256 of the Python file that defined the method.
+    The folder's file :data:`ORIGIN` has the paths and the SHA-256 of the Python files that defined the method and the
+    net, if the user has written them.
 
     Args:
         folder: Run folder.
@@ -139,18 +140,15 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     try:
         record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         file, digest = str(record.get("file", "")), str(record.get("sha256", ""))
-        of_net = record.get("net", {})
-        net, digest_of_net = str(of_net.get("name", "")), str(of_net.get("sha256", ""))
+        net_record = record.get("net", {})
+        net, net_digest = str(net_record.get("name", "")), str(net_record.get("sha256", ""))
     except (OSError, ValueError, AttributeError) as error:
         raise RunError(f"{path}: damaged ({error}); delete it and give --plugin FILE") from None
-    if begun and (net_file := _file_of_net(net)) is not None and (now := _digest(net_file)) != digest_of_net:
-        old, new = digest_of_net[:_DIGEST_CHARACTERS], now[:_DIGEST_CHARACTERS]
-        _warn_changed(f"net {net!r}", net_file, old, new, folder)
+    if begun:
+        _warn_if_changed(f"net {net!r}", _file_of_net(net), net_digest, folder)
     if method in REGISTRY:
-        current_file = _file_of(method)
-        if file and current_file is not None and begun and (current_digest := _digest(current_file)) != digest:
-            old, new = digest[:_DIGEST_CHARACTERS], current_digest[:_DIGEST_CHARACTERS]
-            _warn_changed(f"method {method!r}", current_file, old, new, folder)
+        if begun and file:  # without a recorded file there is nothing to compare
+            _warn_if_changed(f"method {method!r}", _file_of(method), digest, folder)
         return
     hint = "if it is your own method, give --plugin FILE"
     if file:
@@ -159,18 +157,21 @@ def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
 
 
-def _warn_changed(subject: str, file: Path, old_digest: str, new_digest: str, folder: Path) -> None:
-    """Warn that the Python file of a method or of a net has changed since the run began.
+def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path) -> None:
+    """Warn if the Python file of a method or of a net has changed since the run began.
 
     The processes of a command print the warning only once for each run and change.
 
     Args:
         subject: The method or the net, such as "method 'near'".
-        file: The file that defines it.
-        old_digest: SHA-256 of the file when the run began, shortened.
-        new_digest: SHA-256 of the file now, shortened.
+        file: The file that defines the method or the net now; None without a file of the user's, for which there is
+            nothing to compare.
+        digest: SHA-256 of the file when the run began.
         folder: Run folder.
     """
+    if file is None or (current_digest := _digest(file)) == digest:
+        return
+    old_digest, new_digest = digest[:_DIGEST_CHARACTERS], current_digest[:_DIGEST_CHARACTERS]
     reported = os.environ.get(CHANGED, "").split()  # subprocesses inherit it
     run_digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
     if (change := f"{run_digest}-{old_digest}-{new_digest}") not in reported:
