@@ -156,7 +156,7 @@ class AdaptedModel(AdapterRouting, Model):
         Returns:
             The losses, and the penalties (0.0 without load balancing).
         """
-        hidden, penalty = self.states(*self.adapters.of_users(tensors, users), inputs_of(batch))
+        hidden, penalty = self.states(*self.adapters.prepare(tensors, users), inputs_of(batch))
         hidden = hidden if powers is None else hidden * powers.to(hidden).view(-1, 1, 1, 1)
         return cross_entropy(hidden, self.head, batch[..., 1:]), penalty
 
@@ -166,14 +166,14 @@ class AdaptedModel(AdapterRouting, Model):
         """Run the base with the users' adapters up to the last hidden states, which the output head reads.
 
         Args:
-            tensors: The users' tensors, from :meth:`Adapters.of_users`.
-            present: The experts that each user has, from :meth:`Adapters.of_users`.
+            tensors: The users' tensors, from :meth:`Adapters.prepare`.
+            present: The experts that each user has, from :meth:`Adapters.prepare`.
             inputs: Token IDs.
 
         Returns:
             The last hidden states, and each user's load-balancing penalty (0.0 without load balancing).
         """
-        self.adapters.place(tensors, present)
+        self.adapters.assign(tensors, present)
         with unpack_in_backward() if self.base.quantised else nullcontext():
             hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         return hidden.view(*inputs.shape, -1), self.adapters.penalties()

@@ -601,8 +601,8 @@ class ChatTemplate:
     def _format_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
         """Return the messages with tool calls in the template's format; find calls that the template omits.
 
-        Some templates need the arguments of a call as a mapping, others as JSON. Both are tried; the result is
-        in the format in which the template writes the calls of more messages.
+        Some templates need the arguments of a call as a mapping, others as JSON. Both formats are tried. The result has
+        the format in which the template writes the calls of more messages.
 
         Returns:
             The messages, and the indices of messages with calls of which the template omits a name or an argument.
@@ -627,7 +627,8 @@ class ChatTemplate:
             raise refusal
 
         def num_unwritten(option: tuple[list[Message], frozenset[int]]) -> int:
-            return len(option[1])
+            _, unwritten_of_option = option
+            return len(unwritten_of_option)
 
         return min(options, key=num_unwritten)
 

@@ -592,19 +592,24 @@ class Adapters:
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
         """Assign ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
-        self.place(*self.of_users(tensors, users))
+        self.assign(*self.prepare(tensors, users))
 
-    def of_users(self, tensors: Tree, users: Sequence[int]) -> tuple[Tree, Bool[Tensor, "users experts"]]:
-        """Return the arguments of :meth:`place`: tensors rescaled to the modules' scale, and the users' experts."""
+    def prepare(self, tensors: Tree, users: Sequence[int]) -> tuple[Tree, Bool[Tensor, "users experts"]]:
+        """Return the arguments of :meth:`assign`: tensors rescaled to the modules' scale, and the users' experts.
+
+        Args:
+            tensors: The users' tensors by name, with a leading user axis.
+            users: Indices of the users, in the order of that axis.
+        """
         if bool((self.scales != self.scale).any()):
             tensors = self._rescale_factors(tensors, users)
         return tensors, self.present[list(users)].to(next(iter(tensors.values())).device)
 
-    def place(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
+    def assign(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
         """Assign tensors of some users to the modules for the next forward passes.
 
         Args:
-            tensors: The users' tensors by name, rescaled by :meth:`of_users`.
+            tensors: The users' tensors by name, rescaled by :meth:`prepare`.
             present: True where a user has an expert.
         """
         for name, lora in self.attention.items():

@@ -24,8 +24,8 @@ _tied_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 def call_with(net: nn.Module, tensors: Tree, *inputs: Tensor, options: Mapping[str, object] | None = None) -> Any:
     """Return ``net(*inputs, **options)`` with other parameters and buffers.
 
-    Tied weights are replaced everywhere. torch's own ``tie_weights`` works by names; a module that occurs twice has
-    several, so torch would replace the same tensor twice and not restore it.
+    Tied weights are replaced everywhere. torch's own option ``tie_weights`` is not used: a module that occurs twice in
+    a net has two names, so torch would replace its tensors twice and not restore them.
 
     Args:
         net: The module to call; it is not modified.

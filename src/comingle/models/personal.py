@@ -80,8 +80,8 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     """Return the change of each adapted linear's weight by one user's adapters, for merging and exports.
 
     Attention has a single LoRA. An MLP's linears have one for each expert that the user has, weighted by the LoRA scale
-    alone: callers weigh experts against each other (:func:`averaged`). Ranks that only users with a larger rank have
-    are removed. Binds the user's tensors to the model's adapters.
+    alone: callers weigh experts against each other (:func:`averaged`). Factors are padded to the largest rank of all
+    users; the padding is removed. Binds the user's tensors to the model's adapters.
 
     Args:
         model: The model of all users.

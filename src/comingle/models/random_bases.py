@@ -184,8 +184,12 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
 def estimate_parameters(family: Family, shape: Shape) -> int:
     """Estimate the number of parameters of a random base.
 
-    Counted are the weights of attention and MLPs, token embeddings and learned positions; not counted are biases, norms
-    and an output matrix of its own.
+    The estimate has the weights of attention and MLPs, token embeddings and learned positions. It leaves out biases,
+    norms and an output matrix that is not tied to the embeddings.
+
+    Args:
+        family: The family, such as Llama's.
+        shape: The sizes of the base.
     """
     settings = _config_settings(family, shape)
     mlp = settings[family.mlp_setting] * (3 if family.gated else 2)  # gate, up and down, or up and down

@@ -56,16 +56,17 @@ def balance_penalty(
     present: Bool[Tensor, "users experts"],
     balance: Balance,
 ) -> Float[Tensor, " users"]:
-    """Return ``n sum_j c_j f_j P_j`` for each user; n is the number of the user's experts (CoMiGS eq. 10 and 11).
+    """Return each user's load-balancing penalty ``n sum_j c_j f_j P_j`` over its n experts (CoMiGS eq. 10 and 11).
 
     ``f_j`` is the share of tokens that pick expert j, ``P_j`` the mean of its softmax probability over all of the
-    user's experts. With two experts that every token picks, the sum is constant and its gradient zero.
+    user's experts, ``c_j`` its weight (:func:`balance_weights`). With two experts that every token picks, the sum is
+    constant and its gradient zero.
 
     Args:
         logits: The router's logits, ``n`` tokens per user.
         picks: Mask of the experts that each token picks.
         present: Mask of the experts that each user has.
-        balance: Form of the penalty.
+        balance: "uniform" balances all experts alike, "generalist" weighs the generalist against the specialists.
     """
     share = picks.to(logits.dtype).mean(1)  # (users, experts)
     probability = logits.masked_fill(~present.unsqueeze(1), -torch.inf).softmax(-1).mean(1)

@@ -89,9 +89,9 @@ def evaluation_windows(
 ) -> Int64[Tensor, "windows window"]:
     """Cut a stream into consecutive windows so that every token is a target exactly once.
 
-    Without ``begin`` the stride is ``context``, and the first token of the stream is no target. With ``begin`` that
-    token is a target too, and the stride is ``context - 1``: in a later window the first token after ``begin``, which
-    is no target there, is the last target of the previous window.
+    Without ``begin`` a window starts ``context`` tokens after the previous one, and the stream's first token is no
+    target. With ``begin`` the first token is a target too. Every window then starts with ``begin`` and overlaps the
+    previous window by one token, which is only an input: the model would expect the start of a text after ``begin``.
 
     The last window is padded on the right with ``PAD``. A position whose target is ``PAD`` has no loss. Inputs must be
     valid token ids, so :func:`inputs_of` replaces the pads::
@@ -104,7 +104,7 @@ def evaluation_windows(
     Args:
         stream: Token ids.
         context: Inputs per window.
-        begin: Begin-of-text token, if the base has one.
+        begin: Begin-of-text token (BOS) that every window begins with; None if the base has no such token.
     """
     if begin is None:
         count = -(-count_targets(stream) // context)  # rounded up
@@ -128,7 +128,7 @@ def fixed_windows(
     Args:
         stream: Token ids.
         context: Inputs per window.
-        begin: Begin-of-text token, if the base has one.
+        begin: Begin-of-text token (BOS) that every window begins with; None if the base has no such token.
     """
     width = context if begin is not None else context + 1  # tokens from the stream; `begin` is one more
     is_last_single = len(stream) % width == 1

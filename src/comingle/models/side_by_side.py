@@ -258,14 +258,14 @@ class Sum(nn.Module):
         self.other = [other]  # in a list, as a module attribute would be registered as a submodule a second time
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``relu(chain(x) + other(x))``, of which the chain's last step computes the sum and the ReLU.
+        """Return ``relu(chain(x) + other(x))``; the last step of the chain computes the sum and the ReLU.
 
-        If the chain begins with a native step, that step also returns x for the other branch, so that its backward pass
-        adds up both branches' gradients of x.
+        If the chain begins with a convolution in native code, the convolution also returns x, and the other branch
+        reads the returned x. So the convolution's backward pass can add up both branches' gradients of x.
         """
-        # `self.other` is a list of one module. `lanes` converts x to the memory layout of native steps.
-        (other,), remaining, x = self.other, self.first, self.pass_shape.lanes(x)
-        y = x  # output of the chain so far
+        (other,) = self.other  # a list of one module
+        x = self.pass_shape.lanes(x)  # to the memory layout of native code
+        remaining, y = self.first, x  # y is the output of the chain so far
         if remaining and isinstance(remaining[0], Step):
             y, x = remaining[0].run_shared(x)
             remaining = remaining[1:]
@@ -347,8 +347,8 @@ class Chained:
     def _convert(self, net: nn.Module) -> nn.Module:
         """Return a net that computes the same, with convolutions fused into steps; parameters are shared.
 
-        A module with children must declare by the attribute ``by_sample`` that it does not mix samples. With
-        ``is_relu_of_sum`` it is the ReLU of the sum of its two children.
+        A module with children must not mix samples, and declare so by a true attribute ``by_sample``. A true attribute
+        ``is_relu_of_sum`` declares that a module is the ReLU of the sum of its two children.
 
         Raises:
             UnknownLayerError: A module may mix samples.

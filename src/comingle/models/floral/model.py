@@ -48,8 +48,8 @@ def is_adaptable(module: nn.Module) -> bool:
 def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return the layers that get adaptors, by name.
 
-    The output head of a language model gets none, nor does a layer that shares a parameter with a layer without
-    adaptors (a head tied to its embedding).
+    Two kinds of layers are left out: the output head of a language model, and a layer that shares a parameter with a
+    layer without adaptors, such as a layer tied to an embedding.
 
     Args:
         model: The model.

@@ -273,13 +273,14 @@ class Step:
     def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
         """Return the C struct that describes this step to native code: sizes, settings and strides, without addresses.
 
-        ``height`` and ``width`` are those of the convolution's input, ``high`` and ``wide`` those of its output.
-        ``given`` says that the norm's statistics are inputs. Strides are between the users of a parameter.
+        ``height`` and ``width`` are the size of the convolution's input, ``high`` and ``wide`` that of its output. With
+        ``given`` the norm uses given statistics (eval mode) instead of the batch's. A parameter's stride is the number
+        of entries from one user to the next.
 
         Args:
             x: Input of the convolution.
-            weight: Its weight.
-            *others: Bias, gamma and beta; None for those that are missing.
+            weight: The convolution's weight, with a leading user axis.
+            *others: The convolution's bias, and gamma and beta of the norm; None for those that are missing.
         """
         c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
         kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)

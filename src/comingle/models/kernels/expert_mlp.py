@@ -221,8 +221,8 @@ _fusing = False
 def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return GELU in its tanh form (GPT-2's ``gelu_new``) and its derivative.
 
-    Formula: ``x sigmoid(2c(x + 0.044715 x^3))`` with c = sqrt(2/pi). It is exact, as ``(1 + tanh t) / 2 =
-    sigmoid(2t)``, and the sigmoid vectorises better than tanh.
+    Formula: ``x sigmoid(c (x + 0.044715 x^3))`` with ``c = 2 sqrt(2 / pi)``. This equals the usual form with tanh, as
+    ``(1 + tanh t) / 2 = sigmoid(2t)``, and the sigmoid vectorises better than tanh.
     """
     c = 2 * math.sqrt(2 / math.pi)
     square = x * x
@@ -386,9 +386,11 @@ def disable() -> None:
 
 
 def set_backend(backend: object) -> None:
-    """Set a second backend for tensors that this module does not support.
+    """Set a second backend for expert mixtures, for tensors that this module's C++ code does not support.
 
-    It has functions ``supports``, ``forward`` and ``backward`` like this module; None removes it.
+    Args:
+        backend: An object with functions ``supports``, ``forward`` and ``backward`` like this module; None removes the
+            present one.
     """
     global _other_backend
     _other_backend = backend

@@ -278,16 +278,16 @@ def backward_factors(
 ):  # fmt: skip
     """Compute the gradients of the LoRA factors: B of the first layers and A of the last; h is recomputed.
 
-    They are sums over all tokens. Each program writes the sum over its range of ``span`` tokens; the caller adds them
-    up.
+    The gradients are sums over all tokens. Each program writes the sum over its range of ``span`` tokens; the caller
+    adds up these partial sums.
 
     Grid: chunks of hidden columns, ranges of ``span`` tokens, experts of all users.
 
     Args: The inputs and sizes of :func:`backward`, and
 
         d_b_0: Output: partial sums of the gradient of ``b_0``, ``(ranges, users, experts, rank, hidden)``.
-        d_b_1: Output: likewise for ``b_1``; not written in plain MLPs.
-        d_a: Output: likewise for ``a``.
+        d_b_1: Output: partial sums of the gradient of ``b_1``, of the same shape; not written in plain MLPs.
+        d_a: Output: partial sums of the gradient of ``a``, of the same shape.
         span: Tokens of a range.
     """
     # This program sums over a range of one user's tokens, tile by tile, for expert j and hidden columns c.
