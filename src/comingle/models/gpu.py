@@ -100,7 +100,15 @@ class TritonBackend:
 
         Each Triton program sums ``A_j h_j`` over one chunk of hidden columns only.
 
-        Args: As in :func:`comingle.models.kernels.expert_mlp.forward`.
+        Args:
+            act: The activation.
+            scale: LoRA scale s.
+            bases: The base's pre-activations without bias of each layer that reads the MLP's input.
+            biases: Biases of these layers.
+            z: Products of the input with A of these layers.
+            gates: The experts' probabilities ``p_j``, in float32.
+            b: B of these layers.
+            a: A of the last layer.
 
         Returns:
             The mixture of the experts' hidden activations h_j, the products ``z_last_j = s A_j h_j`` with the last
@@ -141,7 +149,19 @@ class TritonBackend:
         A plain MLP has one pre-activation, a gated one two: the first and last of ``bases`` and ``b`` may be the same.
         Each program writes partial sums over a chunk of hidden columns or a range of tokens, which are added up here.
 
-        Args: As in :func:`comingle.models.kernels.expert_mlp.backward`.
+        Args:
+            act: The activation.
+            scale: LoRA scale s.
+            bases: The base's pre-activations without bias of each layer that reads the MLP's input.
+            biases: Biases of these layers.
+            z: Products of the input with A of these layers.
+            gates: The experts' probabilities ``p_j``.
+            b: B of these layers.
+            a: A of the last layer.
+            last: ``z_last_j = s A_j h_j`` from :meth:`forward`.
+            d_mixed: Gradient of the mixture ``sum_j p_j h_j``.
+            d_gated: Gradient of ``p_j z_last_j``.
+            factors: Compute the gradients of ``b`` and ``a``; otherwise they are an empty list and None.
         """
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
@@ -168,25 +188,25 @@ class TritonBackend:
             d_factors = [partial.sum(0).to(a.dtype) for partial in partial_sums]
         # Gates have two gradients: through the mixed activations, and through the last layer's LoRA.
         d_last_gates = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
-        *d_b, d_a = d_factors or [None]
+        *d_b, d_a = d_factors or [None]  # an empty list and None without gradients of factors
         return d_bases, d_z.sum(0).mul_(scale).to(z.dtype), d_gates.sum(0) + d_last_gates, d_b, d_a  # type: ignore[return-value]
 
 
 def _leading_arguments(
     bases: Sequence[Tensor], biases: Sequence[Tensor | None], z: Tensor, gates: Tensor, b: Sequence[Tensor], a: Tensor
 ) -> tuple[object, ...]:
-    """Return the arguments with which all Triton kernels begin, always two first layers and two biases.
+    """Return the arguments with which all Triton kernels begin: tensors of two layers that read the MLP's input.
 
-    The kernels are written for the first layers of a gated MLP (gate and up). For a plain MLP, ``up`` is passed twice
-    and the second one is not read. In place of a missing bias any tensor is passed, which is not read either.
+    A gated MLP has two such layers, gate and up. A plain MLP has only up, which is passed twice; the kernels do not
+    read the second one. In place of a missing bias any tensor is passed, which the kernels do not read either.
 
     Args:
-        bases: The base's pre-activations without bias, one ``(users, n, hidden)`` per first layer.
-        biases: Their biases.
-        z: Products of the input with A of the first layers.
+        bases: The base's pre-activations without bias, ``(users, n, hidden)``, of each layer.
+        biases: The bias of each layer, or None.
+        z: Products of the input with A of these layers.
         gates: The experts' probabilities.
-        b: B of each first layer.
-        a: A of the last layer.
+        b: B of each layer.
+        a: A of the last layer, down.
     """
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
     assert z.stride(2) == 1

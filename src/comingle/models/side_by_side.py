@@ -72,25 +72,27 @@ class _FusedNorm(torch.autograd.Function):
 
         Args:
             info: Information of torch about the ``vmap`` level, such as the number of users.
-            in_dims: Axis of users in each argument; None if it has none.
+            in_dims: Axis of users in each argument; None for an argument without that axis.
             *args: The norm function, its input, and its further arguments.
 
         Returns:
             The output, and its axis of users.
         """
         (norm, x, *rest), users = args, info.batch_size
+        _, x_axis, *rest_axes = in_dims
         # To (batch, users, channels, ...), which is then an input with users * channels channels.
-        x = x.movedim(in_dims[1], 1) if in_dims[1] is not None else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
+        x = x.unsqueeze(1).expand(-1, users, *x.shape[1:]) if x_axis is None else x.movedim(x_axis, 1)
         rest = [
             _join(value, user_axis, users) if isinstance(value, Tensor) else value
-            for value, user_axis in zip(rest, in_dims[2:], strict=True)
+            for value, user_axis in zip(rest, rest_axes, strict=True)
         ]
         if norm is F.group_norm:
             rest[0] *= users  # the number of groups
         side_by_side = [x.flatten(1, 2), *rest]
         has_outer_vmap = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
         call = partial(_FusedNorm.apply, norm) if has_outer_vmap else norm
-        return call(*side_by_side).unflatten(1, (users, -1)), 1
+        user_axis_of_output = 1
+        return call(*side_by_side).unflatten(1, (users, -1)), user_axis_of_output
 
 
 def _join(values: Tensor, users_at: int | None, users: int) -> Tensor:

@@ -662,7 +662,7 @@ def experts(
     first: Sequence[tuple[Weights, Factors]],
     last: tuple[Weights, Factors],
 ) -> Float[Tensor, "users n width"]:
-    """Return the mixture of the experts' outputs ``sum_j p_j MLP_j(x)`` for each row, with the decoding kernel.
+    """Return the mixture of the experts' outputs ``sum_j p_j MLP_j(x)``, with the native kernel for generation.
 
     An expert j is the whole MLP with its own LoRA on each linear layer (:mod:`comingle.models.injection`).
 
@@ -680,8 +680,9 @@ def experts(
     alive.append(_fill_linear_struct(call.last, *last))
     call.firsts, call.experts, call.act = len(first), gates.shape[-1], ACTIVATION_CODES[act]
     call.gates = gates.data_ptr()
-    y, (_, (last_a, _)) = torch.empty_like(x), last
-    _run_rows(call, x, y, users=len(last_a))
+    y = torch.empty_like(x)
+    _, (a_last, _) = last
+    _run_rows(call, x, y, users=len(a_last))
     del alive  # only now: the struct holds addresses of these tensors
     return y
 
