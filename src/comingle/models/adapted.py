@@ -39,7 +39,7 @@ Windows = Int[Tensor, "users batch window"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRouting(TokenRouting):
-    """Token-level routers in the adapters of a base model."""
+    """Queries about the token-level routers of a base model with adapters."""
 
     adapters: Adapters
     backbone: nn.Module
@@ -347,6 +347,10 @@ def _reset_compiler(model: nn.Module, adapters: Adapters) -> None:
 
     Each compiled variant counts towards PyTorch's recompilation limit. Methods of a comparison with equal attention
     adapters share compiled code.
+
+    Args:
+        model: The base model.
+        adapters: The adapters of the model that is about to be compiled.
     """
     global _compiled_for
     attention = adapters.layout.only({ATTENTION})

@@ -134,7 +134,11 @@ class ChatTemplate:
     # ------------------------------------------------------------ text
 
     def render(self, messages: Sequence[Message], *, add_prompt: bool = False) -> str:
-        """Return the conversation as text; with ``add_prompt``, up to the beginning of the next response.
+        """Return a conversation as the text that the chat template writes.
+
+        Args:
+            messages: The conversation.
+            add_prompt: Append the text that begins the next response.
 
         Raises:
             DataError: The template rejects the messages, say their order, or the tokenizer has no end-of-text token for
@@ -776,7 +780,13 @@ def _missing_part(content: str, text: str, *, thoughts: bool = False) -> str:
 
 
 def _omission_error(messages: Sequence[Message], number: int, missing: str) -> DataError:
-    """Return the error for a rendered text that lacks the part ``missing`` of message ``number``."""
+    """Return the error for a message that the chat template omits.
+
+    Args:
+        messages: The conversation.
+        number: Index of the omitted message.
+        missing: The part of the message that the rendered text lacks.
+    """
     role, shown = messages[number]["role"], " ".join(missing.split())
     return DataError(
         f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "
@@ -785,7 +795,12 @@ def _omission_error(messages: Sequence[Message], number: int, missing: str) -> D
 
 
 def _with_arguments(message: Message, as_json: bool) -> Message:
-    """Return a message with the arguments of its tool calls as JSON texts if ``as_json``, else the message itself."""
+    """Return a message in one of the two formats of tool calls that templates expect.
+
+    Args:
+        message: The message.
+        as_json: Convert the arguments of tool calls to JSON texts; otherwise the message is returned unchanged.
+    """
     if not as_json or not message.get("tool_calls"):
         return message
     calls = []

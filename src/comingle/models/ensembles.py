@@ -99,7 +99,7 @@ Mixing = tuple[Float[Tensor, "users clusters"], Powers]
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleModel(Model):
-    """A mixture of components; each is an :class:`AdaptedModel`.
+    """A mixture of the predictions of several components, each an :class:`AdaptedModel` over the same base.
 
     Tensors are those of ``inner`` with a component axis after the user axis, and the logits of the mixture weights.
     """
@@ -154,7 +154,7 @@ class EnsembleModel(Model):
     ) -> Float[Tensor, "users clusters batch context"]:
         """Return each component's next-token losses in nats, computed in one pass per component.
 
-        They equal the losses of the component as a model of its own to the last bit.
+        Each component's losses are equal, to the last bit, to those of the component as a model of its own.
 
         Args:
             tensors: The users' trainable tensors.

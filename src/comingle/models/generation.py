@@ -170,7 +170,7 @@ def _check_value(key: str, value: object) -> None:
 
     Args:
         key: Name of the setting: a key of ``_RULES``, or "do_sample", which is a boolean.
-        value: Its value; lists and single values are tuples here.
+        value: Value of the setting. Settings that may be one value or a list are tuples.
 
     Raises:
         RecipeError: The value is not allowed.
@@ -430,7 +430,7 @@ def _require_positions(network: PreTrainedModel, encoded: Sequence[Sequence[int]
         sampling: Settings with the number of new tokens.
 
     Raises:
-        DataError: They do not fit; the message names the first of the longest prompts.
+        DataError: The positions do not suffice; the message names the first of the longest prompts.
     """
     most, longest = max_positions(network), max(map(len, encoded))
     if most is not None and longest + sampling.max_new_tokens > most:

@@ -78,7 +78,7 @@ class TritonBackend:
 
         Args:
             x: Input of the MLP.
-            act: Its activation.
+            act: Activation of the MLP.
             rank: LoRA rank.
         """
         # Triton's interpreter, for tests, also runs on CPUs.
@@ -257,7 +257,10 @@ def recorded(model: AdaptedModel) -> AdaptedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedModel(AdaptedModel):
-    """A model with recorded training passes; restrictions to fewer experts or users share the recordings."""
+    """A model whose training passes are captured as CUDA graphs and replayed.
+
+    Restrictions of the model to fewer experts or users share the captured graphs.
+    """
 
     recordings: dict[Key, Recording | None] = field(default_factory=dict)
 
@@ -294,7 +297,8 @@ class RecordedModel(AdaptedModel):
 
         Args:
             names: Names of the users' tensors.
-            given: These tensors, the users' experts and the tokens, as in :meth:`states`.
+            given: Arguments of :meth:`states`: the users' tensors in the order of ``names``, the users' experts, and
+                the tokens.
         """
         # Not ``self``, which holds the recording: a reference cycle would keep the memory of a pass.
         plain = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
@@ -405,7 +409,12 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Replay the backward pass with these gradients of the outputs; return those of the inputs."""
+        """Replay the backward pass, and return copies of the gradients of the inputs.
+
+        Args:
+            ctx: Autograd context.
+            *output_gradients: Gradients of the outputs of :meth:`forward`.
+        """
         assert not ctx.replay.done  # the first backward pass has overwritten its memory
         recording, ctx.replay.done = ctx.recording, True
         for static, d in zip(recording.output_gradients, output_gradients, strict=True):
@@ -445,7 +454,14 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def warm_up(work: Work, device: torch.device) -> None:
-    """Run a function ``WARMUP_PASSES`` times on the capture stream, as a capture requires; do nothing on a CPU."""
+    """Run a function ``WARMUP_PASSES`` times on the stream for captures, as a CUDA graph requires.
+
+    On a CPU, which has no graphs, nothing is run.
+
+    Args:
+        work: The function; it reads and writes tensors at fixed addresses.
+        device: Device of the tensors.
+    """
     if device.type != "cuda":
         return
     stream, current = capture_stream(device), torch.cuda.current_stream(device)

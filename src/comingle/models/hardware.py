@@ -80,7 +80,11 @@ def _require_cuda(device: torch.device) -> None:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a name; "auto" is bfloat16 if ``device`` multiplies it fast, else float32.
+    """Return the dtype of a name.
+
+    Args:
+        dtype: Name of the dtype, or "auto": bfloat16 if the device multiplies it fast, else float32.
+        device: Device of the computations.
 
     Raises:
         BaseModelError: The name is not auto, bfloat16, float16, float32 or float64.

@@ -126,7 +126,12 @@ class RoutedMLP(nn.Module):
         )
 
     def _mix_outputs(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
-        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with PyTorch; ``gates`` are the probabilities p_j."""
+        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, with PyTorch.
+
+        Args:
+            x: The MLP's input.
+            gates: The experts' probabilities p_j.
+        """
         names = ["gate", "up"] if "gate" in self.first else ["up"]
         # Autograd functions need flat arguments: A and B of each linear, then the base's weight and bias of each.
         factors = [factor.to(x.dtype) for name in [*names, "down"] for factor in self.factors[name]]
@@ -234,7 +239,7 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Context, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the gradients of ``x``, of the gates and of the LoRA factors; the base's weights are frozen.
 
-        ``dy`` is the gradient of the output. With B_j and A_j of the last layer and ``z_last_j = s A_j h_j``::
+        With the output's gradient ``dy``, B_j and A_j of the last layer, and ``z_last_j = s A_j h_j``::
 
             d_mixed    = dy W2                          through the base, for all experts
             d_gated_j  = dy B_j                         of p_j z_last_j
@@ -293,7 +298,13 @@ class _InputProducts(torch.autograd.Function):
     def forward(ctx: Context, x: Tokens, matrix: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
         """Return ``x`` itself, and its product with each user's ``matrix``, ``(users, n, columns)``.
 
-        Later layers read the returned ``x``, so that :meth:`backward` gets their gradient and adds to it in place.
+        The mixture reads the returned ``x``. So :meth:`backward` gets the mixture's gradient of ``x``, and adds the
+        gradient through the product in place.
+
+        Args:
+            ctx: Autograd context.
+            x: The mixture's input.
+            matrix: Narrow matrices that read the input, one below the other.
         """
         ctx.save_for_backward(x, matrix)
         return x.view_as(x), torch.bmm(x, matrix.mT)
@@ -343,7 +354,7 @@ class _NativeMixture(torch.autograd.Function):
             act: Activation that returns its value and its derivative.
             scale: LoRA scale.
             x: The MLP's input.
-            z: Its products with A of the first layers, ``(users, n, num_first * experts * rank)``.
+            z: Products of ``x`` with A of the first layers, ``(users, n, num_first * experts * rank)``.
             gates: The experts' probabilities, ``(users, n, experts)``.
             num_first: Number of layers that read the input: 2 with a gate, else 1.
             *rest: B of each first layer, A and B of the last, then (W, b) of the same layers.
@@ -627,6 +638,10 @@ class Adapters:
 
         Users with a smaller rank have a larger scale ``alpha / sqrt(rank)``, but the modules multiply all users by one
         number.
+
+        Args:
+            tensors: The users' tensors by name, with a leading user axis.
+            users: Indices of the users, in the order of that axis.
         """
         ratios = (self.scales / self.scale)[list(users)]
         factors_a = {name: t for name, t in tensors.items() if name.endswith(".a")}
@@ -684,7 +699,11 @@ class Adapters:
 
 
 def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
-    """Return the rank of each user.
+    """Return the LoRA rank of each user.
+
+    Args:
+        settings: Settings of the adapters; ``rank`` is one number for all users, or a list.
+        users: Number of users.
 
     Raises:
         RecipeError: The recipe has a list of ranks whose length is not the number of users.

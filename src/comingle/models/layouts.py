@@ -51,9 +51,12 @@ def linear_names(module: nn.Module) -> Iterator[str]:
 
 
 def find_targets(model: nn.Module, targets: TargetsSection | None = None) -> TargetsSection:
-    """Return the target modules of ``model``.
+    """Return the names of the linears of each decoder layer that get adapters.
 
-    These are ``targets`` after validation, or else the known layout whose names equal those of the layers' linears.
+    Args:
+        model: The base model.
+        targets: Names from the recipe, which are only checked; None to choose the known family whose names equal those
+            of the layers' linears.
 
     Raises:
         BaseModelError: The family is unknown, or a layer lacks a target; the error lists the linears found.

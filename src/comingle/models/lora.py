@@ -74,7 +74,7 @@ def low_rank(
 
 
 class _LowRank(torch.autograd.Function):
-    """Two thin products whose gradients are formed in the order that is fastest for a small rank."""
+    """``scale * (x A^T) B`` with a backward pass that is fast for a small rank."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -86,8 +86,13 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of ``x``, A and B that are needed; ``dy`` is that of the output."""
-        x, a, b, z = ctx.saved_tensors
+        """Return the gradients of ``x``, A and B that are needed, and None for the scale.
+
+        Args:
+            ctx: Autograd context.
+            dy: Gradient of the output.
+        """
+        x, a, b, z = ctx.saved_tensors  # z is scale * x A^T
         d_z = ctx.scale * torch.bmm(dy, b.mT)
         wants_x, wants_a, wants_b = ctx.needs_input_grad[:3]
         d_x = torch.bmm(d_z, a) if wants_x else None

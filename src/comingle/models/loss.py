@@ -63,7 +63,16 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, hidden: Float[Tensor, "n width"], targets: Int[Tensor, " n"], head: Head) -> Tensor:
-        """Return the loss of each position in nats, ``(n,)``; keep the gradients of ``hidden`` if needed."""
+        """Return the loss of each position in nats, ``(n,)``, and save the gradients of ``hidden`` if they are needed.
+
+        Positions are processed in chunks, so that the logits of all positions are never in memory at once.
+
+        Args:
+            ctx: Autograd context.
+            hidden: Hidden states.
+            targets: Token ID that each position predicts.
+            head: The frozen head.
+        """
         losses = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         logits_bytes = len(targets) * head.weight.shape[0] * hidden.element_size()
@@ -152,9 +161,11 @@ def _scale_and_cap(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def use_native_code(network: PreTrainedModel, *, attention: bool) -> None:
-    """Use native code for losses and, with ``attention``, for the attention of ``network`` from now on.
+    """Use C++ code for losses, and perhaps for attention, from now on; do nothing if the code cannot be compiled.
 
-    Does nothing if native code cannot be compiled.
+    Args:
+        network: The model whose attention is replaced.
+        attention: Replace the attention too.
     """
     global native_softmax_parts
     if cpu.enable(cache_folder() / "native"):

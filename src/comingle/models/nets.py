@@ -132,7 +132,12 @@ def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
-    """Build two 3 x 3 convolutions (32 and 64 channels), each with max-pooling, then 4 x 4 mean pooling and a head."""
+    """Build a net of two 3 x 3 convolutions, each with ReLU and max-pooling, then 4 x 4 mean pooling and a linear head.
+
+    Args:
+        input_shape: ``(channels, height, width)``.
+        outputs: Number of outputs of the head.
+    """
     # Images have 3 axes, and sides of at least 4 because pooling halves them twice; any such size will do.
     channels, _, _ = require_shape(input_shape, "cnn", 3, smallest=4)
     return nn.Sequential(

@@ -413,9 +413,9 @@ class Personal:
         raise self._unsupported("evaluate")
 
     def _unsupported(self, method: str) -> DataError:
-        """Return the error for a method that this kind of model lacks; it lists the methods that work.
+        """Return the error for a method that this kind of model lacks; the message lists the methods that work.
 
-        These are the public methods of :class:`Personal` that the subclass overrides.
+        The public methods of :class:`Personal` that the subclass overrides are those that work.
         """
         cls = type(self)
         overridden = sorted(
@@ -625,7 +625,11 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def perplexity(self, text: str, *, context: int = 128) -> float:
-        """Return the perplexity of ``text`` in windows of ``context`` tokens.
+        """Return the perplexity of a text.
+
+        Args:
+            text: The text.
+            context: Tokens that a prediction sees at most; the text is cut into windows of this size.
 
         Raises:
             DataError: The argument is not a text, or has no token to predict.

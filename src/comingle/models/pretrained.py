@@ -24,8 +24,8 @@ __all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "PreTraine
 def import_lean() -> None:
     """Import transformers' language models without packages that they import but do not need to train adapters.
 
-    These are torch's compiler with sympy (70 MB), ``torch.distributed.tensor``, and scipy (30 MB). They can still be
-    imported later.
+    Three packages are left out: torch's compiler with sympy (70 MB), ``torch.distributed.tensor``, and scipy (30 MB).
+    Other code can still import them later.
     """
     utils: Any = importlib.import_module("transformers.utils")
     with (
@@ -40,7 +40,12 @@ def import_lean() -> None:
 
 @contextmanager
 def _returning_false(module: ModuleType, name: str) -> Iterator[None]:
-    """Replace a function of a module by one that returns False, in the context."""
+    """Replace a function of a module by one that returns False, in the context.
+
+    Args:
+        module: The module, changed in place.
+        name: Name of the function.
+    """
     function = getattr(module, name)
     setattr(module, name, lambda: False)
     try:

@@ -163,8 +163,8 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
     """Return key and value of an override such as ``layers=4``.
 
     Args:
-        name: The whole name, for messages.
-        family: Its family.
+        name: Name of the base, such as ``random:llama?layers=4``, for messages.
+        family: Family of the base.
         text: The override.
 
     Raises:
@@ -235,7 +235,12 @@ def _kv_heads(shape: Shape) -> int:
 
 
 def _config_settings(family: Family, shape: Shape) -> dict[str, Any]:
-    """Return the settings of transformers' configuration for a family and sizes."""
+    """Return the settings of transformers' configuration for a random base.
+
+    Args:
+        family: Names and features of the family.
+        shape: Sizes of the base; without ``mlp`` the MLP has the usual width of the family.
+    """
     head_dim = shape.dim // shape.heads
     usual_mlp = -(-8 * shape.dim // 24) * 8 if family.gated else 4 * shape.dim  # 8/3 dim, rounded up to a multiple of 8
     settings: dict[str, Any] = {

@@ -139,9 +139,13 @@ class Router(nn.Module):
     def choose(
         self, logits: Float[Tensor, "users n _"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
-        """Return the gates for logits that the caller computed from ``x``, one per row of :attr:`weight`.
+        """Return the gates for given logits, and set the load-balancing penalty of the pass.
 
-        A method's own :attr:`gating` may set :attr:`penalty` itself; otherwise it is computed here.
+        A method's own :attr:`gating` may compute gates in another way, and set :attr:`penalty` itself.
+
+        Args:
+            logits: Products of ``x`` with :attr:`weight`, one logit per row of the weight.
+            x: Input of the router, which some gatings read too.
         """
         if self.gating is not None:
             gates = self.gating(self, logits, x)
@@ -282,9 +286,11 @@ def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "user
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:
-    """Return the mixture weights of router logits (FLoRAL section 5, Algorithm 1).
+    """Return the mixture weights ``pi = softmax(theta / temperature)`` (FLoRAL section 5, Algorithm 1).
 
-    ``pi_c = exp(theta_c / temperature) / sum_c' exp(theta_c' / temperature)``
+    Args:
+        theta: The router's logits.
+        temperature: Divisor of the logits.
     """
     return (theta / temperature).softmax(-1)
 

@@ -122,10 +122,14 @@ def route(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Return the characters that each token adds to the text; concatenated they are the text.
+    """Return the characters that each token adds to the text, so that their concatenation is the text.
 
     A token that ends within a character adds nothing, and the token that completes the character adds it. Each token is
     decoded after its predecessor, because some tokenizers drop a leading space.
+
+    Args:
+        tokenizer: The tokenizer.
+        tokens: Token ids of the text.
     """
 
     def decode(start: int, end: int) -> str:

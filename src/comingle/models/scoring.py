@@ -316,7 +316,12 @@ def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots bat
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
-    """Return each slot's gates, summed over the positions that have a target (a next token that is not negative)."""
+    """Return the gates of each slot of a pass, summed over the positions that have a target.
+
+    Args:
+        gates: Gates of the pass; position n counts through the windows of a slot.
+        windows: Tokens of the pass. A position has a target if its next token is not negative.
+    """
     has_target = (windows[..., 1:] >= 0).flatten(1).to(gates)
     return list(torch.einsum("lsne,sn->sle", gates, has_target).double().cpu())
 
@@ -354,6 +359,10 @@ class Loss:
     def __call__(self, outputs: Float[Tensor, "*batch outputs"], targets: Tensor) -> Float[Tensor, "*batch"]:
         """Return the loss of every sample.
 
+        Args:
+            outputs: Outputs of the net, with any leading axes such as users and batch.
+            targets: Class numbers or real targets, with the same leading axes.
+
         Raises:
             RecipeError: The function did not return one number per sample.
         """
@@ -373,7 +382,7 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over the outputs, as in ``torch.nn.MSELoss``.
+    """Return the squared error of each sample, averaged over its outputs, as in ``torch.nn.MSELoss``.
 
     FLoRAL's text defines half the sum of squares (appendix G.1); its code and reported numbers use the mean.
     """

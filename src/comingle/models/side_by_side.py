@@ -46,7 +46,14 @@ class FusedNorms(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> object:
-        """Call ``func``; batch norm and group norm as one call for all users."""
+        """Call a function of torch inside the mode; batch norm and group norm become one call for all users.
+
+        Args:
+            func: The function.
+            types: Ignored; torch passes the classes of the arguments.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         if func not in _NORM_SIGNATURES:
             return func(*args, **(kwargs or {}))
         bound = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))  # autograd functions take no keyword arguments
@@ -174,7 +181,12 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
-        """Return the gradients of ``x`` and the weights that are needed; ``dy`` is that of the output."""
+        """Return the gradients of ``x`` and of the weights, as far as they are needed.
+
+        Args:
+            ctx: Autograd context.
+            dy: Gradient of the output.
+        """
         x, weight = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
         d_x = torch.bmm(dy, weight) if wants_x else None

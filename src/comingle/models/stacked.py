@@ -248,7 +248,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 
 @dataclass(frozen=True, kw_only=True)
 class StackedModel(Model):
-    """A net of which each user has its own tensors, stacked over users.
+    """The nets of all users: one module that is called with each user's tensors, which are stacked over users.
 
     Args:
         name: Name of the net.
@@ -365,7 +365,13 @@ class StackedModel(Model):
         return mixed.detach() + (unweighted - unweighted.detach()), 0.0
 
     def _model_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
-        """Return the losses of the users' models, whether mixed or not."""
+        """Return the loss of every sample under the users' models, whether they are mixtures or not; 0 for padding.
+
+        Args:
+            tensors: The users' tensors; in training their running statistics change.
+            batch: The users' inputs, targets and presence, as in :data:`Batch`.
+            train: Run in training mode.
+        """
         inputs, targets, present = batch
         return self.loss(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
 
@@ -509,7 +515,7 @@ class StackedModel(Model):
         Args:
             train: Run the net in training mode.
             call: The function of one user's tensors, inputs and further arguments.
-            *stacked: Its arguments, each with a leading user axis; the first is a tree of tensors.
+            *stacked: Arguments of the function, each with a leading user axis; the first is a tree of tensors.
         """
         self.net.train(train)
         tensors, *others = stacked
@@ -637,7 +643,7 @@ def _depends_on_batch(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedLanguageModel(StackedModel):
-    """The users' adaptors and routers over one base; a batch is windows of tokens."""
+    """Language models of users who mix several sets of LoRA adaptors over one frozen base."""
 
     base: Base
     head: Head
@@ -646,7 +652,13 @@ class MixedLanguageModel(StackedModel):
     def _model_losses(
         self, tensors: Tree, batch: Int[Tensor, "users batch window"], train: bool
     ) -> Float[Tensor, "users batch context"]:
-        """Return the next-token loss in nats at every position; 0 where the target is negative."""
+        """Return the next-token loss in nats at every position; 0 where the target is negative.
+
+        Args:
+            tensors: The users' tensors.
+            batch: Windows of context + 1 tokens.
+            train: Without effect, as language models always run in evaluation mode.
+        """
         inputs, targets = inputs_of(batch), batch[..., 1:]
         return cross_entropy(self._outputs(tensors, inputs, train), self.head, targets)
 
@@ -735,7 +747,8 @@ class MixedLanguageModel(StackedModel):
         Args:
             train: Ignored.
             call: The function of one user's tensors, inputs and further arguments.
-            *stacked: Its arguments, each with a leading user axis: a tree of tensors, the tokens, and others.
+            *stacked: Arguments of the function, each with a leading user axis: a tree of tensors, the tokens, and
+                others.
         """
         # Embed first: some families search the token ids for padding, which vmap does not support.
         tensors, inputs, *rest = stacked

@@ -67,13 +67,15 @@ Clustered = Float[Tensor, "..."]
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shapes of one adaptor's factors, without the user and cluster axes.
+    """Shapes of a low-rank adaptor's inner and outer factor, without the user and cluster axes.
+
+    The inner factor reads the layer's input, the outer one writes its output.
 
     Args:
         kind: "linear" stores both factors as matrices, "conv" as convolution kernels.
         d_in: Input channels.
         d_out: Output channels.
-        width: Inner width of each group.
+        width: Size of the axis that both factors share, of each group; as a rule the rank.
         kernel: Kernel size of a convolution.
         inside: For each kernel dimension whether the inner factor holds it.
         groups: Groups of a convolution.
@@ -285,9 +287,10 @@ class Pairs:
 
 
 class AdaptedLayer(nn.Module, ABC):
-    """A base layer with its adaptors; ``place`` is its index among the adapted layers of a model."""
+    """A frozen or trained base layer, and one set of adaptors for each cluster of users."""
 
     place = 0
+    """Index of the layer among the adapted layers of a model, for a mixture per layer."""
 
     def __init__(self, base: nn.Module, *, num_clusters: int, alpha: float, mixture: Mixture):
         """Keep the base layer; subclasses add the adaptors.
@@ -489,7 +492,7 @@ class LowRankLayer(AdaptedLayer):
 def linear_geometry(base: nn.Module) -> Geometry:
     """Return the shapes of the low-rank adaptor of a linear layer or of GPT-2's Conv1D, at rank 1.
 
-    Its factors are matrices, ``(1, d_in)`` and ``(d_out, 1)``. Conv1D stores its weight as ``(d_in, d_out)``.
+    The factors are matrices, ``(1, d_in)`` and ``(d_out, 1)``. Conv1D stores its weight as ``(d_in, d_out)``.
     """
     shape = tuple(base.get_parameter("weight").shape)
     transposed = not isinstance(base, nn.Linear)
@@ -504,7 +507,12 @@ class AdaptedLinear(LowRankLayer):
     """
 
     def low_rank(self, x: Float[Tensor, "*batch d_in"], shares: Float[Tensor, " clusters"]) -> Tensor:
-        """Return ``sum_c shares_c B_c A_c x`` with two products; the shares scale the columns in between."""
+        """Return ``sum_c shares_c B_c A_c x`` with two products; the shares scale the columns in between.
+
+        Args:
+            x: Input of the layer.
+            shares: Mixture weight of each cluster's adaptor, times alpha.
+        """
         assert self.a is not None
         assert self.b is not None
         z = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, self.a.shape[:2])  # (*batch, clusters, rank)
@@ -532,6 +540,10 @@ class AdaptedConv(LowRankLayer):
 
         V_c reads the input and U_c writes the output. The kernel of U holds the shares as factors. Each kernel
         dimension belongs to V or to U, and only there the base's stride, padding and dilation apply.
+
+        Args:
+            x: Input of the layer.
+            shares: Mixture weight of each cluster's adaptor, times alpha.
         """
         inner, outer = self._kernels(shares)
         geometry = self.geometry
@@ -694,7 +706,7 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
 
         W        <- W + alpha E_c[O_c I_c]
         O_c I_c  <- O_c I_c - E_c[O_c I_c]    truncated to the rank of the adaptor by an SVD
-        bias     <- bias + alpha E_c[bias_c], bias_c <- bias_c - E_c[bias_c];  gains and shifts of norms likewise
+        bias     <- bias + alpha E_c[bias_c], bias_c <- bias_c - E_c[bias_c]    also gains and shifts of norms
 
     Args:
         pairs: The adaptors.

@@ -83,7 +83,12 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
 
 
 def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[str, ...]:
-    """Return the modules with parameters of their own that get no adaptor, as "head (Linear)"."""
+    """Return the modules with parameters of their own that get no adaptor, as "head (Linear)".
+
+    Args:
+        model: The model.
+        adapted: The modules that get adaptors, by name.
+    """
     chosen = {id(module) for module in adapted.values()}
     return tuple(
         f"{name or 'model'} ({type(module).__name__})"
@@ -143,6 +148,10 @@ logger = logging.getLogger("comingle")
 
 def check_size(rank: int | None, budget: float | None) -> None:
     """Check that exactly one of rank and budget is given, and is in range.
+
+    Args:
+        rank: Rank of every adaptor.
+        budget: Parameters of an adaptor divided by those of its base weight.
 
     Raises:
         RecipeError: Both or neither are given, the rank is no integer from 1, or the budget is not in (0, 1].

@@ -103,7 +103,10 @@ class _Plan:
     def over_budget(self, layers: dict[str, nn.Module]) -> list[str]:
         """Return the names of the layers in which even a low-rank adaptor of rank 1 exceeds the budget of parameters.
 
-        These layers get rank 1 nevertheless. Without a budget there are none.
+        Such a layer gets rank 1 nevertheless. Without a budget the list is empty.
+
+        Args:
+            layers: Layers of the model by name.
         """
         if self.budget is None:
             return []
@@ -295,7 +298,11 @@ def _deep_copy(model: nn.Module) -> nn.Module:
 
 
 def check_settings(alpha: float, conv: str) -> None:
-    """Check the scale and the form of convolutions.
+    """Check two settings of :func:`floral`.
+
+    Args:
+        alpha: Factor of the adaptors' outputs.
+        conv: How the two factors of a convolution's adaptor divide the kernel, one of ``CONV_FORMS``.
 
     Raises:
         RecipeError: The scale is not finite, or the form is unknown.

@@ -92,7 +92,7 @@ def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | Non
     Args:
         name: "forward" or "backward".
         step: Sizes and strides of the tensors.
-        dtype: Their number format.
+        dtype: Number format of the tensors.
         **tensors: Tensors by their field in ``step``.
     """
     assert _library is not None
@@ -306,7 +306,7 @@ def _contiguous_rows(tensor: Tensor | None) -> Tensor | None:
 
 
 class _Fused(torch.autograd.Function):
-    """Autograd function of a step. Saves the convolution's input, and its output only if there is a norm."""
+    """Autograd function of a fused convolution, norm, ReLU and max-pooling, computed in C++ for all users."""
 
     @staticmethod
     def forward(

@@ -84,7 +84,11 @@ def _compiler() -> str | None:
 def _fingerprint(compiler: str, sources: Sequence[Path]) -> str:
     """Return a digest of all that a compiled library depends on, for its file name: machines may share a cache folder.
 
-    These are the compiler and its flags, the processor, the version of torch and the sources.
+    A library depends on the compiler and its flags, the processor, the version of torch and the sources.
+
+    Args:
+        compiler: Path of the compiler.
+        sources: The source files.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
@@ -615,8 +619,8 @@ class _Rows(ctypes.Structure):
 def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
     """Return whether the decoding kernels, :func:`linear` and :func:`experts`, support an input and weights.
 
-    They support one token for each of a few texts, without gradients, while native code is in use. In bfloat16 each
-    user must have one text only, as PyTorch is as fast for more.
+    The kernels support one token for each of a few texts, without gradients, while native code is in use. In bfloat16
+    each user must have one text only, as PyTorch is as fast for more.
 
     Args:
         x: Input, ``(texts, tokens, width)`` as a rule.
