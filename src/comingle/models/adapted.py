@@ -223,13 +223,18 @@ class AdaptedModel(AdapterRouting, Model):
             return continue_greedily(self.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
 
     def without_weights(self, fakes: FakeWeights) -> tuple[Model, int]:
-        """Return the model with fake base weights, and the size of the real ones in bytes, to estimate memory.
+        """Replace the base's weights by fake tensors, to estimate memory.
+
+        The network is changed in place; the output head is replaced in the returned model only.
 
         Args:
-            fakes: Replaces real tensors by fake ones, which have a shape and a dtype but no data.
+            fakes: Makes fake tensors, which have a shape and a dtype but no data.
+
+        Returns:
+            The model, and the bytes of the replaced weights.
         """
         size = fakes.size_of(self.network)
-        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))
+        head = self.head.with_tensors(lambda real: fakes.of(real, self.device))  # the head holds tensors, not modules
         fakes.replace(self.network, self.device)
         return replace(self, head=head), size
 

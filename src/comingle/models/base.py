@@ -121,7 +121,7 @@ def rows_of(model: PreTrainedModel) -> int:
 
 
 def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Freeze a model in place: no gradients, no dropout, no cache in training, greedy generation.
+    """Freeze a model in place (no gradients, dropout, cache in training or sampling), and return its end tokens.
 
     Args:
         model: The model.

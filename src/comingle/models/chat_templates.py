@@ -400,7 +400,10 @@ class ChatTemplate:
         return _restore_special_tokens(text[first:end_character], hidden_texts).strip()
 
     def ends(self) -> tuple[int, ...]:
-        """Return the tokens that end a response: the end-of-text token and the one that the template writes."""
+        """Return the tokens that end a response: the end-of-text token, then the template's own if it is another.
+
+        The template's own token is the last token of an example conversation.
+        """
         example = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
         last = self.encode(example).tokens[-1]
         end_of_text: Any = self.tokenizer.eos_token_id

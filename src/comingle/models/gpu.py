@@ -321,7 +321,7 @@ class RecordedModel(AdaptedModel):
 
 
 class Recording:
-    """A function of tensors and its gradients, captured as CUDA graphs with static memory.
+    """A function of tensors and its gradients, captured as CUDA graphs that read and write tensors at fixed addresses.
 
     Args:
         run: The function; returns hidden states and a penalty.
@@ -357,10 +357,11 @@ class Recording:
         return last_replay is not None and not last_replay.done
 
     def _forward(self) -> None:
-        """Run the function on the static inputs, and store its outputs as attributes, where a capture finds them.
+        """Run the function on the recording's own inputs, and store its outputs as attributes.
 
-        The function returns hidden states and the load-balancing penalty. A penalty that is a plain number is constant,
-        so it is no output of the graph.
+        The outputs stay at fixed addresses, where replays of the CUDA graph write them. The function returns hidden
+        states and the load-balancing penalty. A penalty that is a plain number is constant, so it is no output of the
+        graph.
         """
         with torch.enable_grad():
             hidden, penalty = self.run(*self.inputs)
@@ -368,7 +369,7 @@ class Recording:
         self.penalty = penalty if isinstance(penalty, float) else 0.0
 
     def _backward(self) -> None:
-        """Compute the gradients of the inputs from the static gradients of the outputs."""
+        """Compute the gradients of the inputs from those of the outputs, which replays overwrite at fixed addresses."""
         pairs = [(t, d) for t, d in zip(self.outputs, self.output_gradients, strict=True) if d is not None]
         outputs, output_gradients = zip(*pairs, strict=True)
         self.gradients = torch.autograd.grad(outputs, self.leaves, output_gradients, materialize_grads=True)

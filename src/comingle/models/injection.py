@@ -115,9 +115,12 @@ class RoutedMLP(nn.Module):
         return has_kernel and expert_mlp.fits_rows(x, users, *weights)
 
     def _mix_rows(self, x: Tokens) -> Tokens:
-        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, in the native decoding kernel.
+        """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, in the native kernel for generation.
 
-        It is for generation, where a pass has one token (a row) of each of a few texts and no gradients.
+        In generation a pass has one token (a row) of each of a few texts, and no gradients.
+
+        Args:
+            x: The MLP's input.
         """
         a_and_b = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
         first = [(base_weight(linear), a_and_b[name]) for name, linear in self.first.items()]

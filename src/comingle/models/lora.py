@@ -78,7 +78,15 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Return ``scale * (x A^T) B``, with shapes as in :func:`low_rank`."""
+        """Return ``scale * (x A^T) B`` for each user.
+
+        Args:
+            ctx: Autograd context.
+            x: Inputs, ``(users, n, d_in)``.
+            a: Factor A, ``(users, rank, d_in)``.
+            b: Factor B, transposed, ``(users, rank, d_out)``.
+            scale: LoRA scale.
+        """
         z = scale * torch.bmm(x, a.mT)
         ctx.save_for_backward(x, a, b, z)
         ctx.scale = scale

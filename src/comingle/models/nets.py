@@ -165,6 +165,7 @@ def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Sh
     Raises:
         RecipeError: The shape has another number of axes, an empty axis or too small images.
     """
+    # Images have 3 axes, of which the last two are height and width.
     if len(shape) != axes or min(shape) < 1 or (axes == 3 and min(shape[1:]) < smallest):
         wanted = "(d,)" if axes == 1 else f"(channels, height, width) with sides of at least {smallest}"
         raise RecipeError(f"net {net!r}: inputs of shape {tuple(shape)}; allowed: {wanted}")

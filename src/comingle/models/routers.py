@@ -39,7 +39,7 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
 
     Args:
         present: Mask of the experts that each user has.
-        balance: Form of the penalty.
+        balance: "uniform" or "generalist".
     """
     weights = present.double()
     if balance == "generalist":
@@ -96,6 +96,7 @@ def gate(
     picks = present.unsqueeze(1).expand(logits.shape)
     if top_k < logits.shape[-1]:
         top = logits.topk(top_k, dim=-1).indices
+        # A user may have fewer experts than k, so that absent experts are among the top.
         picks = torch.zeros_like(picks).scatter(-1, top, True) & picks
     return logits.masked_fill(~picks, -torch.inf).softmax(-1), picks
 

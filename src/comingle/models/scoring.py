@@ -244,14 +244,14 @@ def score_streams(
     gates: Gates | None = None,
     begin: int | None = None,
 ) -> list[Score]:
-    """Return the sum of losses on each token stream; stream i is scored with model ``models[i]``.
+    """Return the sum of losses on each token stream.
 
     Streams are cut into windows. A forward pass has ``slots`` slots, each with up to ``batch`` windows of one stream.
 
     Args:
         losses: Function that runs a pass and returns its losses.
         streams: Token ids of each stream.
-        models: Number of the model for each stream.
+        models: For each stream the number of the model to score it with.
         context: Inputs per window.
         batch: Largest number of windows in a slot.
         slots: Largest number of slots in a pass.
@@ -271,16 +271,16 @@ def score_windows(
     slots: int,
     gates: Gates | None = None,
 ) -> list[Score]:
-    """Return the sum of losses on each set of windows; the set ``parts[i]`` is scored with model ``models[i]``.
+    """Return the sum of losses on each of several sets of windows, such as the users' test sets.
 
-    Each part of a set is a job, and a forward pass processes up to ``slots`` jobs of any sets, so long and short test
-    sets of users fill passes together.
+    A set is split into parts. A forward pass processes up to ``slots`` parts of any sets, so that long and short sets
+    fill passes together.
 
     Args:
         losses: Function that runs a pass and returns its losses.
-        parts: For each set its windows, split into parts that fill one slot each.
-        models: Number of the model for each set.
-        slots: Largest number of jobs in a pass.
+        parts: For each set a list of parts, each a tensor of windows.
+        models: For each set the number of the model to score it with.
+        slots: Largest number of parts in a pass.
         gates: Function that returns the routers' gates in the last pass, to average them; None without routers.
     """
     sums = [0.0] * len(parts)

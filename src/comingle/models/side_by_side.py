@@ -342,8 +342,8 @@ class Chained:
             inputs: Samples ``(users, batch, ...)``.
             train: Run in training mode.
         """
-        # Layers see all users' samples as one batch: native steps split it by the sizes in `pass_shape`, and inside
-        # Folded, F.linear multiplies each user's samples by its weights.
+        # Layers see all users' samples as one batch. Convolutions in C++ split it by the sizes in `pass_shape`, and
+        # inside Folded, F.linear multiplies each user's samples by its weights.
         self.pass_shape.users, self.pass_shape.images = inputs.shape[:2]
         self.net.train(train)
         with Folded():

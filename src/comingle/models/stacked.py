@@ -92,7 +92,7 @@ def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -
     Raises:
         RecipeError: The nets are a single layer, so there are no features to share.
     """
-    (shared, _), (local, head) = split_head(shared), split_head(local)
+    (shared, _), (local, head) = split_head(shared), split_head(local)  # one head for both: the local one
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("gate", seed))
         gate = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 2))
@@ -155,7 +155,7 @@ def row_of(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
 
 
 def _router_slot(clusters: int) -> Slot:
-    """Return the slot of the client-level router's logits."""
+    """Return name, shape, role and initialiser of the client-level router's logits."""
     return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=init_zero)
 
 
@@ -166,7 +166,7 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _net_slots(net: nn.Module) -> list[Slot]:
-    """Return one slot (name, shape, role, initial value, part of the net) per tensor of a net without adaptors.
+    """Return name, shape, role, initial value and part of the net of each tensor of a net without adaptors.
 
     All parameters have the role "base", except in a :class:`GatedPair`, where the role depends on the submodule, such
     as "specialist" for a user's own feature extractor.

@@ -234,6 +234,10 @@ def _possible_splits(form: str, dims: int) -> Iterator[tuple[bool, ...]]:
     A split says for each dimension whether the inner factor (which reads the input) holds it. "balanced-2d" and
     "filter" give one dimension to each factor, "in" gives all to the inner and "out" all to the outer factor. The other
     forms put all into one factor, either of them.
+
+    Args:
+        form: One of ``CONV_FORMS`` except "none".
+        dims: Number of kernel dimensions: 1 or 2.
     """
     if form in ("balanced-2d", "filter") and dims == 2:
         yield from ((False, True), (True, False))
@@ -556,8 +560,11 @@ class AdaptedConv(LowRankLayer):
     def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Return inner and outer kernel of two convolutions that compute the adaptors of all clusters at once.
 
-        The channels between them are ordered by group, cluster and inner width. The outer kernel has each cluster's
-        share as a factor.
+        The channels between the two convolutions are ordered by group, cluster and rank. The outer kernel has each
+        cluster's share as a factor.
+
+        Args:
+            shares: Mixture weight of each cluster's adaptor, times alpha.
         """
         geometry = self.geometry
         assert geometry is not None
@@ -800,7 +807,17 @@ def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor,
 def _truncated_svd(
     core: Float[Tensor, "... m n"], width: int
 ) -> tuple[Float[Tensor, "... m width"], Float[Tensor, "... width"], Float[Tensor, "... width n"]]:
-    """Return the ``width`` largest singular triples, padded with zeros if the matrix has fewer."""
+    """Return the ``width`` largest singular values with their left and right singular vectors.
+
+    The results are padded with zeros if a matrix has fewer singular values.
+
+    Args:
+        core: Matrices.
+        width: Number of singular values.
+
+    Returns:
+        Left vectors as columns, singular values, and right vectors as rows.
+    """
     u, values, v = torch.linalg.svd(core, full_matrices=False)
     missing = max(0, width - values.shape[-1])
     u, values = F.pad(u[..., :width], (0, missing)), F.pad(values[..., :width], (0, missing))

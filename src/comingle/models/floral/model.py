@@ -264,9 +264,12 @@ class FloralModel(nn.Module):
 
     @contextmanager
     def mixing(self, mixture: Tensor | None = None) -> Iterator[None]:
-        """Set the mixture of the layers (None: the router's) for calls outside of :meth:`forward`.
+        """Set the mixture of the layers in the context, for calls outside of :meth:`forward`.
 
         Needed for ``model.generate``, and for a backward pass with gradient checkpointing, which runs layers again.
+
+        Args:
+            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's.
 
         Raises:
             RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.
@@ -284,7 +287,7 @@ class FloralModel(nn.Module):
             mixture: Weights of the clusters; None: that of an enclosing :meth:`mixing`, or else the router's.
 
         Raises:
-            RecipeError: As in :meth:`forward`.
+            RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits.
         """
         before = self._mixture.value
         if mixture is None:
@@ -315,7 +318,11 @@ class FloralModel(nn.Module):
     def merge(self, mixture: Tensor | None = None) -> nn.Module:
         """Return a copy with the original architecture and the mixed adaptors added to its tensors.
 
-        Batch norms are merged as eval mode applies them. Without ``mixture`` the router's is used, without noise.
+        Batch norms are merged as eval mode applies them.
+
+        Args:
+            mixture: Weights of the clusters, of shape (clusters,) or that of the router's logits; None: the router's,
+                without noise.
 
         Raises:
             RecipeError: The mixture has neither the shape (clusters,) nor that of the router's logits, or a batch norm

@@ -237,8 +237,11 @@ class AdaptedBatchNorm(AdaptedNorm):
                         beta  += shift + gain (mu - mu_local) / sigma_local
             BatchNorA   gamma += gain,  beta += shift
 
-        Gain and shift are the means of the clusters' adaptors under ``shares``, mu and sigma the base's running mean
-        and standard deviation, mu_local and sigma_local those of the adaptors' norm.
+        Gain and shift are the clusters' adaptors weighted by ``shares``, mu and sigma the base's running mean and
+        standard deviation, mu_local and sigma_local the mean and deviation of the adaptors' norm.
+
+        Args:
+            shares: Mixture weight of each cluster's adaptor, times alpha.
 
         Raises:
             RecipeError: The plain form needs a bias for the difference of the means, but the base has none.

@@ -592,7 +592,7 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight ``(d_out, d_in)``, which may be a transposed view, and bias of a linear layer."""
 
 MOST_ROWS = 64
-"""The largest number of rows of the decoding kernels; with more rows PyTorch is faster."""
+"""The largest number of rows of the kernels for generation; with more rows PyTorch is faster."""
 
 
 class _Linear(ctypes.Structure):
@@ -617,7 +617,7 @@ class _Rows(ctypes.Structure):
 
 
 def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
-    """Return whether the decoding kernels, :func:`linear` and :func:`experts`, support an input and weights.
+    """Return whether the kernels for generation, :func:`linear` and :func:`experts`, support an input and weights.
 
     The kernels support one token for each of a few texts, without gradients, while native code is in use. In bfloat16
     each user must have one text only, as PyTorch is as fast for more.
@@ -731,7 +731,7 @@ def _run_rows(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
 
 
 class RowsLinear(nn.Linear):
-    """A frozen linear layer that shares the weights of another and uses the decoding kernels where they fit."""
+    """A frozen linear layer that shares the weights of another and uses the kernel for generation where it fits."""
 
     def __init__(self, like: nn.Linear) -> None:
         super().__init__(like.in_features, like.out_features, bias=False, device="meta")

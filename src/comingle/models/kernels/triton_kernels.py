@@ -27,7 +27,12 @@ def _dot(left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def _activation(x, ACT: tl.constexpr):
-    """Return (value, derivative) as ``expert_mlp`` does; ``ACT`` is one of its ``ACTIVATION_CODES``."""
+    """Return value and derivative of an activation, by the formulas of :mod:`~comingle.models.kernels.expert_mlp`.
+
+    Args:
+        x: Input of the activation.
+        ACT: Code of the activation: 0 for GELU with tanh, 1 for GELU with erf, 2 for SiLU, else ReLU.
+    """
     if ACT == 0:  # gelu_tanh, with 2 sqrt(2 / pi) and 3 * 0.044715
         square = x * x
         s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))
@@ -51,8 +56,14 @@ def _activation(x, ACT: tl.constexpr):
 def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
     """Load a tile of the base's pre-activations (tokens times hidden columns) in float32, and add the bias.
 
-    ``offsets`` are the tile's addresses relative to ``base``, ``inside`` masks those within the tensor, and ``c`` are
-    the numbers of its columns.
+    Args:
+        base: Address of the pre-activations.
+        bias: Address of the bias.
+        offsets: Offset of each entry of the tile from ``base``.
+        inside: Mask of the entries within the tensor.
+        c: Indices of the tile's columns.
+        hidden: Number of columns of the tensor.
+        BIASED: Whether there is a bias.
     """
     tile = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
@@ -64,7 +75,13 @@ def _load_base(base, bias, offsets, inside, c, hidden, BIASED: tl.constexpr):
 def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.constexpr):
     """Load ``RANK`` columns of some rows from ``first_column`` on, padded with zeros to ``WIDE`` columns.
 
-    ``start`` is the address of the tensor, ``row`` the offsets of the rows and ``valid`` masks rows within the tensor.
+    Args:
+        start: Address of the tensor.
+        row: Offset of each row from that address.
+        valid: Mask of the rows within the tensor.
+        first_column: Index of the first column to load.
+        RANK: Number of columns to load.
+        WIDE: Number of columns with padding, a power of two.
     """
     r = tl.arange(0, WIDE)
     columns = first_column + r
@@ -73,9 +90,15 @@ def _load_columns(start, row, valid, first_column, RANK: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _load_factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
-    """Load the columns ``c`` of one expert's factor ``(rank, hidden)``; pad it with zeros to ``WIDE`` rows.
+    """Load some columns of one expert's factor ``(rank, hidden)``, padded with zeros to ``WIDE`` rows.
 
-    ``factor`` is the address of all experts' factors, ``number`` the index of the expert among those of all users.
+    Args:
+        factor: Address of the factors of all experts of all users.
+        number: Index of the expert among those of all users.
+        c: Indices of the columns.
+        hidden: Number of columns of a factor.
+        RANK: Number of rows of a factor.
+        WIDE: Number of rows with padding, a power of two.
     """
     r = tl.arange(0, WIDE)
     offsets = (number * RANK + r)[:, None] * hidden + c[None, :]
@@ -217,7 +240,11 @@ def backward(
 
     Grid: chunks of hidden columns, blocks of tokens, users, as in :func:`forward`.
 
-    Args: The inputs and sizes of :func:`forward`, and
+    Inputs and sizes are as in :func:`forward`: ``base_0`` and ``base_1`` are the base's pre-activations of the layers
+    that read the MLP's input (gate and up, or up alone), ``bias_0`` and ``bias_1`` their biases, ``b_0`` and ``b_1``
+    their factors B, ``z`` the input's products with their factors A, and ``a`` the factor A of the last layer.
+
+    Args: Besides these
 
         d_mixed: Gradient of the mixture ``sum_j p_j h_j``, ``(users, n, hidden)``.
         d_gated: Gradient of ``p_j z_last_j``, the ranks of the last layer's LoRA, ``(users, n, experts * rank)``.
@@ -283,7 +310,11 @@ def backward_factors(
 
     Grid: chunks of hidden columns, ranges of ``span`` tokens, experts of all users.
 
-    Args: The inputs and sizes of :func:`backward`, and
+    Inputs and sizes are as in :func:`backward`: ``base_0`` and ``base_1`` are the base's pre-activations of the layers
+    that read the MLP's input (gate and up, or up alone), ``bias_0`` and ``bias_1`` their biases, ``b_0`` and ``b_1``
+    their factors B, ``z`` the input's products with their factors A, and ``a`` the factor A of the last layer.
+
+    Args: Besides these
 
         d_b_0: Output: partial sums of the gradient of ``b_0``, ``(ranges, users, experts, rank, hidden)``.
         d_b_1: Output: partial sums of the gradient of ``b_1``, of the same shape; not written in plain MLPs.
