@@ -41,7 +41,10 @@ MIN_INNER = 16
 
 
 def with_triton(model: AdaptedModel) -> AdaptedModel:
-    """Use Triton kernels for expert mixtures from now on (``runtime.gpu: [triton]``), and return the model.
+    """Use Triton kernels for the expert mixtures of this process from now on (the setting ``runtime.gpu: [triton]``).
+
+    Args:
+        model: The model, which must be on a CUDA GPU; it is returned unchanged.
 
     Raises:
         RecipeError: The model is not on a CUDA GPU, or Triton is not installed.
@@ -304,10 +307,10 @@ class RecordedModel(AdaptedModel):
         plain = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
         pools = [recording.pool for recording in self.recordings.values() if recording is not None]
 
-        def run(*static: Tensor) -> tuple[Tensor, Tensor | float]:
-            """Return :meth:`AdaptedModel.states` of the recording's static inputs."""
+        def run(*arguments: Tensor) -> tuple[Tensor, Tensor | float]:
+            """Run the pass: return :meth:`AdaptedModel.states` of arguments in the order of ``given``."""
             with without_packing():
-                *tensors, present, inputs = static
+                *tensors, present, inputs = arguments
                 return plain.states(dict(zip(names, tensors, strict=True)), present, inputs)
 
         try:

@@ -452,10 +452,10 @@ Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
 
 
 def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None:
-    """Log a warning if the largest LoRA rank exceeds the rank min(d_in, d_out) of some weights; refuse absurd ranks.
+    """Check that LoRA ranks are not larger than the weights: log a warning, or raise an error if they are far larger.
 
-    A rank above min(d_in, d_out) changes no result, but the excess is trained and uploaded. A rank above d_in + d_out
-    of every weight is an error: such factors are larger than the weights.
+    A rank above min(d_in, d_out), the full rank of a weight, changes no result, but the excess is trained and uploaded.
+    A rank above d_in + d_out of every weight is an error: such factors are larger than the weights.
 
     Args:
         ranks: LoRA rank of each user.

@@ -194,8 +194,8 @@ class Geometry:
     def with_rank(self, rank: int, form: str = "channel") -> Geometry:
         """Return the shapes for another rank, limited to the largest rank that the base weight can have.
 
-        The inner width is the size of the axis that both factors share. It is the rank in all forms but "filter", where
-        it is the rank times a group's output channels (FLoRAL, arXiv:2410.03497, eq. 39).
+        ``width`` is the size of the axis that both factors share: the rank, or in the form "filter" the rank times a
+        group's output channels (FLoRAL, arXiv:2410.03497, eq. 39).
 
         Args:
             rank: The new rank.
