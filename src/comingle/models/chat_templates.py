@@ -217,11 +217,11 @@ class ChatTemplate:
         return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
 
     def _prompt_text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt of the next response as text, up to the header of the response, such as "<|assistant|>".
+        """Return the prompt of the next response as text; it ends with the response's header, such as "<|assistant|>".
 
-        Trailing spaces are removed. They belong to the response, because tokenizers join a space and the next word.
+        Trailing spaces are left to the response, because tokenizers join a space and the next word.
         """
-        # The second term is empty unless the template ignores add_prompt.
+        # `_response_header` is empty unless the template ignores `add_prompt`.
         return (self.render(messages, add_prompt=True) + self._response_header).rstrip(" ")
 
     @cached_property

@@ -89,6 +89,7 @@ def _name_hint(name: str, linears: set[str]) -> str:
         name: The name in the recipe.
         linears: The names of the linears in a decoder layer.
     """
+    # Linears whose names differ from the given one by a prefix; the first is an example.
     near = sorted(n for n in linears if name.endswith(f".{n}") or n.endswith(f".{name}"))
     return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
 

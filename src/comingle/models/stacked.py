@@ -709,7 +709,14 @@ class MixedLanguageModel(StackedModel):
         return torch.stack([F.pad(tokens, (0, width - tokens.shape[1]), value=PAD) for tokens in continued])
 
     def of_one_user(self, tensors: Tree) -> FloralModel:
-        """Return one user's whole causal language model (``.model``): its adaptors over the base's shared weights."""
+        """Return one user's causal language model with its adaptors; the base's weights are shared.
+
+        Args:
+            tensors: The user's tensors, ``(1, ...)`` by name.
+
+        Returns:
+            A wrapper with the adaptors and the router, whose ``model`` is the language model of transformers.
+        """
         base, net = self.base.model, self.net
         assert isinstance(net, FloralModel)
         copied = copy_with_tensors(net, tensors, shared=(*base.parameters(), *base.buffers()))

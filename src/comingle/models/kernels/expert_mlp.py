@@ -401,13 +401,13 @@ def set_backend(backend: object) -> None:
 
 
 def backend_for(x: Tensor, act: Activation, rank: int) -> object:
-    """Return the code that runs a mixture: this module, the backend of :func:`set_backend`, or None for PyTorch.
+    """Return the code that runs a mixture of experts: this module (C++), the backend of :func:`set_backend`, or None.
 
-    It is the first that supports the input, the activation and the rank.
+    The first that supports the input, the activation and the rank is chosen. None stands for plain PyTorch.
 
     Args:
         x: Input of the MLP.
-        act: Its activation.
+        act: Activation of the MLP.
         rank: LoRA rank.
     """
     backends = (sys.modules[__name__], _other_backend)
@@ -434,7 +434,7 @@ def supports(x: Tensor, act: Activation, rank: int) -> bool:
 
     Args:
         x: Input of the MLP.
-        act: Its activation.
+        act: Activation of the MLP.
         rank: LoRA rank.
     """
     return (
