@@ -320,7 +320,7 @@ class StackedModel(Model):
         """Seed torch's random numbers in the context, such as dropout, so that a resumed run draws the same ones.
 
         Args:
-            *key: Parts of the seed that identify the pass, such as round and step.
+            *key: Parts of the seed, which identify the pass: the run's seed, the users and the number of the step.
         """
         if not self._is_random:
             yield

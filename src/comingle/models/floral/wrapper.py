@@ -229,8 +229,8 @@ def adaptor_size(
         budget: Parameters of an adaptor divided by those of its base weight, in (0, 1].
         conv: Form of convolutions; "none" adds no low-rank adaptors to them.
         lora: Add low-rank adaptors to linear layers.
-        bias: Ignored; accepted so that the settings of :func:`floral` can be passed on.
-        norm: Ignored, like ``bias``.
+        bias: Does not change the number; accepted so that the settings of :func:`floral` can be passed on.
+        norm: Does not change the number, like ``bias``.
 
     Raises:
         RecipeError: Not exactly one of rank and budget is given, one is out of range, or layers share parameters.
