@@ -318,9 +318,9 @@ def check_audited(run: Run) -> None:
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
     """Return the recipe of a short run that leaks as much per round as the audited run.
 
-    It has at most ``rounds`` rounds, a single evaluation, and the noise multiplier of the audited run instead of its
-    epsilon, which would give less noise over fewer rounds. If multipliers differ between users, all get the smallest
-    one.
+    The short run has at most ``rounds`` rounds and a single evaluation. It keeps the noise multiplier of the audited
+    run, not its epsilon: the same epsilon over fewer rounds would need less noise. If multipliers differ between users,
+    all get the smallest one.
 
     Args:
         recipe: Recipe of the audited run.

@@ -635,15 +635,19 @@ class Halves:
     windows: Sequence[Int[Tensor, "_ _"]]
     inside: Sequence[Bool[Tensor, " _"]]
 
-    def with_included(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
-        """Return user ``number`` with only the included windows as training data.
+    def with_included(self, index: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
+        """Return a copy of a user with only the included windows as training data.
 
         The rest of a text after its last whole window is always included.
+
+        Args:
+            index: Index of the user.
+            user: The user.
         """
         if isinstance(user, UserAnswers):
-            return replace(user, train=user.train.only(self.inside[number]))
-        windows, width = self.windows[number], self.windows[number].shape[1]
-        included, rest = windows[self.inside[number]].flatten(), user.train[len(windows) * width :]
+            return replace(user, train=user.train.only(self.inside[index]))
+        windows, width = self.windows[index], self.windows[index].shape[1]
+        included, rest = windows[self.inside[index]].flatten(), user.train[len(windows) * width :]
         return replace(user, train=torch.cat([included, rest]))
 
 

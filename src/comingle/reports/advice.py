@@ -66,7 +66,7 @@ class Advice:
     def records(self) -> list[dict[str, Any]]:
         """Return one record for each user of each method and of each smaller group, for a data frame.
 
-        Each has ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
+        The keys are ``method``, ``together`` (names of the group; None for all users), ``user``, ``change`` (mean over
         seeds), the ends ``low`` and ``high`` of its interval (None with one seed, and if seeds tie), and ``verdict``.
         """
         trainings = [(method, None, gains) for method, gains in self.methods.items()]
@@ -297,8 +297,9 @@ def _method_sentence(advice: Advice) -> str:
     if chosen is None:
         return "No method is shown to beat local training on average over users; take local, which sends nothing."
     gain = advice.means[chosen]
-    best = next(name for name in advice.means if name not in advice.against_best)  # it is not compared with itself
-    upload = sizes([advice.upload_bytes[chosen]])[0]
+    # ``against_best`` compares each method but the best with the best.
+    best = next(name for name in advice.means if name not in advice.against_best)
+    (upload,) = sizes([advice.upload_bytes[chosen]])
     text = f"Take {chosen}: {_gain_text(gain)} on average over users; each user uploads {upload} per round."
     if chosen != best:
         text += f" {best} has the best mean, but is not shown to be better."

@@ -289,7 +289,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
     """Return a figure as inline SVG for a page.
 
-    It is wide enough that all letters have at least :data:`SMALLEST` pixels.
+    The SVG does not shrink below the width at which all letters have at least :data:`SMALLEST` pixels.
 
     Args:
         figure: The figure.
@@ -352,7 +352,7 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
         sides = [(8.0, 5.0), (8.0, -13.0), (-8.0 - width, 5.0), (-8.0 - width, -13.0)]
         boxes = [(x + right, y + up, x + right + width, y + up + 10) for right, up in sides]
         free = [number for number, box in enumerate(boxes) if not any(_overlaps(box, other) for other in taken)]
-        chosen = free[0] if free else 0
+        chosen = free[0] if free else 0  # 0 is right above
         taken.append(boxes[chosen])
         axis.annotate(text, (data_x, data_y), textcoords="offset points", xytext=sides[chosen], fontsize=9)
 

@@ -328,7 +328,7 @@ def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
         wanted: The baseline that the caller wants; None for the default.
 
     Raises:
-        RecipeError: It is not among the methods.
+        RecipeError: A wanted method is not among the methods.
     """
     if wanted is None:
         return BASELINE if BASELINE in methods else methods[0]
@@ -439,12 +439,12 @@ def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str
         number of all; ``worst``, the worst change, None if a result is not finite.
 
     Args:
-        differences: Differences of all users by seed; None if one is not finite.
+        differences: Differences of all users to the baseline by seed; None stands for one that is not finite.
         measure: Name of the measure of the results, such as "perplexity".
     """
     all_differences = [value for values in differences.values() for value in values]
     finite = [value for value in all_differences if value is not None]
-    num_ahead = sum(value != 0 and not is_worse(value, measure) for value in finite)
+    num_ahead = sum(value != 0 and not is_worse(value, measure) for value in finite)  # equal results are not better
     worst: float | None = None
     if finite and len(finite) == len(all_differences):
         worst = as_change(worst_of(measure)(finite), measure)

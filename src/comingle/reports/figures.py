@@ -378,7 +378,10 @@ def _to_axis(measure: str, change: float) -> float:
 
     Ends of whiskers are limited, as they may be too large to draw; the axis ends long before.
     """
-    return 10 ** max(-300.0, min(change, 300.0)) if measure == "loss" else min(change, 1e9)
+    if measure == "loss":
+        exponent = max(-300.0, min(change, 300.0))  # powers beyond are not finite floats, or 0
+        return 10**exponent
+    return min(change, 1e9)
 
 
 def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
@@ -472,11 +475,9 @@ def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], m
         baseline: Label of the baseline.
     """
     for entry, gains_of_entry in rows:
-        changes = np.sort(
-            [_to_axis(gain.measure, gain.change.mean) for gain in gains_of_entry]
-        )  # in the unit of the axis
+        changes = [_to_axis(gain.measure, gain.change.mean) for gain in gains_of_entry]  # in the unit of the axis
         style = by_label[entry.label]
-        axis.ecdf(changes, color=style.colour.light, linestyle=style.line)
+        axis.ecdf(np.sort(changes), color=style.colour.light, linestyle=style.line)
     axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
     axis.set_title("distribution over users")
     axis.set_ylabel("share of users, %")

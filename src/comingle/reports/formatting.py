@@ -159,16 +159,16 @@ def as_change(mean: float, measure: str) -> float:
     return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST_EXPONENT))
 
 
-def within_limits(difference: float, measure: str) -> float:
+def within_limits(end: float, measure: str) -> float:
     """Return the nearest change that the measure allows, for an end of an interval.
 
     Shares and ROUGE-1 change by -100 to 100 points. Changes of other measures are returned unchanged.
 
     Args:
-        difference: The change, in the unit of :func:`change`.
+        end: An end, in per cent or percentage points, for losses a logarithm to base 10 (see :func:`change`).
         measure: Name of the measure of the results, such as "perplexity".
     """
-    return max(-100.0, min(100.0, difference)) if measure in _POINTS else difference
+    return max(-100.0, min(100.0, end)) if measure in _POINTS else end
 
 
 def is_worse(difference: float, measure: str) -> bool:

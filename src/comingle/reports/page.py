@@ -677,9 +677,9 @@ def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, wo
     """
     pick = worst_of(measure) if worst else best_of(measure)
     cells = []
-    for results in zip(*by_user.values(), strict=True):  # of one entry
-        finite = {user: result for user, result in zip(by_user, results, strict=True) if result is not None}
-        if len(finite) < len(results):
+    for results_of_entry in zip(*by_user.values(), strict=True):  # one for each user
+        finite = {user: result for user, result in zip(by_user, results_of_entry, strict=True) if result is not None}
+        if len(finite) < len(results_of_entry):
             cells.append(_spread_text(None, measure))
         else:
             name = pick(finite, key=lambda user: finite[user].mean)

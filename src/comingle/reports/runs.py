@@ -501,7 +501,7 @@ class Gain:
         "higher (one seed)", or "level" below :func:`comingle.reports.formatting.negligible_change`. Several seeds
         without an interval are "level".
         """
-        if self.interval is None and self.change.std is not None:
+        if self.interval is None and self.change.std is not None:  # several seeds with equal results
             return "level"
         if self.interval is None:
             side = "lower" if self.change.mean < 0 else "higher"
@@ -559,7 +559,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, geometric: bool = False) -> Curve:
-    """Return the results of a user, or the mean over users, at each evaluation; those that are not finite are left out.
+    """Return the results of a user, or the mean over users, at each evaluation.
+
+    Evaluations with a result that is not finite are left out.
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
@@ -757,6 +759,7 @@ def cost(entry: Entry) -> Cost:
 
 def epsilon_text(entry: Entry) -> str:
     """Return the epsilon of an entry as text: the largest of all users and runs, or why there is none."""
+    # ``spent`` is the last privacy event of a run; empty without privacy.
     if all(run.spent for run in entry.runs):
         return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
     has_uploads = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)

@@ -88,7 +88,7 @@ def render_run(metrics: JsonObject, *, all_users: bool = False) -> Table:
         all_users: Whether each user has a row; else, of many users, only the best and the worst.
     """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
-    if not metrics["users"] and metrics.get("untold"):
+    if not metrics["users"] and metrics.get("untold"):  # users that keep their results private
         name, own = f"{metrics['method']}, seed {metrics['seed']}", "each user's own run folder has its scores"
         table = Table("", box=None, show_header=False, caption=_run_caption(metrics, unit), caption_justify="left")
         table.add_row(words(f"{name}: no user reports results to the server (`tells`); {own}"))

@@ -118,8 +118,12 @@ def _platform_cache() -> Path:
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
     """Return the folder ``target``, after creating it with ``fill`` if it is missing.
 
-    ``fill`` writes to a temporary folder, which is renamed when it is complete. An interruption, even by kill -9 or a
-    power cut, leaves no folder ``target``. If two processes fill it, the first one to finish wins.
+    The content is written to a temporary folder, which is renamed when it is complete. An interruption, even by kill -9
+    or a power cut, leaves no folder ``target``. If two processes create it, the first one to finish wins.
+
+    Args:
+        target: The folder.
+        fill: Writes the content to the folder that it is called with.
     """
     if target.is_dir():
         return target

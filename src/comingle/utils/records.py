@@ -127,7 +127,7 @@ def check_name(folder: Path) -> None:
             raise RunError(f"{folder}: cannot be a folder: {parent} is a file")
     reason = None
     try:
-        os.lstat(folder)
+        os.lstat(folder)  # fails with the reason if the system refuses the name
     except (FileNotFoundError, NotADirectoryError):
         # If parent folders are missing too, the system has not looked at the length of the last part.
         if any(len(os.fsencode(part)) > _NAME_MAX for part in folder.parts):
