@@ -178,7 +178,8 @@ def audit_run(
 ) -> Audit:
     """Attack a run: text and conversations with canaries and membership inference, samples by inverting an upload.
 
-    Nothing is written. Tokens are recovered from uploads of text only.
+    Canaries are random tokens that short runs insert into users' training data: attackers then guess which were
+    inserted. Nothing is written. Tokens are recovered from uploads of text only.
 
     Args:
         run: Finished run.

@@ -500,18 +500,20 @@ def run_trial(
         insert(user, canary) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
-    # A federation in memory that nothing observes yet.
-    plain = build(trial_recipe, replace(run_data, users=trial_users), store="memory")
+    # A federation in memory; the observed one below shares its clients and its server.
+    unobserved = build(trial_recipe, replace(run_data, users=trial_users), store="memory")
     scores = {view: [[] for _ in users] for view in (SERVER, USERS)}
-    canary_scores = CanaryScores(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
-    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=canary_scores.record_view)
-    metrics = execute(federation, trial_recipe, None, observers=observers(plain.clients)).metrics
+    canary_scores = CanaryScores(attacker=Attacker(clients=unobserved.clients), canaries=canaries, scores=scores)
+    federation = ObservedFederation(
+        clients=unobserved.clients, server=unobserved.server, record_view=canary_scores.record_view
+    )
+    metrics = execute(federation, trial_recipe, None, observers=observers(unobserved.clients)).metrics
     return Trial(
         inside=canaries.inside.tolist(),
         scores={view: canary_scores.score(view) for view in (SERVER, USERS)},
         ranks=canary_scores.ranks(),
         metrics=metrics,
-        works={} if (account := plain.server.mechanisms.account) is None else dict(account.works()),
+        works={} if (account := unobserved.server.mechanisms.account) is None else dict(account.works()),
     )
 
 
@@ -741,8 +743,8 @@ def run_shadow(
     shadow_recipe = recipe.with_changes({"seed": recipe.seed + 1 + number})  # a seed of its own
     halves_of_run = halves(users, recipe.training.context, seed=recipe.seed, run=number)
     shadow_users = as_users(halves_of_run.with_included(user_number, user) for user_number, user in enumerate(users))
-    # A federation in memory that nothing observes yet.
-    plain = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
+    # A federation in memory; the observed one below shares its clients and its server.
+    unobserved = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
     scored_indices = [indices_to_score(len(windows)) for windows in halves_of_run.windows]  # of each user's windows
     most = max(map(len, scored_indices))
     # Users with fewer scored windows repeat them, so that all users' windows are one tensor. Users with too little text
@@ -751,9 +753,11 @@ def run_shadow(
         windows[indices[torch.arange(most) % len(indices)]] if len(indices) else windows[:1].expand(most, -1)
         for windows, indices in zip(halves_of_run.windows, scored_indices, strict=True)
     ]
-    window_scores = WindowScores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
-    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=window_scores.record_view)
-    execute(federation, shadow_recipe, None, observers=observers(plain.clients))
+    window_scores = WindowScores(attacker=Attacker(clients=unobserved.clients), windows=torch.stack(widen(padded)))
+    federation = ObservedFederation(
+        clients=unobserved.clients, server=unobserved.server, record_view=window_scores.record_view
+    )
+    execute(federation, shadow_recipe, None, observers=observers(unobserved.clients))
     num_scored = {user: len(indices) for user, indices in enumerate(scored_indices) if len(indices)}
     return Shadow(
         scores={  # without the repeated windows

@@ -241,10 +241,10 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
     Raises:
         RunError: The net's first layer is not linear with a bias, is not shared, or does not read the inputs.
     """
-    # A federation in memory that nothing observes yet.
-    plain = build(recipe, run_data, store="memory")
-    weight_and_bias = first_layer(plain.clients.model.layout, plain.clients.method.shared)
-    downloaded = published(plain.server)
+    # A federation in memory; the observed one below shares its clients and its server.
+    unobserved = build(recipe, run_data, store="memory")
+    weight_and_bias = first_layer(unobserved.clients.model.layout, unobserved.clients.method.shared)
+    downloaded = published(unobserved.server)
     inverted_inputs: dict[int, Tensor | None] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
@@ -257,8 +257,8 @@ def _invert_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch) -> I
             weight, bias = ((tensors[name][row, 0] - downloaded[name][user, 0]).double() for name in weight_and_bias)
             inverted_inputs[user] = input_from_changes(weight, bias)
 
-    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
-    execute(federation, recipe, None, observers=watch(plain.clients))
+    federation = ObservedFederation(clients=unobserved.clients, server=unobserved.server, record_view=record_view)
+    execute(federation, recipe, None, observers=watch(unobserved.clients))
     users: Sequence[UserSamples] = run_data.users
     mean_test_input = torch.cat([user.test.inputs.flatten(1).double() for user in users]).mean(0)
     errors, guesses = [], []
@@ -401,9 +401,9 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
         among the most common tokens of all test texts.
     """
-    # A federation in memory that nothing observes yet.
-    plain = build(recipe, run_data, store="memory")
-    factors, last_published = token_factors(plain.clients), LastPublished()
+    # A federation in memory; the observed one below shares its clients and its server.
+    unobserved = build(recipe, run_data, store="memory")
+    factors, last_published = token_factors(unobserved.clients), LastPublished()
     changes_of_users: dict[int, Tree] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
@@ -418,10 +418,10 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
                 }
         last_published.remember(view, tensors)
 
-    federation = ObservedFederation(clients=plain.clients, server=plain.server, record_view=record_view)
-    execute(federation, recipe, None, observers=watch(plain.clients))
+    federation = ObservedFederation(clients=unobserved.clients, server=unobserved.server, record_view=record_view)
+    execute(federation, recipe, None, observers=watch(unobserved.clients))
     # All factors read the same inputs, so any of them finds their layer.
-    candidates = first_inputs(plain.clients, recipe.training.context, factors[0])
+    candidates = first_inputs(unobserved.clients, recipe.training.context, factors[0])
     users: Sequence[UserData] = run_data.users
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
     num_tokens, recovered, guesses = [], [], []

@@ -280,7 +280,7 @@ def _shadowed_sentence(audit: Audit, view: str) -> str:
     source = {"server": "a user's uploads", "users": "what other users receive"}[view]
     values = [result.auc for result in audit.shadowed if result.view == view]
     bounds = interval(values)
-    if bounds is None:
+    if bounds is None:  # fewer than two users
         return f"With reference models: too few observations of {source} for a conclusion."
     auc_text = f"AUC {fmean(values):.2f} on average over users ({bounds_text(bounds)})"
     which = f"With reference models, membership of {audit.unit_plural} in the training data"

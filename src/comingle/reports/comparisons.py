@@ -385,7 +385,8 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     # not differ between seeds has no interval. It is counted as not significant.
     p_of_means = [1.0 if has_tied(estimate, measure) else estimate.p_value for estimate in estimates.values()]
     shares = dict(zip(arrays, holm_shares(p_of_means), strict=True))
-    p_values = dict(zip(arrays, holm([signed_rank(array.mean(1).tolist()) for array in arrays.values()]), strict=True))
+    p_over_users = [signed_rank(array.mean(1).tolist()) for array in arrays.values()]
+    p_values = dict(zip(arrays, holm(p_over_users), strict=True))
     num_users = len(next(iter(baseline_results.values())))
     has_p_values = len(arrays) * smallest_signed_rank(num_users) <= ERROR  # else none could be significant
 

@@ -370,7 +370,8 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
         # Without privacy there is no setting of it, so that all settings of a private run would differ. Then only the
         # mechanism is listed, under the key "privacy".
         all_private = all(other.recipe.get("privacy") for other in same_method)
-        keys = common_keys | _differing_keys([_settings_of(other, full_privacy=all_private) for other in same_method])
+        settings_of_method = [_settings_of(other, full_privacy=all_private) for other in same_method]
+        keys = common_keys | _differing_keys(settings_of_method)
         if "privacy.mechanism" in keys:  # the same as "privacy"
             keys -= {"privacy"}
         # The first has the key "privacy", the second the single settings if all runs are private.

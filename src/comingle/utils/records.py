@@ -201,10 +201,9 @@ def describe_privacy(privacy: JsonMapping) -> str:
     Args:
         privacy: Entry ``privacy`` of the run's metrics; an infinite epsilon is None there, as JSON has no infinity.
     """
-    if not math.isfinite(privacy["epsilon"] if privacy["epsilon"] is not None else math.inf):
-        spent = "no bound on epsilon"
-    else:
-        spent = f"epsilon {privacy['epsilon']:.4g}"
+    epsilon = privacy["epsilon"]
+    has_bound = epsilon is not None and math.isfinite(epsilon)
+    spent = f"epsilon {epsilon:.4g}" if has_bound else "no bound on epsilon"
     noise = f"noise multiplier {privacy['noise_multiplier']:.3g}, clip norm {privacy['clip_norm']:.3g}"
     return f"{privacy['mechanism']}, {spent} at delta {privacy['delta']:g}, {noise}, {privacy['releases']} releases"
 
