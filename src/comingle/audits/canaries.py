@@ -725,6 +725,25 @@ class Shadow:
     inside: Sequence[Bool[Tensor, " windows"]]
 
 
+def _choose_windows(
+    windows: Sequence[Int[Tensor, "_ _"]], indices: Sequence[Int[Tensor, " _"]]
+) -> Int[Tensor, "users windows width"]:
+    """Return the windows of each user at some indices, as one tensor.
+
+    Users with fewer indices than others repeat these windows. Users without indices repeat their first window.
+
+    Args:
+        windows: Windows of each user.
+        indices: Indices of each user's windows.
+    """
+    most = max(map(len, indices))
+    chosen = [
+        of_user[at[torch.arange(most) % len(at)]] if len(at) else of_user[:1].expand(most, -1)
+        for of_user, at in zip(windows, indices, strict=True)
+    ]
+    return torch.stack(widen(chosen))  # padded to the width of the widest
+
+
 def run_shadow(
     recipe: Recipe, run_data: RunData, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
@@ -746,21 +765,15 @@ def run_shadow(
     # A federation in memory; the observed one below shares its clients and its server.
     unobserved = build(shadow_recipe, replace(run_data, users=shadow_users), store="memory")
     scored_indices = [indices_to_score(len(windows)) for windows in halves_of_run.windows]  # of each user's windows
-    most = max(map(len, scored_indices))
-    # Users with fewer scored windows repeat them, so that all users' windows are one tensor. Users with too little text
-    # for an attack repeat their first window, whose scores are not used.
-    padded = [
-        windows[indices[torch.arange(most) % len(indices)]] if len(indices) else windows[:1].expand(most, -1)
-        for windows, indices in zip(halves_of_run.windows, scored_indices, strict=True)
-    ]
-    window_scores = WindowScores(attacker=Attacker(clients=unobserved.clients), windows=torch.stack(widen(padded)))
+    scored_windows = _choose_windows(halves_of_run.windows, scored_indices)
+    window_scores = WindowScores(attacker=Attacker(clients=unobserved.clients), windows=scored_windows)
     federation = ObservedFederation(
         clients=unobserved.clients, server=unobserved.server, record_view=window_scores.record_view
     )
     execute(federation, shadow_recipe, None, observers=observers(unobserved.clients))
     num_scored = {user: len(indices) for user, indices in enumerate(scored_indices) if len(indices)}
     return Shadow(
-        scores={  # without the repeated windows
+        scores={  # without windows that were repeated to fill the tensor
             view: {user: sums[user][:count] for user, count in num_scored.items() if user in sums}
             for view, sums in window_scores.sums.items()
         },
