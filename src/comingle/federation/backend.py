@@ -229,7 +229,7 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
 
 @dataclass(kw_only=True)
 class _SecureSum:
-    """A secure sum of one round.
+    """The server's requests to clients for one round of secure aggregation (a secure sum).
 
     Args:
         session: The session.

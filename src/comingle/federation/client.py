@@ -606,7 +606,7 @@ class Client:
 
 
 class TaskRunner:
-    """Carries out the steps of one task."""
+    """Carries out the steps of one task that the server has sent to this user's client."""
 
     def __init__(self, store: ClientStore, own: Own, task: Task):
         """Prepare to carry out a task; :meth:`run` carries it out.

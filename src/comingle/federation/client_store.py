@@ -52,7 +52,7 @@ SECURE = "secure.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """Secure sums of a run, stored in a folder that only the user can read."""
+    """One user's side of the secure sums of a run, one per round, stored in a folder that only the user can read."""
 
     folder: Path
 
@@ -145,7 +145,7 @@ tasks per round. Both exceed the number of tasks between two checkpoints of the 
 
 @dataclass(kw_only=True)
 class ClientStore:
-    """One user's part of a run, in memory and on disk.
+    """One user's part of a run, in memory and on disk: its model, and the state and answer of its last tasks.
 
     Args:
         folder: Folder of the run.

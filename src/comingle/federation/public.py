@@ -39,7 +39,7 @@ def tokens_of(digest: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Public:
-    """The part of a federation that server and clients share.
+    """The part of a federation that server and clients share: recipe without data sources, users, and digests.
 
     Args:
         recipe: Content of the recipe, with ``data.given`` instead of sources.

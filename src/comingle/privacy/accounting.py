@@ -36,7 +36,7 @@ Participation = float | tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Gaussian release of one round, as seen by one user; its standard deviation is ``noise`` times the sensitivity.
+    """Gaussian mechanism of a round, for one user; its standard deviation is ``noise`` times the sensitivity.
 
     Args:
         noise: Noise multiplier.
@@ -253,7 +253,7 @@ def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
 
 @dataclass(kw_only=True)
 class Account(ABC):
-    """Releases of each user so far, and the epsilon that they have spent.
+    """Account of what users reveal with noise ("releases", such as uploads), and of the epsilon that they have spent.
 
     Args:
         privacy: Settings with the budget.
@@ -448,7 +448,7 @@ class UploadAccount(Account):
 
 
 class ReplacingAccount(UploadAccount):
-    """Epsilon that users spend by uploads to which they add noise themselves; neighbours replace a user's data."""
+    """Epsilon that users spend by uploads with their own noise, if neighbouring data sets replace a user's data."""
 
     replaces = True
 

@@ -234,7 +234,7 @@ class PrivacyMechanism:
         Args:
             selected: Indices of the selected users.
             round_index: Number of the round, from 0.
-            releases: Whether anything is uploaded in the round.
+            releases: Whether anything is uploaded in the round; a round without uploads costs no budget.
         """
         return list(selected)
 

@@ -69,7 +69,7 @@ COUNTS, BOUND = "privacy/releases", "privacy/clip_norm"
 
 @dataclass(kw_only=True)
 class DifferentialPrivacy(PrivacyMechanism):
-    """Base class of the mechanisms that a recipe can name, with an account of Gaussian releases of whole users.
+    """Base class of the privacy mechanisms that a recipe can name, with an account of the epsilon that users spend.
 
     Args:
         privacy: Settings, with the noise multiplier once it is known.

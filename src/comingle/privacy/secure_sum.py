@@ -208,7 +208,7 @@ LEAST_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Secure sums of a run: everything about them that users and server compute alike, such as number format and noise.
+    """Rules of secure aggregation that users and server share: number format (grid), noise, and least users of a sum.
 
     Rounds are counted from 1.
 

@@ -45,7 +45,7 @@ def read_status(folder: Path) -> AppStatus | None:
 
 
 class StatusWriter:
-    """Writes the status of this process's app."""
+    """Writes the status of this process's app, such as running or failed, into the run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER

@@ -95,7 +95,7 @@ class MessageSender:
             seconds: Timeout for the reply.
             tag: Passed to ``put`` with the reply.
             put: Called with the tag, and with the reply or the reason why there is none.
-            wanted: Polling ends once this returns False.
+            wanted: Called before each poll for the reply; False ends the polling, as no reply is needed any more.
         """
 
         def exchange() -> None:
@@ -121,7 +121,7 @@ class MessageSender:
             node: ID of the node.
             kind: Flower's type of the message.
             seconds: Timeout for the reply.
-            wanted: Polling ends once this returns False.
+            wanted: Called before each poll for the reply; False ends the polling, as no reply is needed any more.
         """
         # Flower rejects a message whose `ttl` (in seconds) is over before it is stored, so it is not close to 0.
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))

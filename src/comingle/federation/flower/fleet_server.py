@@ -114,7 +114,7 @@ class _UntakenReply:
 
 
 class LimitedLinkState(InMemoryLinkState):
-    """Flower's in-memory state, with :class:`UploadLimits` on the replies of each client.
+    """Flower's in-memory state of nodes, runs and messages, with limits on each client's replies (UploadLimits).
 
     A refused reply counts as not stored, like Flower's own invalid replies, and is logged as one line on stderr.
     """

@@ -35,7 +35,7 @@ class ProbeResult(Enum):
 def probe_server(server: str, seconds: float = _SECONDS) -> ProbeResult:
     """Find out what listens at an address: first with an HTTP request without TLS, then with a TLS handshake.
 
-    The request is one that a server of comingle refuses with status 401, as it is not signed.
+    A server of comingle refuses the request with status 401, as it is not signed. This refusal identifies it.
 
     Args:
         server: The address, ``HOST:PORT``.

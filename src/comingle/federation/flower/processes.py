@@ -50,7 +50,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessId:
-    """Identity of a process.
+    """Identity of a process: its PID and when it started.
 
     Args:
         pid: Its PID.
