@@ -351,6 +351,10 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
     """Return the routing part of an evaluation event: mean gates and mixtures that users report.
 
     Values whose sizes do not fit the user's model are left out.
+
+    Args:
+        session: The session.
+        reported: Metrics that clients have reported, by user.
     """
     return _mean_gates(session, reported) | _mixtures(session, reported)
 
@@ -374,7 +378,7 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
         return {}
     experts, gates = {}, {}
     for name, metrics in reported.items():
-        if "gates" not in metrics:
+        if "gates" not in metrics:  # The user keeps its weights private.
             continue
         experts[name] = model.expert_names(users.index(name))
         if all(len(layer) == len(experts[name]) for layer in metrics["gates"]):
@@ -569,7 +573,7 @@ class NetworkBackend(Backend[ClientReports]):
         scores = {
             name: dict(report["score"])
             for name, report in reported.items()
-            if f"test_{measure}" in report.get("score", {})
+            if f"test_{measure}" in report.get("score", {})  # missing if the user keeps its scores private
         }
         event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
         if not silent and (losses := validation_losses(self.session, answers, done)):

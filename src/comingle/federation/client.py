@@ -389,8 +389,13 @@ def _shorten(digest: str) -> str:
 def _check_base(own: Own, public: Public, read: RunData) -> None:
     """Check that this client's base model and tokenizer have the same digests as the server's.
 
-    A tokenizer's digest may end with that of its chat template. Either side may leave out this part, as older versions
-    do; then only the tokens are compared.
+    A tokenizer's digest may end with the digest of its chat template. Older versions leave out this part. If it is
+    missing on either side, only the tokens are compared.
+
+    Args:
+        own: The user's own settings.
+        public: Public part of the federation, with the server's digests.
+        read: The user's data and base model.
 
     Raises:
         MessageError: A digest differs. A note, which is for the user only, names the client's base.
@@ -839,6 +844,11 @@ def _describe_answer(store: ClientStore, task: Task, answer: bytes) -> str:
     """Return one line for the user: which task was carried out, and how many bytes leave this machine for it.
 
     After the last task of a federation, the line says instead where the user's model is.
+
+    Args:
+        store: The user's part of the run.
+        task: The task.
+        answer: The bytes of the answer.
     """
     if "end" in task.todo:
         return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
@@ -857,10 +867,14 @@ _REASONS_FOR_SERVER = {
 
 
 def _refusal(task: Task, error: Exception) -> Answer:
-    """Return the answer to a task that failed; it does not quote the user's own data or settings.
+    """Return the answer to a task that failed, without the user's own data or settings.
 
     Only the text of a MessageError is sent, as it is about the server's message. Other texts may contain private data,
     so the server gets a general reason for the type of error.
+
+    Args:
+        task: The task.
+        error: The error with which it failed.
     """
     kind = type(error).__name__
     reason = _REASONS_FOR_SERVER.get(kind, "internal error")

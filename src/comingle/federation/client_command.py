@@ -209,6 +209,10 @@ class EndCondition:
 def _check_server(participant: Participant, say: Callable[[str], None]) -> None:
     """Check the server's address, certificates and the user's files, before anything is written.
 
+    Args:
+        participant: The user, with its settings for the connection.
+        say: Called with a line if the server looks wrong, or if a proxy is used.
+
     Raises:
         RecipeError: The address is missing or wrong, a file does not exist, or only one side uses TLS.
     """

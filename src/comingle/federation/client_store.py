@@ -221,7 +221,7 @@ class ClientStore:
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
-        """Store the answer to a task and the state after it; delete those of tasks that cannot be reverted any more.
+        """Store the answer to a task and the state after it; delete old answers and states that are not needed.
 
         The state is stored last. If the process is killed before that, the task counts as not carried out, and the
         answer is deleted at a later commit.
@@ -429,8 +429,8 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
 def _copy_without_padding(target: Clients, source: Clients) -> None:
     """Copy the state of a client group of one user to one whose tensors are not padded.
 
-    Both groups have the same user. The tensors of the source have room for the largest rank and number of experts of
-    all users of the federation, those of the target only for the user's own.
+    Both groups have the same user. The tensors of ``source`` have room for the largest rank and number of experts of
+    all users of the federation. The tensors of ``target`` have the user's own rank and number of experts.
 
     Args:
         target: The client group whose state is overwritten.

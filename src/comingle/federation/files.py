@@ -75,6 +75,10 @@ def save_plan(path: Path, plan: Plan) -> None:
 def split_recipe(recipe: Recipe, network: NetworkSection | None = None) -> tuple[Plan, list[Own]]:
     """Return the server's plan and each user's own settings, for the users of the recipe or of its data set.
 
+    Args:
+        recipe: Recipe with the data of all users.
+        network: Timeouts, and how many clients the server needs; None for the defaults.
+
     Raises:
         RecipeError: The recipe cannot be run with clients on other machines.
         DataError: The users' names cannot be read.

@@ -88,7 +88,7 @@ class Participant(Own):
 
 
 def load_participant(path: Path, **changes: Any) -> Participant:
-    """Read a client's file; values of ``changes`` that are not None replace those of the file.
+    """Read a client's file; values of ``changes`` that are not None replace values of the file.
 
     Relative paths are made absolute; they are relative to the file.
 

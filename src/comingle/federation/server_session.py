@@ -473,7 +473,8 @@ class TaskQueue:
     def _awaited(self) -> set[str]:
         """Return the clients for whose answers the queue waits.
 
-        It does not wait for clients that are away, nor for those that refuse to join once enough others have joined.
+        It does not wait for clients that are away. Once enough clients have joined for a round, it does not wait for
+        clients that refuse to join either.
         """
         clients = self.session.clients
         have_enough_joined = len(self.session.joined) >= self.session.network.min_participants
@@ -578,8 +579,9 @@ class TaskQueue:
     def _is_loading(self, name: str) -> bool:
         """Return whether a client is joining during a round, and still has time for it.
 
-        It then loads its base model and data, for which it has several times ``network.join_timeout`` from its first
-        join task. Before the first round this is False: :meth:`_may_retry` extends the timeout of the queue instead.
+        A joining client loads its base model and data. It has ``_loading_seconds`` (10 times ``network.join_timeout``)
+        from its first join task. Before the first round this is False: :meth:`_may_retry` extends the timeout of the
+        queue instead.
         """
         client = self.session.clients[name]
         if self._sends_only_joins or client.joined is not None:
@@ -659,7 +661,13 @@ class TaskQueue:
         self._failed[name] = why
 
     def _finish(self, name: str, task: Task, answer: Answer) -> None:
-        """Store a client's answer, and report the task as a step of progress."""
+        """Store a client's answer to its task, and emit an event "step" for progress bars and the event log.
+
+        Args:
+            name: Name of the user.
+            task: The task.
+            answer: The client's answer.
+        """
         self.pending.discard(name)
         self.answers[name] = answer
         self.session.observe(

@@ -14,7 +14,9 @@ from comingle.utils.errors import RecipeError
 
 
 def answer(user: User, request: bytes) -> bytes:
-    """Load a user's file and state, and answer one request.
+    """Load a user's file and state, and answer one request of the server.
+
+    Flower's SuperNode starts a new process for each request, so nothing stays in memory between two requests.
 
     Raises:
         RecipeError: The user's file is missing or wrong.

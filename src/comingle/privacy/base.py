@@ -175,7 +175,7 @@ class PrivacyMechanism:
         """Check that the mechanism covers a method and the settings of a recipe.
 
         Raises:
-            RecipeError: It does not; the message gives the reason.
+            RecipeError: The mechanism does not cover them; the message gives the reason.
         """
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:

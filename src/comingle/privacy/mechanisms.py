@@ -131,7 +131,7 @@ class DifferentialPrivacy(PrivacyMechanism):
         """Check that the settings determine the amount of noise.
 
         Raises:
-            RecipeError: They do not.
+            RecipeError: Neither a noise multiplier nor an epsilon is given.
         """
         if self.privacy.noise_multiplier is None and self.privacy.epsilon is None:
             raise RecipeError(
@@ -704,7 +704,8 @@ def _why_gradients_unprotected(method: Method) -> str:
     client, trained = method.client, method.client.trained
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
-    # Roles of which only a part is shared, such as one LoRA factor ("attention.a"), while all of the role is trained.
+    # Shared parts of roles, such as one of the two LoRA factors ("attention.a"). The role itself may be trained as a
+    # whole.
     parts_of_roles = [shared for shared in method.shared if "." in shared]
     if shared_parts := sorted(shared for shared in parts_of_roles if shared.partition(".")[0] in trained):
         return (

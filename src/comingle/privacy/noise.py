@@ -66,7 +66,7 @@ def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
 def without_padding(tree: Tree, ranks: Tensor) -> Tree:
     """Return LoRA factors ``(users, ..., rank, width)`` with zeros in the rows beyond each user's rank.
 
-    Users of smaller ranks have padding there, which may not count in norms or get noise.
+    In a cohort, users of smaller ranks have padding there. Padding must not count in norms or get noise.
 
     Args:
         tree: Tensors by name; those that end in ".a" or ".b" are factors.

@@ -225,7 +225,7 @@ class SimulatedSum:
         return server.total(largest)
 
     def _run_share_step(self, name: str, round_number: int) -> None:
-        """Send the public keys to a user, and give the server the shares that it seals for others."""
+        """Send all users' public keys to a user, and give the server the shares that the user seals for the others."""
         user, others = self.users[name], [other for other in self.server.roster if other != name]
         request = self._transmit_download(
             "share", name, secure_client.roster_message(name, round_number, self.server.roster)
@@ -247,7 +247,7 @@ class SimulatedSum:
         self.server.add_upload(name, secure_client.read_masked(message, name, round_number, terms.entries, terms.word))
 
     def _run_unmask_step(self, name: str, round_number: int) -> None:
-        """Send a user the names of the users in the sum, and give the server the shares that it reveals."""
+        """Send a user the names of the users in the sum, and give the server the shares that the user reveals."""
         survivors = secure_client.survivors_message(name, round_number, self.server.survivors)
         request = self._transmit_download("unmask", name, survivors)
         revealed = self.users[name].unmask(secure_client.read_survivors(request, name, round_number))

@@ -47,7 +47,7 @@ class Grid:
 
     @property
     def largest(self) -> int:
-        """Largest integer of a grid point, that of ``bound``."""
+        """Integer of the largest grid point, ``bound``."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -165,7 +165,8 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
 
 def keys_bytes(terms: Terms, name: str) -> int:
     """Return the bytes that a user sends for a sum that fails after the first step."""
-    return packed_bytes(upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)}))[0]
+    message = upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)})
+    return packed_bytes(message)[0]  # [0]: the message is of one user
 
 
 def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:

@@ -166,7 +166,7 @@ def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
 
 
 def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
-    """Insert each user's own model among those of the others.
+    """Insert each user's own model among the models of the other users.
 
     A download with all senders' uploads lacks the receiver's own, which it has already.
 

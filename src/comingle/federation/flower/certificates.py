@@ -146,7 +146,14 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def make_key(folder: Path, user: str) -> tuple[Path, Path]:
-    """Return the paths of a user's private and public key; create the files if they do not exist."""
+    """Return the paths of a user's private and public key; create the files if they do not exist.
+
+    With its key a client proves to the server which user it belongs to.
+
+    Args:
+        folder: Folder of the files.
+        user: Name of the user, after which the files are named.
+    """
     private, public = (folder / f"{quote_name(user)}.{ending}" for ending in ("key", "pub"))
     if not public.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -157,7 +164,13 @@ def make_key(folder: Path, user: str) -> tuple[Path, Path]:
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-    """Return an unsigned certificate of the subject's key, without extensions, that is valid from now on."""
+    """Return a certificate of the subject's key that is valid from now on; the caller adds extensions and signs it.
+
+    Args:
+        subject: Name of the key's owner.
+        issuer: Name of the authority that will sign the certificate.
+        key: The subject's private key, of which the certificate has the public part.
+    """
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()

@@ -130,7 +130,7 @@ class FleetConnection:
         self._private, self._public = _read_key(server.key) if server.key else generate_key_pairs()
         self._http = self._connect()
         self._node = Node()  # replaced by the node that the server activates
-        self._app_digests: dict[int, str] = {}  # by run ID
+        self._app_digests: dict[int, str] = {}  # of the app bundles that the server announces, by run ID
         self._reachable_since = time.monotonic()  # no request or response was lost since then
         self.closed = threading.Event()
         """Set once this client has closed the connection."""
