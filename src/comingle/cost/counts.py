@@ -415,7 +415,8 @@ def text_load(clients: Clients) -> Load:
 def count_stacked(rehearsal: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
     """Return the costs of the users of a net or of a client-level mixture, one entry for each group with equal loads.
 
-    The formulas for FLOPs of token-level experts do not apply to these models, so FLOPs are measured on fake tensors.
+    In a client-level mixture each user has one vector of weights for adapter sets or models, as in FLoRAL. The formulas
+    for FLOPs of token-level experts do not apply to nets and such mixtures, so FLOPs are measured on fake tensors.
 
     Args:
         rehearsal: The run's federation, on fake tensors.

@@ -269,6 +269,7 @@ def run_work(recipe: Recipe, cost: MethodCost, measurement: Measurement, users: 
         participants=participants,
         evaluated_users=evaluated_users,
         rounds=training.rounds,
+        # A run evaluates and writes a checkpoint after its last round in any case.
         evaluate_every=min(evaluate_every, training.rounds),
         checkpoint_every=min(recipe.checkpoints.every, training.rounds),
         upload_bytes=fmean(user.upload_bytes for user in cost_of_each),
@@ -474,7 +475,7 @@ def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
         "evaluation.users": None,  # and the evaluated users
         "evaluation.select": "last",  # keeps no copies of the best round
         "runtime.store": MEMORY,  # the disk is measured separately
-        "runtime.track": [],
+        "runtime.track": [],  # nothing is sent to Weights & Biases or MLflow
     }
     if recipe.runtime.users_per_step == "auto":
         changes["runtime.users_per_step"] = None  # the default, without a measurement of memory

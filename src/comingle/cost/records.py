@@ -578,7 +578,7 @@ class Plan:
         """Return nested dictionaries, for JSON.
 
         Keys are the names of the fields, with two exceptions: the base's FLOPs have their unit in the key, and Table 3
-        of the paper is ``comigs_1g1s_minus_fedavg``, a dictionary for each of its columns.
+        of the CoMiGS paper is ``comigs_1g1s_minus_fedavg``, a dictionary for each of its columns.
         """
         plain = {
             key: getattr(self, key)

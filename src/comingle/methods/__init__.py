@@ -103,7 +103,7 @@ def _is_external(defined: object) -> bool:
 def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
     """Return where an exception comes from if user-defined code is to blame.
 
-    That code may have raised the exception, or may have returned a value that made comingle raise it later.
+    The user's code may have raised the exception, or may have returned a value that made comingle raise it later.
 
     Args:
         error: The exception, with its traceback.
@@ -117,7 +117,7 @@ def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
     if called := next((frame_class for frame_class in classes if frame_class in user_classes), None):
         return _deepest_place(error, called) or defined_at(called)
     # No method of these classes is on the stack. If comingle itself failed, it got an invalid value from one of them.
-    in_core = [number for number, (frame, _) in enumerate(frames) if _in_core(frame)]
+    in_core = [index for index, (frame, _) in enumerate(frames) if _in_core(frame)]
     if not in_core or any(_is_user_code(frame) for frame, _ in frames[in_core[0] :]):
         return None  # other code of the user's, such as an observer
     frame, line = frames[in_core[-1]]

@@ -104,7 +104,7 @@ class CandidateModels(Mean):
 
         Args:
             kept: State of the server, with the models ``(models, *shape)``; changed in place.
-            received: The uploads, with the number of the model that each participant picked.
+            received: The uploads, with the index of the model that each participant picked.
         """
         models, choice = soup_of(kept), received.reports[CHOICE]
         weights = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)

@@ -194,9 +194,10 @@ class AssignmentServer(Server):
             chosen[scores[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
         else:
             chosen = solve_assignment(scores.double().softmax(1), min(self.choices, num_users), self.most)
-        # Sorting moves the index ``num_experts``, which stands for an empty place, behind the chosen ones.
+        # The index ``num_experts`` stands for a missing expert. Sorting moves it behind those of the chosen experts.
         indices = torch.arange(num_experts, device=scores.device).unsqueeze(1)
         by_user = torch.where(chosen, indices, num_experts).T.sort(1).values
+        # Padded, as there may be fewer than ``most`` experts in all.
         return F.pad(by_user, (0, self.most), value=num_experts)[:, : self.most]
 
     def settled(self) -> AssignmentServer:

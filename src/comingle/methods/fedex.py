@@ -55,7 +55,8 @@ class ExactMean(Mean):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Set R to ``R + s sum_i p_i B_i A_i - s mean(B) mean(A)``, and A and B to their means.
 
-        R is the residual of a weight, s the LoRA scale, p_i a user's aggregation weight.
+        R is the residual of a weight: a frozen matrix that users add to the weight. s is the LoRA scale, p_i a user's
+        aggregation weight.
 
         Args:
             kept: State of the server, changed in place: A and B of each weight, and two factors of its residual.
@@ -72,6 +73,8 @@ class ExactMean(Mean):
 
 def add_to_residual(kept: Tree, name: str, products: list[tuple[Tensor, Tensor]]) -> None:
     """Add the sum of the products ``A^T B`` to the residual of a weight, which is kept as ``I^T O``.
+
+    A residual is a frozen matrix that users add to the weight.
 
     The factors I ``(*experts, rank, d_in)`` and O ``(*experts, rank, d_out)`` of the new residual have the old rank.
 
@@ -175,7 +178,8 @@ class Stack(Mean):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Add ``sum_i p_i s_i B_i A_i`` over the participants to each weight's residual; A and B are not averaged.
 
-        p_i is a user's aggregation weight, s_i its LoRA scale.
+        A residual is a frozen matrix that users add to a weight. p_i is a user's aggregation weight, s_i its LoRA
+        scale.
 
         Args:
             kept: State of the server, changed in place: two factors of each weight's residual.

@@ -86,8 +86,8 @@ def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[T
     """Return the inner product ``<Theta_j, g_i>`` of each model with each user's update, over the tensors in ``names``.
 
     Args:
-        soup: Models Theta, ``(models, *shape)``.
-        updates: Updates g, ``(users, *shape)``.
+        soup: The server's models Theta, ``(models, *shape)``.
+        updates: The users' updates g, ``(users, *shape)``.
         names: Tensors to use.
     """
     parts = [updates[n].flatten(1) @ soup[n].flatten(1).T for n in names]
@@ -242,6 +242,8 @@ def names_for_inner_products(tree: Tree, which: Keys) -> list[str]:
 def keep_largest(updates: Tree, names: Collection[str], share: float) -> Tree:
     """Return updates with only the largest numbers of each user, by magnitude, and zeros elsewhere.
 
+    Inner products of models and updates may use only these numbers: FedMerge's section 3 names pruning.
+
     Args:
         updates: Updates ``(users, *shape)``.
         names: Tensors to return; with a share of 1 all are returned as they are.
@@ -297,7 +299,7 @@ class Merge(Server):
                 draw = generator(setup.seed, user, "fedmerge-fixed")
                 order = torch.randperm(self.models, generator=draw)
                 chosen, others = order[: self.chosen], order[self.chosen :]
-                logits[others] = ZERO_SHARE_LOGIT
+                logits[others] = ZERO_SHARE_LOGIT  # a weight of 0 in the softmax
                 if self.random:  # the logarithms of exponential draws: their softmax is uniform on the simplex
                     logits[chosen] = torch.empty(len(chosen)).exponential_(generator=draw).log().to(logits)
         return start_soup(setup.models) | {MERGING: weights}
@@ -358,7 +360,7 @@ class Merge(Server):
             soup[name].sub_(gradient, alpha=self.global_rate)
 
     def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        """Take a gradient step on the participants' merging weights, or on their logits, in place (eq. 6).
+        """Take a gradient step on the participants' merging weights, or on their logits, in place (FedMerge, eq. 6).
 
         The gradient for user i and model j is ``p_i <Theta_j, g_i>``, or for logits ``p_i w_ij <Theta_j - theta_i,
         g_i>`` with the merged model theta_i. The step is scaled so that its largest entry is just above
@@ -366,7 +368,7 @@ class Merge(Server):
         names, and over the ``share`` of an update's largest numbers.
 
         Args:
-            soup: Models Theta, ``(models, *shape)``.
+            soup: The server's models Theta, ``(models, *shape)``.
             logits: Merging weights w of the participants, or their logits; ``(users, models)``, changed in place.
             updates: Updates g of the participants, ``(users, *shape)``.
             weights: Aggregation weights p.

@@ -228,9 +228,9 @@ def mean_factors(
     """Return factors of the users' mean change ``sum_u weights_u scales_u A_u^T B_u``, by a truncated SVD.
 
     The largest singular values come first, so that the leading rows are the best approximation for a user with a
-    smaller rank. The change itself is not formed: with ``A^T = Q R`` and ``B^T = P T`` of all users side by side, B
-    times its weight, it is ``Q (R T^T) P^T``, and only the core ``R T^T``, as wide as the sum of all ranks, is
-    decomposed.
+    smaller rank. The change itself is not formed. Let A have the factors of all users side by side, B those times their
+    weights and scales. With the QR decompositions ``A^T = Q R`` and ``B^T = P T`` the change is ``Q (R T^T) P^T``. Only
+    the core ``R T^T``, as wide as the sum of all ranks, is decomposed by the SVD.
 
     Args:
         a: Factors A of the users.

@@ -37,7 +37,7 @@ class WarmUp(ClientHook):
 
 
 def by_layer(mixtures: Float[Tensor, "users *layers clusters"], names: Collection[str]) -> Tree:
-    """Return the users' mixture weights ``(users, clusters)`` for each tensor of the components.
+    """Return the users' mixture weights ``(users, clusters)`` for each tensor of the components that users mix.
 
     Args:
         mixtures: Mixture weights, one vector per user for the whole model ``(users, clusters)``, or one for each layer
@@ -118,9 +118,10 @@ class Entropic(ClientHook):
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
-    """Return logits of ``pi_c ~ exp(-rate f_c)``, for losses f of the components.
+    """Return the logits of each user's mixture weights pi, which are larger for components with a lower loss.
 
-    That pi minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (FLoRAL eq. 5 and 34).
+    ``pi_c ~ exp(-rate f_c)`` for the losses f of the components. These weights minimise ``sum_c pi_c f_c + (1/rate)
+    pi_c log pi_c`` (FLoRAL eq. 5 and 34).
 
     Args:
         losses: Loss f of each user under each component.

@@ -64,7 +64,7 @@ def load_file(path: Path) -> list[str]:
         return _loaded[path]
     if not path.is_file():
         raise PluginError(f"{where}: no such file; allowed: a Python file with a method")
-    methods_before, nets_and_losses_before = set(REGISTRY), (set(NETS), set(LOSSES))
+    methods_before, nets_before, losses_before = set(REGISTRY), set(NETS), set(LOSSES)
     module = _import_file(path, where)
     for name, method in _methods(module):
         registered_itself = name in REGISTRY and name not in methods_before and REGISTRY[name] is method
@@ -72,19 +72,20 @@ def load_file(path: Path) -> list[str]:
             raise PluginError(f"{where}: method {name!r} exists already{_origin_suffix(name)}; give it another name")
         register(name, method)
     names = [name for name in REGISTRY if name not in methods_before]
-    # By function: its place, and whether its code names the class Method, so that it is probably meant as a method.
+    # Functions that may be meant as methods: file and line of each, and whether its code names the class Method.
     skipped = _functions_without_annotation(module, [REGISTRY[name] for name in names])
-    if not names and (set(NETS), set(LOSSES)) == nets_and_losses_before:
+    if not names and (set(NETS), set(LOSSES)) == (nets_before, losses_before):
         found = f" Functions without `-> Method`: {list_names(skipped)}." if skipped else ""
         raise PluginError(
             f"{where}: registers nothing; allowed: functions annotated to return a Method (`def near() -> Method:`), "
             f"Method objects, comingle.methods.register(NAME, FUNCTION), and NETS.register or LOSSES.register.{found}"
         )
-    _loaded[path], _nets[path] = names, set(NETS) - nets_and_losses_before[0]
+    _loaded[path], _nets[path] = names, set(NETS) - nets_before
     SKIPPED.update({name: place for name, (place, _) in skipped.items()})
     paths_of_command = os.environ.get(FILES, "").split(os.pathsep)
     if str(path) not in paths_of_command:  # else this is a subprocess, and the main process has already warned
-        for name in [name for name, (_, names_method) in skipped.items() if names_method]:
+        # Only functions that name the class Method, as others are probably helpers.
+        for name in [name for name, (_place, names_method) in skipped.items() if names_method]:
             advice = f"write `def {name}(...) -> Method:`, or begin its name with _ if it is a helper"
             _log.warning("%s: %s is no method, as its return value is not annotated; %s", SKIPPED[name], name, advice)
     os.environ[FILES] = os.pathsep.join(dict.fromkeys([*filter(None, paths_of_command), str(path)]))
