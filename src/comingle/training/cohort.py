@@ -256,7 +256,7 @@ class Cohort(CohortTensors):
         for places, owners in self._with_data():
             tensors = self.steps.tensors(self.part.rows[places])
             sweep = self._train_sweep(owners)
-            # ``o`` and ``t`` bind the values of this group; a plain closure would see those of the last group.
+            # ``o`` and ``t`` have the values of this group as defaults, as the function is made in a loop.
             means = sweep.means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
             losses[places] = means.to(losses)
         return losses

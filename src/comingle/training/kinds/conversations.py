@@ -354,7 +354,7 @@ class AnswersKind(LanguageKind):
         if not run_data.users.in_memory:  # ``about`` has the tokens, counted when the users were stored on disk
             tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
         elif run_data.unread or not run_data.present:
-            tokens = 0  # unknown, so do not compile: reading the data only to count tokens would take longer
+            tokens = 0  # unknown, so the model is not compiled; data is not read only to count tokens
         else:
             _users, trainers = users_and_trainers(self, run_data, plan.method)
             tokens = training_tokens(trainers, plan)

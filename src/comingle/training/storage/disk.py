@@ -260,11 +260,11 @@ class OnDisk(State):
             records = np.empty((len(located), size_bytes), dtype=np.uint8)
             for file_number in {place // PLACES_PER_FILE for place, _ in located}:
                 in_file = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == file_number]
-                places_in_file = [located[i][0] % PLACES_PER_FILE for i in in_file]
+                file_places = [located[i][0] % PLACES_PER_FILE for i in in_file]
                 ids_in_file = [located[i][1] for i in in_file]
                 file = files[file_number]
                 assert file is not None
-                file.read(places_in_file, ids_in_file, into=[records[i] for i in in_file])
+                file.read(file_places, ids_in_file, into=[records[i] for i in in_file])
             return records
 
         return self._worker.submit(read)
@@ -281,15 +281,15 @@ class OnDisk(State):
             tensors: Tensors of these rows ``(rows, *shape)`` by name; those of other groups are ignored.
         """
         file_number, file = self._file_to_write(group)
-        table, places_in_file = self._table.places[group], []
+        table, new_places = self._table.places[group], []
         for row in rows:
             old_place = int(table[row])  # -1 without a record
             is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == file_number
             old_place_in_file = old_place % PLACES_PER_FILE if is_in_file else -1
-            places_in_file.append(file.place_to_write(old_place_in_file))
-        table[rows] = file_number * PLACES_PER_FILE + np.array(places_in_file, dtype=np.int64)
+            new_places.append(file.place_to_write(old_place_in_file))
+        table[rows] = file_number * PLACES_PER_FILE + np.array(new_places, dtype=np.int64)
         records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
-        self._worker.write(file, places_in_file, records)
+        self._worker.write(file, new_places, records)
         self._wait_for_writes(MAX_PENDING_WRITES)
 
     def _wait_for_writes(self, most: int) -> None:

@@ -350,11 +350,11 @@ class RecordFile:
     def __init__(self, path: Path, size_bytes: int, *, writes: bool, lives: bool = True):
         """Open the file; with ``writes`` also for writing, without ``lives`` as a temporary file."""
         self.path, self.size_bytes = path, size_bytes
-        # O_NOFOLLOW refuses to write through a symbolic link; not all systems have it.
+        # O_NOFOLLOW refuses to open a symbolic link; not all systems have it.
         flags = (os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY) | getattr(os, "O_NOFOLLOW", 0)
         self._handle = os.open(path, flags, 0o600)
         if not lives:
-            os.unlink(path)  # the open file stays usable, and its space is freed when the process ends
+            os.unlink(path)  # the open file stays usable, and its space is freed when it is closed
         self.end = 0
         """First place after all records."""
         self.num_snapshots = 0
