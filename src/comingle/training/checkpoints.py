@@ -419,10 +419,10 @@ def shard_file(number: int, count: int) -> str:
 
 
 def load_users(folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> State:
-    """Return the state of some users from all files of a checkpoint that have them.
+    """Return the state of some users, from those files of a checkpoint that have at least one of them.
 
-    A run may have been written by another number of processes than now, so the users of a file need not be those of
-    this process.
+    A run may be resumed with another number of processes. The users of this process may then be spread over several
+    files, together with users of other processes.
 
     Args:
         folder: Folder of the checkpoint.
@@ -435,7 +435,8 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
         RunError: See :func:`load_checkpoint`.
     """
     copies = len(like.rows) // len(names)
-    tensors = {name: t.clone() for name, t in named_tensors(layout, like, {}).items()}
+    no_server: Tree = {}  # the server's state is read by :func:`load_server`
+    tensors = {name: t.clone() for name, t in named_tensors(layout, like, no_server).items()}
     for file, trainers in _trainers_by_file(progress):
         if not (users := [name for name in trainers if name in set(names)]):
             continue

@@ -646,7 +646,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     """Take the local steps of all participants, as :func:`train` does, without converting out-of-memory errors.
 
-    All copies of the model that a participant keeps are trained. Its loss in the result is that of its last copy.
+    All copies of the model that a participant keeps are trained. The result has the loss of its last copy.
     """
     started, method = time.perf_counter(), clients.method
     clients.steps.known_suspects.clear()  # optimizers blamed for non-finite tensors, of the previous round

@@ -90,7 +90,7 @@ class SampleBatchSource(PassBatchSource):
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
         """Return how many users and samples one pass takes; copies of the net dominate its memory.
 
-        Each user has a copy of the net; with privacy of single examples, each sample has one.
+        Each user has a copy of the net. With privacy of single examples, each sample has a copy.
         """
         sequences = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
         privacy = self.plan.privacy

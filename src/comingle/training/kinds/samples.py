@@ -361,8 +361,8 @@ def section(recipe: Recipe) -> SamplesSection:
 def _reopened_loss(name: str, classes: bool) -> Loss:
     """Return the loss of a run that is opened again, by name.
 
-    A loss that a program had passed is not stored: then return one that raises an error when it is called, so that
-    everything but scoring works.
+    A loss that a program passed is not stored with the run. In its place, return a loss that raises an error when it
+    is called, so that everything but scoring works.
 
     Args:
         name: Name of the loss in the run folder.
