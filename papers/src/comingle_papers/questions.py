@@ -637,11 +637,11 @@ class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
         return user_of(self.section.name, language, encoded, parts, self.tokenizer, train_on_prompts=on_prompts)
 
     def inspect(self, unencoded: EncodedLanguage, user: UserAnswers) -> None:
-        """Check that a user has the validation questions that the method needs, and that tokens have an embedding row.
+        """Check a user's data: validation questions, if the method needs them, and no token unknown to the base model.
 
         Args:
             unencoded: The language as read, with its encoded questions.
-            user: The user made from the language.
+            user: The user with these questions.
         """
         check_answers(user, needs_validation=self.validates)
         super().inspect(unencoded, user)

@@ -226,6 +226,7 @@ def reproduce(
     if name is None:
         return _list_experiments()
     if latex is not None:
+        # Before the runs: an unwritable path would be found only after hours. An existing file is replaced.
         check_target(latex, force=True, option="--latex")
     from comingle_papers.reproduce.plan import RunSelection, plan
 

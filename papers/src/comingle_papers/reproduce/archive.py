@@ -173,11 +173,11 @@ def merge_records(path: Path, archived: Records, new: Iterable[Record]) -> dict[
 
 
 def plan_of(records: Records, name: str, selection: RunSelection) -> Plan:
-    """Return the plan of a table's runs with the names under which an archive has them; it reads no data.
+    """Return the plan of a table's runs, with runs named as in an archive. No data is read.
 
-    A run's name depends on whether its data came from a local folder or from the hub. The plan has the names of runs on
-    data from a folder. If the archive has no run of such a name, the plan is made with the selection's own source of
-    data, so that runs on the hub's data are found.
+    A run's name depends on whether its data came from a local folder or from the hub. The plan first names all runs as
+    if their data came from a folder. If the archive has none of these names, the plan is made with the source of data
+    that the selection gives, so that runs on the hub's data are found.
 
     Args:
         records: The records of the archive.

@@ -72,11 +72,12 @@ class Usage:
 def count_usage(recipe: Recipe, task: Task) -> Usage:
     """Count the numbers that a method stores and sends when it trains a task's net.
 
-    Every user stores and sends equally many, so a federation of a single user is built and counted.
+    All users store and send equally many numbers. So a federation with the task's first user alone is built, and its
+    numbers are counted. Only the server's numbers depend on how many users the task has.
 
     Args:
         recipe: The recipe with the method.
-        task: The task. Its first user is the one in the federation; the number of all its users counts for the server.
+        task: The task.
 
     Raises:
         RecipeError: The method does not support nets.
@@ -95,7 +96,8 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
         reported = [t for name, t in upload.reports.items() if name != LOSS]
         sent_tensors = (*upload.tensors.values(), *reported)
         received_tensors = tuple(download_of(federation, user=0, names=[user.name]).tensors.values())
-    user_parameters = int(clients.mask[0].sum())  # without the padding of smaller ranks
+    (mask_of_user,) = clients.mask  # false for the padding of smaller ranks
+    user_parameters = int(mask_of_user.sum())
     user_state = sum(t.numel() for t in clients.state.kept.values())  # such as control variates
     return Usage(
         server=_count_server_state(federation.server, len(task.users)),

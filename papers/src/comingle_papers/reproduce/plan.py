@@ -108,7 +108,7 @@ def _conversations_work(recipe: Recipe, method: Method) -> float:
     users = len(dataset.users) if dataset is not None and isinstance(dataset.users, list) else 4
     conversations = (dataset.max_conversations if dataset is not None else None) or 1_000
     rounds = training.rounds if method.trains else 0
-    evaluations = rounds // _evaluation_interval(recipe) + 1
+    evaluations = 1 + rounds // _evaluation_interval(recipe)  # 1: before training
     passes = rounds * training.local_epochs + evaluations
     return users * conversations * training.context * passes
 

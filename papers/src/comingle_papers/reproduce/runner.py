@@ -375,17 +375,23 @@ class InputCache:
         Data is loaded anew if base, runtime, seed or section ``data`` differ from the last cell's; the base model is
         loaded anew if base or runtime differ.
         """
-        # ``self._run_data`` and ``self._base`` are pairs: the key of what was loaded last, and what was loaded.
         recipe = cell.recipe
         base_key = f"{recipe.base} {recipe.runtime.model_dump_json()}"
         data_key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
-        if self._run_data is None or self._run_data[0] != data_key:
-            base = self._base[1] if self._base is not None and self._base[0] == base_key else None
-            self._run_data = self._base = self._digests = None  # free the old base model before loading the next
-            with self._waiting(LOADING):
-                self._run_data = (data_key, prepare(recipe, base=base))
-            self._base = (base_key, loaded) if (loaded := self._run_data[1].base) is not None else None
-        return self._run_data[1]
+        # The cache has pairs: the key of what was loaded last, and what was loaded.
+        cached_data_key, cached_data = self._run_data or (None, None)
+        if cached_data is not None and cached_data_key == data_key:
+            return cached_data
+        cached_base_key, cached_base = self._base or (None, None)
+        base = cached_base if cached_base_key == base_key else None
+        # Free the old data and base model before loading the next.
+        del cached_data, cached_base
+        self._run_data = self._base = self._digests = None
+        with self._waiting(LOADING):
+            loaded = prepare(recipe, base=base)
+        self._run_data = (data_key, loaded)
+        self._base = None if loaded.base is None else (base_key, loaded.base)
+        return loaded
 
 
 def run_parallel(
@@ -489,8 +495,8 @@ def _uncached(plan: Plan) -> list[str]:
 def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
     """Yield the names of data sets that a cell has to download from the hub, since they are not in the cache.
 
-    Images and questions without a ``path`` are always yielded, because their cache is not looked up: images by their
-    name, questions by the label of their data set.
+    Images and questions without a ``path`` are always yielded, since it is not checked whether they are in the cache.
+    Images have their name, questions the label of their data set.
 
     Args:
         plan: The plan of the cell.

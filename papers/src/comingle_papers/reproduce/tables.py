@@ -142,11 +142,13 @@ def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float
 
 
 def sentence(label: str, order: Order, reference: str = "paper") -> str:
-    """Return a sentence that says whether our results have the reference's order of rows.
+    """Return a sentence that says whether our results have the published order of rows.
 
     Args:
         label: The column's label, with which the sentence begins.
-        order: The comparison of the two orders.
+        order: The comparison of the two orders: the number of pairs of rows that agree, the pairs that are ``swapped``
+            by more than their deviations, the pairs that are ``unclear`` as their deviations are larger, and Kendall's
+            tau.
         reference: The name of the source of the numbers that ours are compared with.
     """
     if order.rows < 2:
@@ -339,7 +341,7 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
     was_run = results.keys() >= {*baseline_rows}
     if measure not in MEASURES or not was_run:
         return None
-    comparison = compare_with_baseline(results, measure, baseline)  # compares methods; here each row is one
+    comparison = compare_with_baseline(results, measure, baseline)  # a row of the table is a method here
     if comparison is None:
         return None
     labels = {row: plan.experiment.rows[row].label or row for row in results}
@@ -351,7 +353,7 @@ def _compare_with_baseline(plan: Plan, results: Results, baseline: str) -> Basel
 def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
     """Return a column of ``table.json``: numbers and ranks of all rows, and how well their order fits the paper's.
 
-    Ranks and the comparison of orders are of rows that have both our number and the paper's.
+    Only rows with both our number and the paper's are ranked, and only their order is compared.
 
     Args:
         plan: The table.
@@ -362,12 +364,13 @@ def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
     paper = _paper_numbers(plan, name)
     ours: dict[str, Entry] = {row: _mean_and_deviation(scores[row, name]) for row in plan.rows if (row, name) in scores}
     rows_of_both = [row for row in plan.rows if row in paper and row in ours]
-    paper_ranks = ranks({row: paper[row][0] for row in rows_of_both}, lower_is_better=lower)
-    our_ranks = ranks({row: ours[row][0] for row in rows_of_both}, lower_is_better=lower)
-    order = compare_orders(
-        {r: paper[r] for r in rows_of_both}, {r: ours[r] for r in rows_of_both}, lower_is_better=lower
-    )
+    paper_of_both, ours_of_both = ({row: side[row] for row in rows_of_both} for side in (paper, ours))
+    paper_ranks = ranks({row: mean for row, (mean, _) in paper_of_both.items()}, lower_is_better=lower)
+    our_ranks = ranks({row: mean for row, (mean, _) in ours_of_both.items()}, lower_is_better=lower)
+    order = compare_orders(paper_of_both, ours_of_both, lower_is_better=lower)
     label = plan.label(name)
+    # Models of the scale "smoke", a quick test, are too small for their order to mean anything.
+    describes_order = bool(paper) and plan.scale != "smoke"
     return {
         "name": name,
         "label": label,
@@ -383,8 +386,7 @@ def _column_record(plan: Plan, name: str, scores: Scores) -> _Column:
             for row in plan.rows
         },
         "order": asdict(order),
-        # Numbers of scale smoke mean nothing, and neither does their order.
-        "sentence": sentence(label, order, plan.experiment.reference) if paper and plan.scale != "smoke" else "",
+        "sentence": sentence(label, order, plan.experiment.reference) if describes_order else "",
     }
 
 

@@ -218,23 +218,24 @@ def flip_some(
     probability: float = 0.5,
     vertically: Sequence[bool] | None = None,
 ) -> Float[Tensor, "n c h w"]:
-    """Flip each image with some probability, left to right, or top to bottom where ``vertically`` is true.
+    """Flip each image with some probability, for augmentation.
 
-    For an image that is rotated by 90 degrees, a flip top to bottom equals a flip left to right before the rotation.
+    Upright images are flipped left to right. Images that were rotated by 90 degrees should be flipped top to bottom,
+    which equals a flip left to right before the rotation.
 
     Args:
         images: The images.
         generator: Source of the draws.
         probability: Probability of a flip.
-        vertically: For each image, whether to flip it top to bottom; None for none.
+        vertically: For each image, whether its flip is top to bottom; None if all flips are left to right.
     """
     draws = torch.rand(len(images), generator=generator, device=generator.device)
-    mirrored = images.flip(-1)
+    flipped = images.flip(-1)  # left to right
     if vertically is not None:
-        upright = torch.tensor([not v for v in vertically], device=images.device)
-        mirrored = torch.where(upright[:, None, None, None], mirrored, images.flip(-2))
-    chosen = (draws < probability).to(images.device)
-    return torch.where(chosen[:, None, None, None], mirrored, images)
+        is_vertical = torch.tensor(list(vertically), dtype=torch.bool, device=images.device)
+        flipped = torch.where(is_vertical[:, None, None, None], images.flip(-2), flipped)
+    is_chosen = (draws < probability).to(images.device)
+    return torch.where(is_chosen[:, None, None, None], flipped, images)
 
 
 def crop_randomly(

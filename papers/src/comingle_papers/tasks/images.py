@@ -98,7 +98,8 @@ _FAR_BELOW_AVERAGE = 20
 def cluster_sizes(users: int, clusters: int) -> list[int]:
     """Return each cluster's number of users: in FedMerge's proportions for five clusters, else as equal as possible.
 
-    Each cluster gets one user. The others are distributed to meet the proportions, rounded by largest remainder.
+    Each cluster first gets one user. Then the remaining users are distributed to meet the proportions. The numbers of
+    remaining users are rounded down, and the clusters with the largest remainders get one more user.
 
     Args:
         users: Number of users, at least one per cluster.
@@ -106,16 +107,16 @@ def cluster_sizes(users: int, clusters: int) -> list[int]:
     """
     is_published = clusters == len(_PUBLISHED_SIZES)
     proportions = _PUBLISHED_SIZES if is_published else (1,) * clusters
-    others = users - clusters
-    # Users that a cluster should have beyond its first, before these numbers are scaled to add up to ``others``.
-    wanted_others = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
+    num_remaining = users - clusters
+    # Users that a cluster should have beyond its first, before these numbers are scaled to add up to ``num_remaining``.
+    wanted_more = [max(0.0, users * proportion / sum(proportions) - 1) for proportion in proportions]
     # ``or 1``: with one user per cluster nothing is left to distribute, and all wanted numbers may be 0.
-    fractional_sizes = [others * wanted / (sum(wanted_others) or 1) for wanted in wanted_others]
-    sizes = [int(size) for size in fractional_sizes]
-    by_remainder = sorted(range(clusters), key=lambda c: sizes[c] - fractional_sizes[c])
-    for cluster in by_remainder[: others - sum(sizes)]:
-        sizes[cluster] += 1
-    return [1 + size for size in sizes]
+    exact_more = [num_remaining * wanted / (sum(wanted_more) or 1) for wanted in wanted_more]
+    more = [int(exact) for exact in exact_more]
+    by_remainder = sorted(range(clusters), key=lambda c: more[c] - exact_more[c])
+    for cluster in by_remainder[: num_remaining - sum(more)]:
+        more[cluster] += 1
+    return [1 + extra for extra in more]
 
 
 def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key) -> list[list[int]]:

@@ -194,9 +194,11 @@ def _given_or_default(given: object, default: object) -> Any:
 def _split_and_check(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
     """Keep a fraction of the train samples, hold out validation samples, and check the users.
 
+    FedMerge's tasks have a ``setting.partition``. When their users were made, the fraction was already applied, so
+    nothing is removed here. Their users must have train samples of each of their labels.
+
     Args:
-        task: The task, whose users have train and test samples. In a task with a partition (FedMerge's) each user was
-            dealt its fraction only, so that nothing is removed here, and must have train samples of each of its labels.
+        task: The task, whose users have train and test samples.
         setting: The task's defaults.
         fraction: Share of their train samples that users keep.
         valid: Share of the kept train samples that become validation samples.

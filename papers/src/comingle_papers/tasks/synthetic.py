@@ -107,17 +107,18 @@ def make_synthetic(
 ) -> tuple[UserSamples, ...]:
     """Return the users of a synthetic task, with inputs and targets in float32.
 
-    User k is in cluster k mod ``clusters``. It has a fixed sample of ``train + test`` inputs with targets.
+    User k is in cluster k mod ``clusters``. Each user has ``train`` train samples and ``test`` test samples, which are
+    drawn together. With ``fresh_test`` the test samples are replaced by newly drawn ones.
 
     Args:
         kind: The regression: linear, mlp or mlp-norm.
         users: Number of users.
         clusters: Number of clusters.
-        train: Train samples per user.
-        test: Test samples per user.
+        train: Number of train samples per user.
+        test: Number of test samples per user.
         seed: Seed of all draws.
-        fresh_test: Number of newly drawn test samples that replace the ``test`` ones; None keeps those. For mlp-norm,
-            new samples are normalised by mean and deviation of the fixed sample.
+        fresh_test: Number of newly drawn test samples; None keeps the ``test`` samples. For mlp-norm, new samples are
+            normalised by mean and deviation of the samples that were drawn first.
     """
     truth = draw_truth(kind, clusters=clusters, seed=seed)
     return tuple(_make_user(kind, truth, k, k % clusters, train, test, seed, fresh_test) for k in range(users))

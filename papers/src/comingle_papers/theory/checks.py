@@ -66,16 +66,17 @@ def check_all(
     coupled: CoupledSettings,
     clusters: ClusterSettings,
 ) -> list[Curve]:
-    """Run every alternating scheme of a theory recipe and measure it against the bounds of the papers.
+    """Run the papers' algorithms on small random problems, and compare their convergence with the papers' bounds.
 
-    Each instance of a random problem has its own random stream.
+    CoMiGS minimises over blocks of variables in turn; FLoRAL is local SGD in clusters of clients. Each random problem
+    ("instance") has its own random stream.
 
     Args:
         seed: Seed of the random streams.
-        quadratic: Settings of the quadratics.
-        linears: Settings of the linear experts.
-        coupled: Settings of the coupled functions.
-        clusters: Settings of the clusters.
+        quadratic: Settings of the quadratics (CoMiGS).
+        linears: Settings of the linear experts (CoMiGS).
+        coupled: Settings of the coupled functions (an earlier version of CoMiGS).
+        clusters: Settings of the clusters (FLoRAL).
 
     Raises:
         DivergenceError: scipy did not find a minimum.
@@ -224,10 +225,13 @@ def linear_curve(
     """Alternate between shares, router and experts on one problem, and check CoMiGS's Theorem F.2 and Proposition 1.
 
     The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares. The
-    claims are: bounds on its contraction factor per step, from each block's constants and from joint ones (F.2);
-    a lower bound on the smallest eigenvalue of the Hessian (Proposition 1); and that all shares are ``1 / (N + 1)`` at
-    the solution. The last one follows where F is strongly convex in experts and router: renumbering the experts does
-    not change F, so its only minimiser has equal experts.
+    claims are:
+
+    - two bounds on the factor by which a step multiplies the residual (Theorem F.2): from constants of each block of
+      variables, and from joint constants;
+    - a lower bound on the smallest eigenvalue of the Hessian (Proposition 1);
+    - all shares are ``1 / (N + 1)`` at the solution, where F is strongly convex in experts and router. Renumbering the
+      N + 1 experts does not change F, so its only minimiser has equal experts.
 
     Args:
         scheme: Name of the scheme.
@@ -245,10 +249,11 @@ def linear_curve(
     solution = linear.minimum(problem, descent.points[-1])
     lowest = linear.decoupled_objective(problem, solution)
     residuals = np.array(descent.values) - lowest
-    eigenvalue = _smallest_eigenvalue(problem, descent.points)
+    eigenvalue = _smallest_eigenvalue(problem, descent.points)  # of the Hessian
     measured = largest_step_ratio(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
-    modulus = bounds.modulus if bounds.modulus > 0 else None  # else strong convexity is not proved
-    uniform = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
+    # Without a positive modulus strong convexity is not proved.
+    modulus = bounds.modulus if bounds.modulus > 0 else None
+    uniform_share = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
     rates = {BLOCKS: bounds.block_rate, F2: bounds.theorem_rate, LOCAL: linear.local_rate(problem, solution)}
     return Curve(
         scheme=scheme,
@@ -258,28 +263,29 @@ def linear_curve(
             Claim(statement=BLOCKS, measured=measured, bound=bounds.block_rate),
             Claim(statement=F2, measured=measured, bound=bounds.theorem_rate),
             Claim(statement=EIGENVALUE, measured=eigenvalue, bound=modulus, at_least=True),
-            Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform),
+            Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform_share),
         ),
         rates={name: value for name, value in rates.items() if value is not None},
         notes={
             "alpha": problem.decay,
             "rho": bounds.slope,
-            "experts_apart": float(np.ptp(solution.experts, axis=1).max()),
+            "experts_apart": float(np.ptp(solution.experts, axis=1).max()),  # largest difference of two experts
         },
     )
 
 
 def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
-    """Return the smallest eigenvalue of the objective's Hessian (shares restricted to the simplex) on a descent.
+    """Return the smallest eigenvalue of the objective's Hessian at the points of a descent.
 
-    Only five evenly spaced points are checked, since each needs all eigenvalues.
+    The shares are restricted to the simplex. Only five evenly spaced points are checked, as eigenvalues take long.
 
     Args:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
         points: Experts, router and shares after each step of the descent.
     """
     indices = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
-    return min(float(linalg.eigvalsh(linear.tangent_hessian(problem, points[i]))[0]) for i in indices)
+    eigenvalues_of_points = [linalg.eigvalsh(linear.tangent_hessian(problem, points[i])) for i in indices]
+    return min(float(eigenvalues[0]) for eigenvalues in eigenvalues_of_points)  # in ascending order
 
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes say the same once more.

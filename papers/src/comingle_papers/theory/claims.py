@@ -84,7 +84,10 @@ class Row:
 
 
 def summarise(curves: list[Curve]) -> list[Row]:
-    """Return one row per scheme and statement, in order of appearance."""
+    """Summarise the statements of all curves: one row per kind of problem ("scheme") and statement.
+
+    Rows are in order of appearance.
+    """
     groups: dict[tuple[str, str], list[Claim]] = {}
     for curve in curves:
         for claim in curve.claims:
@@ -106,14 +109,17 @@ def largest_step_ratio(residuals: Float[np.ndarray, " steps"], floor: float | No
 
 
 def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
-    """Summarise one statement about one scheme over all instances: how many obey it, and the closest to its bound.
+    """Summarise one statement about one algorithm ("scheme") over all random problems ("instances").
+
+    The row says how many instances obey the statement, and has the values of the instance closest to its bound.
 
     Args:
         scheme: Name of the scheme.
         statement: The statement.
-        claims: The claim of each instance; only those count whose instance meets the statement's conditions
-            (``covered``).
+        claims: The claim of each instance. Claims with ``covered`` are of instances that meet the statement's
+            conditions; only these have a bound.
     """
+    # A claim with a bound comes before all claims without.
     tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
     covered = [claim for claim in claims if claim.covered]
     return Row(

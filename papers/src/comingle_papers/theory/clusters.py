@@ -990,11 +990,12 @@ def _check_mismatch(
     shares: Float[np.ndarray, " clients"],
     rng: np.random.Generator,
 ) -> list[Claim]:
-    """Check FLoRAL's Lemma A.6, and Pinsker's inequality, with which its proof begins, at drawn models.
+    """Check FLoRAL's Lemma A.6 on random models, and Pinsker's inequality, with which the lemma's proof begins.
 
     Both bound the squared mismatch ``|p_hat - p|_1^2`` of the estimated and the true weights p(k|c) of clients in a
-    cluster: Pinsker's inequality by ``2 KL(p | p_hat)``, Lemma A.6 by the formula of :func:`mismatch_bound`. Each
-    client has its own models of both clusters, since with equal models eq. 5 gives all clients the same router.
+    cluster. Pinsker's bound is ``2 KL(p | p_hat)``, that of the lemma is :func:`mismatch_bound`. The estimated weights
+    follow from the losses of the models. Each client gets models of its own for both clusters, since with equal models
+    all clients would have the same router (eq. 5).
 
     Args:
         hessians: Hessian of each client.
@@ -1013,7 +1014,7 @@ def _check_mismatch(
     models = minimisers + rng.standard_normal((len(amounts), *minimisers.shape))  # (clients, clusters, size)
     losses = np.stack([_cluster_loss(cluster, models[:, c]) for c, cluster in enumerate(clusters)], axis=1)
     true_temperature = float(rng.uniform(0.05, 1.0))  # eta_bar, an inverse temperature of routers
-    rate = float(rng.uniform(0.1, 1.0)) * true_temperature  # eta, that of the estimated routers
+    rate = float(rng.uniform(0.1, 1.0)) * true_temperature  # eta, the inverse temperature of the estimated routers
     true_routers = np.broadcast_to(router(lowest, true_temperature), losses.shape)  # from the lowest losses, eq. 5
     true_weights = aggregation_weights(true_routers, amounts)  # p(k|c), (clients, clusters)
     guessed_weights = aggregation_weights(router(losses, rate), amounts)
@@ -1065,14 +1066,17 @@ def _tightest_claim(statement: str, measured: Float[np.ndarray, " steps"], bound
 
 
 def _make_curve(scheme: str, instance: int, run: Descent, claims: list[Claim], notes: dict[str, float]) -> Curve:
-    """Return the curve of a run; its residual is the loss of the average of all models so far, above the minimum.
+    """Return the curve of a run. Its residual is the excess loss of the average of all models so far.
 
     Args:
-        scheme: Name of the scheme.
-        instance: Number of the instance.
+        scheme: Name of the kind of problem.
+        instance: Number of the random problem.
         run: The measured run.
-        claims: The statements about it.
+        claims: The paper's statements about the run.
         notes: Constants of the problem, by name.
     """
     residuals = tuple(map(float, run.averaged))
-    return Curve(scheme=scheme, instance=instance, residuals=residuals, claims=tuple(claims), rates={}, notes=notes)
+    no_rates: dict[str, float] = {}  # the bounds do not fall by the same factor in each step
+    return Curve(
+        scheme=scheme, instance=instance, residuals=residuals, claims=tuple(claims), rates=no_rates, notes=notes
+    )

@@ -585,22 +585,22 @@ class LinearConstants:
 
     @property
     def modulus(self) -> float:
-        """Modulus m of strong convexity in all variables (mu of CoMiGS, Theorem F.2).
+        """Modulus m of strong convexity of the objective F (CoMiGS, eq. 25) in all variables.
 
-        If m is not positive, nothing is proved.
+        CoMiGS's Theorem F.2 calls it mu. If m is not positive, nothing is proved.
 
-        F has the modulus m if F minus ``m / 2`` times the squared norm of all variables is convex. This difference has
-        the weight decay ``alpha - m``. The result is the largest m for which the proof of :attr:`modulus_shares` still
-        shows that the difference is convex. For n samples it solves
-        ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, that is,
-        ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``, with rho the loss's largest slope and mu
-        the weight of the divergence.
+        F has the modulus m if F minus ``m / 2`` times the squared norm of all variables is convex. This difference is
+        an objective with the weight decay ``alpha - m``. The result is the largest m for which the argument of
+        :attr:`modulus_shares` shows that the difference is convex. For n samples m solves
+        ``n m = 2 mu - |x|^2 (rho^2 + mu^2) / (alpha - m)``, a quadratic equation:
+        ``n m^2 - (n alpha + 2 mu) m + 2 mu alpha - |x|^2 (rho^2 + mu^2) = 0``. Here rho is the loss's largest slope and
+        mu the weight of the divergence.
         """
         n = self.num_samples
         linear = n * self.decay + 2 * self.coupling
         constant = 2 * self.coupling * self.decay - self._rho2_plus_mu2 * self.feature_norm**2
         product = 4 * n * constant
-        # The smaller root of the quadratic equation, in a form without cancellation.
+        # The smaller root of the quadratic equation, in the form without a difference of nearly equal numbers.
         return product / (2 * n * (linear + float(np.sqrt(linear**2 - product))))
 
     @property
@@ -615,17 +615,18 @@ class LinearConstants:
 
     @property
     def smoothness_shares(self) -> float:
-        """L_X: bound on the curvature in the shares, as long as every share is at least :attr:`smallest_share`.
+        """L_X: bound on the curvature of the objective F (CoMiGS, eq. 25) in the shares.
 
-        The divergence has the curvature ``mu / share``. The loss adds at most its largest curvature times the squared
-        output of an expert. Both are divided by the number of samples, as F is a mean.
+        The bound holds as long as every share is at least :attr:`smallest_share`. The divergence has the curvature
+        ``mu / share``. The loss adds at most its largest curvature times the squared output of an expert. Both are
+        divided by the number of samples, as F is a mean over samples.
         """
         max_output = self.radius * self.feature_norm
         return (self.coupling / self.smallest_share + self.max_curvature * max_output**2) / self.num_samples
 
     @property
     def smoothness(self) -> float:
-        """L of CoMiGS, Theorem F.2: a bound on the curvature of F in all variables.
+        """L of CoMiGS, Theorem F.2: a bound on the curvature of the objective F in all variables.
 
         The curvature of a convex function of two blocks of variables is at most the sum of the blocks' curvatures.
         """

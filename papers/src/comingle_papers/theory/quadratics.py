@@ -504,7 +504,8 @@ def draw_quadratic(rng: np.random.Generator, experts_size: int, router_size: int
     exponents = np.concatenate([[0.0, 1.0], rng.uniform(size=size - 2)])
     basis, _ = np.linalg.qr(rng.standard_normal((size, size)))
     hessian = (basis * condition**exponents) @ basis.T
-    return Quadratic(hessian=(hessian + hessian.T) / 2, centre=rng.standard_normal(size), experts_size=experts_size)
+    symmetric = (hessian + hessian.T) / 2  # without rounding errors
+    return Quadratic(hessian=symmetric, centre=rng.standard_normal(size), experts_size=experts_size)
 
 
 def interpolate(quadratic: Quadratic, other: Quadratic, mismatch: float) -> Quadratic:
