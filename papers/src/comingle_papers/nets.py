@@ -104,7 +104,9 @@ class Average(nn.Module):
 
 
 def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch") -> nn.Module:
-    """Return a ResNet of four stages for small images, as in the module's docstring; its last layer is named ``head``.
+    """Return a ResNet of four stages for small images, with FedMerge's few channels: 8 in the first stage.
+
+    The stem does not pool. Each stage but the first halves the image. The last layer is named ``head``.
 
     Args:
         layers: A key of :data:`STAGES`.

@@ -101,8 +101,8 @@ def show_measured(path: Path, name: str, selection: RunSelection, out: Path, *, 
     from comingle_papers.reproduce.tables import write_tables
 
     records = read_archive(path)
-    planned, outcomes, source = find_archived(plan_of(records, name, selection), records, path)
-    table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": source}
+    planned, outcomes, remarks = find_archived(plan_of(records, name, selection), records, path)
+    table: PaperTable = {**table_of(planned, outcomes, baseline), "measured": remarks}
     folder = out / f"{name.partition('/')[2]}-measured"
     write_tables(folder, table)
     print_table(table)
@@ -369,11 +369,12 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
     from comingle_papers.reproduce.runner import experiment_folder
 
     folder = experiment_folder(out, planned.name, resume=False, force=force)
-    recipe, costs = planned.cells[-1].recipe, None  # cells differ in their methods, given below
+    any_recipe = planned.cells[-1].recipe
+    costs = None
     with status("counting"):
-        if recipe.data.kind == "text":
-            # The only table of costs on text is CoMiGS's Table 3, which has four users.
-            costs = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
+        if any_recipe.data.kind == "text":
+            # The only table of costs on text is CoMiGS's Table 3. It has four users, and its cells differ in methods.
+            costs = count(any_recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
         counts = count_cells(planned, costs)
     for line in write_costs(folder, planned, counts, costs):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -116,8 +116,8 @@ def _conversations_work(recipe: Recipe, method: Method) -> float:
 def _questions_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on questions, in tokens, as if every question filled the context.
 
-    Scoring a question takes about as long as training on it: it is read twice and answered token by token. So trained
-    and scored questions count alike: ``users * context * (trained + evaluations * scored)``. If neither the recipe nor
+    To score a question, an evaluation reads the question twice and generates an answer, token by token. This takes
+    about as long as training on the question. So trained and scored questions count alike. If neither the recipe nor
     the paper gives the number of test questions, it is assumed to be the number of train questions.
     """
     section = cast(QuestionsDataSection, recipe.data).questions
@@ -129,8 +129,8 @@ def _questions_work(recipe: Recipe, method: Method) -> float:
     evaluates_start = rounds > 0 and recipe.evaluation.first
     # At least one: a method that trains nothing is evaluated once.
     evaluations = max(1, ceil(rounds / _evaluation_interval(recipe)) + evaluates_start)
-    trained, scored = rounds * training.local_epochs * train, evaluations * test
-    return users * training.context * (trained + scored)
+    num_trained, num_scored = rounds * training.local_epochs * train, evaluations * test  # of each user
+    return users * training.context * (num_trained + num_scored)
 
 
 def _task_work(recipe: Recipe, method: Method) -> float:

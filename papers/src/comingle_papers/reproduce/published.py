@@ -428,8 +428,8 @@ def resolve_inside(path: str, folder: Path | None) -> str:
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Return the reason why a data set cannot be read, for a message; empty if it can.
 
-    If there is a folder, it must have all text. Images and questions that it lacks are read from the hub, and so is
-    everything if there is no folder, but only at a scale with ``text: real``.
+    If there is a folder, it must have all text; images and questions that it lacks are read from the hub. Without a
+    folder everything is read from the hub. Only scales with ``text: real`` use the hub.
 
     Args:
         data: The column's data set.

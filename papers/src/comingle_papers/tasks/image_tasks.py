@@ -471,7 +471,7 @@ def _group_images(
         images: All images.
         users: Number of users.
         clusters: Number of clusters.
-        labels_per_cluster: Labels of each cluster; None puts every label into one cluster.
+        labels_per_cluster: Number of labels of each cluster; None divides all labels among the clusters.
         key: Key of the random stream by which labels are drawn: the name of the task and the seed.
 
     Returns:
@@ -481,7 +481,7 @@ def _group_images(
     if setting.partition == "personal":
         return [torch.arange(len(images))], [users], []
     if setting.partition == "domain":
-        return _group_by_domain(images, users, key)
+        return _group_by_domain(images, users, task=key[0])
     sizes = cluster_sizes(users, clusters)
     chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
     group_names = [
@@ -490,13 +490,13 @@ def _group_images(
     return group_by_labels(images.labels, chosen, sizes, key), sizes, group_names
 
 
-def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
+def _group_by_domain(images: Images, users: int, task: str) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
     """Group images by domain, with about the same number of users for each.
 
     Args:
         images: All images, with domains.
         users: Number of users.
-        key: Key of the random stream, whose first part is the name of the task; only the name is used, for the error.
+        task: Name of the task, for the error message.
 
     Returns:
         For each domain the indices of its images and its number of users, and the domains' names for error messages.
@@ -507,7 +507,7 @@ def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[T
     assert images.domains is not None
     num_domains = len(images.domain_names)
     if users < num_domains:
-        raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {num_domains}, one per domain")
+        raise RecipeError(f"task {task!r}: users={users}; allowed: from {num_domains}, one per domain")
     groups = [(images.domains == domain).nonzero().flatten() for domain in range(num_domains)]
     group_names = [f"domain {name!r}" for name in images.domain_names]
     sizes = [len(users_of_domain) for users_of_domain in torch.arange(users).tensor_split(num_domains)]

@@ -138,14 +138,17 @@ def make_task(
         clusters: The true number of clusters; None for the task's default.
         fraction: Share of their train samples that users keep, at least ``REDUCED_MINIMUM``; FLoRAL's "Reduced" tasks
             have 0.05.
-        shift: "rotate" or "labels"; by default MNIST and CIFAR-10 are rotated and the others have none.
+        shift: How clusters differ: images rotated ("rotate") or labels renumbered ("labels"); None for the task's
+            default, which is "rotate" for MNIST and CIFAR-10. Other tasks have no shift.
         path: Folder of the images (:mod:`comingle_papers.tasks.images` lists the file names) or ``hub:NAME``; None for
             ``$COMINGLE_DATA/images`` if that holds them, else the hub.
         test_samples: Test samples per user: for a synthetic task this many new ones, for images an upper limit.
         valid: Share of a user's kept train samples that become validation samples; None for the task's default, a
             tenth in FedMerge's tasks and none in FLoRAL's.
-        alpha: Concentration of the Dirichlet shares that partition labels, for tasks "-personal" and "-cluster".
-        labels_per_cluster: Labels of each cluster, for tasks "-cluster"; None puts every label into one cluster.
+        alpha: Concentration of the Dirichlet distribution of each label's shares among users, for tasks whose names end
+            in "-personal" or "-cluster"; None for the task's default.
+        labels_per_cluster: Number of labels of each cluster, for tasks whose names end in "-cluster"; None divides all
+            labels among the clusters.
 
     Raises:
         RecipeError: The task or shift is unknown, or a number is out of range.
@@ -161,7 +164,7 @@ def make_task(
     _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **population)
     chosen_shift = _choose_shift(name, shift)
     common = {"seed": seed, "test_samples": test_samples, **population}
-    skew = {
+    skew = {  # how users' labels differ
         "alpha": _given_or_default(alpha, setting.alpha),
         "labels_per_cluster": labels_per_cluster,
         "fraction": fraction,

@@ -245,8 +245,8 @@ def estimate_weights(cluster: Cluster, start: Weights, step: int, shift: float, 
     """Return the estimated weights ``p_hat`` of the clients at the beginning of a round.
 
     They move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
-    ``(1 + t / s)^-decay`` times its first value. Theorem A.10 assumes ``(t + s)^-decay`` times the first value. For
-    t = 0 this contradicts itself, as it says that the first value is ``s^-decay`` times itself.
+    ``(1 + t / s)^-decay`` times its first value. FLoRAL's Theorem A.10 assumes ``(t + s)^-decay`` times the first
+    value, which cannot be: for t = 0 the factor would have to be 1, but is ``s^-decay``.
 
     Args:
         cluster: The cluster with the true weights p.
@@ -716,8 +716,8 @@ def mixed_loss(
 ) -> tuple[float, float]:
     """Return the loss of a user's mixed model, and its mean loss over the clusters' models.
 
-    The first, ``f(sum_c pi_c w_c)``, is what the paper's FML minimises; the second, ``sum_c pi_c f(w_c)``, is that of
-    its MFL. For a convex f the second is no smaller (Jensen).
+    FLoRAL has two objectives. The one it calls FML is the loss of the mixed model, ``f(sum_c pi_c w_c)``. The one it
+    calls MFL is the mean loss, ``sum_c pi_c f(w_c)``. For a convex f the mean loss is no smaller (Jensen).
 
     Args:
         loss: The user's loss f.
@@ -953,10 +953,10 @@ def _check_sharing(
     mismatch: float,
     rng: np.random.Generator,
 ) -> Claim:
-    """Check the bound of FLoRAL's eq. 31 on the aggregated gradient's error at drawn models.
+    """Check the bound of FLoRAL's eq. 31 on the aggregated gradient's error, at random models.
 
-    The bound (:func:`sharing_bound`) has terms for wrong routers, for gradient noise, and for clusters that share a
-    base: the first half of the entries of both clusters' models. Its constants are measured at the same models.
+    The models of both clusters share a base, the first half of their entries. The bound (:func:`sharing_bound`) has
+    terms for wrong routers, for gradient noise, and for the shared base. Its constants are measured at the same models.
 
     Args:
         hessians: Hessian of each client.
@@ -966,7 +966,7 @@ def _check_sharing(
         mismatch: How far the estimated routers are from the true ones: 0 are the true ones, 1 uniform routers.
         rng: Source of the models.
     """
-    base = hessians.shape[1] // 2
+    base = hessians.shape[1] // 2  # number of shared entries
     problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=base)
     guessed = routers + mismatch * (1 / routers.shape[1] - routers)
     models = rng.standard_normal((*routers.shape, hessians.shape[1]))
