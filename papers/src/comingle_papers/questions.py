@@ -598,7 +598,15 @@ def _select_questions(groups: Mapping[str, Sequence[tuple[str, Question]]], keys
 
 
 class QuestionReader(LanguageReader[EncodedLanguage, UserAnswers]):
-    """Reader of one language after another."""
+    """Reader of questions, one language (user) after another, so that not all are in memory.
+
+    Args:
+        data: The recipe's section ``data``.
+        seed: Seed of the draw of the splits.
+        load_base: Loads the base model, whose tokenizer encodes the questions.
+        context: Largest number of tokens of a question with its answer.
+        validates: Whether the method needs validation questions.
+    """
 
     def __init__(
         self, data: DataSection, seed: int, load_base: Callable[[], Base], *, context: int, validates: bool

@@ -451,9 +451,10 @@ def _select_names(
 
 
 def _column_settings(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
-    """Return a column's settings in the experiment, and the study's column that these refer to, by ``of`` or by name.
+    """Return a column's settings in the experiment, and the column of the study on which these settings build.
 
-    An experiment that only lists its columns' names has empty settings.
+    The key ``of`` names the study's column; without this key both columns have the same name. If the experiment only
+    lists the names of its columns, the settings are empty.
 
     Args:
         study: The paper's study.
@@ -525,9 +526,9 @@ def _build_recipe(
     overlays = [study, study_column, column_setting, scale, scaled_column, row]
     data, user_names = data_section(study, study.data[study_column.data], folder, demo=scale.text == "demo")
     known_settings = settings_of(row.method)
-    # Overlays may have settings of other methods; a row only of its own.
+    # An overlay may have settings for several methods, of which only this method's are used.
     settings = {key: value for overlay in overlays for key, value in overlay.settings.items() if key in known_settings}
-    if unknown := sorted(set(row.settings) - set(known_settings)):
+    if unknown := sorted(set(row.settings) - set(known_settings)):  # a row has one method
         raise RecipeError(
             f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known_settings)}"
         )
@@ -542,7 +543,8 @@ def _build_recipe(
         "data": limits_by_name(content["data"], user_names),  # limits were lists in the order of the users
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
-    # Published runs precede `data.add_bos_token`; completing them as older recipes keeps their names.
+    # The published runs are older than the key ``data.add_bos_token``. As in their recipes, the key is set to false
+    # here, so that the runs keep their names, which are digests of the recipes.
     recipe = parse_recipe(complete_older(_fill_values(content, column_setting.values)), where=where)
     recipe = recipe.with_changes(selection.changes, where="--set") if selection.changes else recipe
     make(recipe.method.name, **recipe.method.settings)  # raises before the first run if a setting is wrong

@@ -771,4 +771,5 @@ def _draw_sweep(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) 
         axes[0].set_ylabel("test perplexity")
         axes[0].legend()
 
-    return draw_axes(1, 1, (4.6, 3.2), paint)
+    rows, columns, panel_inches = 1, 1, (4.6, 3.2)
+    return draw_axes(rows, columns, panel_inches, paint)

@@ -135,23 +135,27 @@ def _make_user(
         user: Index of the user, which determines its random streams.
         cluster: The user's cluster.
         train: Number of train samples.
-        test: Number of test samples. They are drawn together with the train samples, and mean and deviation for
-            mlp-norm are those of both, even if ``fresh_test`` replaces the test samples.
+        test: Number of test samples. They are drawn together with the train samples. Mean and deviation for mlp-norm
+            are those of train and test samples, even if ``fresh_test`` replaces the test samples.
         seed: Seed of all draws.
-        fresh_test: Number of newly drawn test samples that replace the others; None keeps them.
+        fresh_test: Number of newly drawn test samples that replace the first ones; None keeps the first ones.
     """
     x = _draw_inputs(kind, seed, user, "fixed", train + test)
     fixed_hidden = truth.hidden(x, cluster)
     test_inputs = x[train:] if fresh_test is None else _draw_inputs(kind, seed, user, "fresh", fresh_test)
     mean, std = _mean_and_std(fixed_hidden) if kind == "mlp-norm" else (0.0, 1.0)
 
-    def label(x: Tensor) -> Samples:
+    def add_targets(x: Tensor) -> Samples:
         y = truth.respond((truth.hidden(x, cluster) - mean) / std)
         return Samples(inputs=x.float(), targets=y.float())
 
     no_inputs = x[:0]  # validation samples are held out later
     return UserSamples(
-        name=f"user-{user}", train=label(x[:train]), valid=label(no_inputs), test=label(test_inputs), cluster=cluster
+        name=f"user-{user}",
+        train=add_targets(x[:train]),
+        valid=add_targets(no_inputs),
+        test=add_targets(test_inputs),
+        cluster=cluster,
     )
 
 

@@ -110,8 +110,8 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
 
     The gradient is that of FLoRAL, eq. 25 and 26. The error is ``E |g_bar - g~|^2``: ``g_bar`` is the mean of exact
     gradients, weighted by the true routers; ``g~`` is the mean of drawn gradients, weighted by the estimated routers.
-    For each client, cluster and part of the model (base, adaptors), one client is drawn that computes the gradient. The
-    expectation over the draws is a closed form: squared bias plus variance.
+    The gradient of a client's model of a cluster is that of a randomly drawn client, with one draw for the base and one
+    for the adaptor. The expectation over the draws is a closed form: squared bias plus variance.
 
     Args:
         problem: Clients and their true routers: ``amounts`` are the clients' shares p(k) of the data, ``joint`` is
@@ -126,7 +126,8 @@ def gradient_error(problem: Shared, guessed: Joint, models: Float[np.ndarray, "c
     mean_of_cluster = np.einsum("dc,kcdi->kci", problem.of_cluster, gradients)
     mean_of_all = np.einsum("d,kcdi->kci", problem.amounts, gradients)
     guessed_joint = problem.amounts[:, None] * guessed
-    # Bias: of the routers, and of the base, whose gradient is drawn from all clients instead of the cluster's.
+    # The bias has two sources: wrong routers, and the base's gradient, which is drawn from all clients instead of the
+    # cluster's clients.
     exact = np.einsum("kc,kci->i", problem.joint, mean_of_cluster)
     expected = np.concatenate([mean_of_all[..., base], mean_of_cluster[..., adaptor]], -1)
     bias = exact - np.einsum("kc,kci->i", guessed_joint, expected)
@@ -188,10 +189,10 @@ class Cluster:
         return np.einsum("kij,...kj->...ki", self.hessians, points[..., None, :] - self.centres)
 
     def moments(self, points: Points) -> tuple[Points, Numbers, Numbers]:
-        """Return mean, variance and second moment of the gradient of a client drawn by weight, at each point.
+        """Return mean, variance and second moment of a random client's gradient, at each point.
 
-        The mean is the gradient of the cluster's loss f_c. Assumptions 4.4 and 4.3 of the paper bound the variance and
-        the second moment.
+        The client is drawn with the probabilities p(k|c). The mean is the gradient of the cluster's loss f_c. FLoRAL's
+        Assumptions 4.4 and 4.3 bound the variance and the second moment.
         """
         gradients = self.gradients(points)
         mean = np.einsum("k,...ki->...i", self.weights, gradients)
@@ -269,7 +270,7 @@ def descend(
     replicas: int,
     rng: np.random.Generator,
 ) -> Descent:
-    """Run FLoRAL's local SGD (eq. 4) on one cluster in many replicas at once, and measure it before every step.
+    """Run FLoRAL's local SGD (eq. 4) on one cluster in many replicas at once, and record quantities of every step.
 
     In each step each client takes an SGD step on the loss of a client that it draws with probability p(k|c). After
     every H local steps all clients' models are replaced by their mean with the estimated weights ``p_hat``, which
@@ -285,65 +286,73 @@ def descend(
         replicas: Number of independent runs that are averaged.
         rng: Generator of the drawn clients.
     """
-    mu, smoothness = cluster.moduli
-    num_clients, weights, optimum = len(cluster.weights), cluster.weights, cluster.minimiser
+    mu, _ = cluster.moduli
+    num_clients = len(cluster.weights)
     models = np.broadcast_to(start, (replicas, num_clients, len(start))).copy()
     estimated, weight_sum, weighted_sum = guessed, 0.0, np.zeros((replicas, len(start)))
-    rows: list[tuple[float, ...]] = []
+    rows: list[dict[str, float]] = []
     variance = moment = 0.0
     for step in range(steps):
         if step % schedule.local_steps == 0:
             estimated = estimate_weights(cluster, guessed, step, schedule.shift, decay)  # p_hat
         rate = schedule.scale / (mu * (step + schedule.shift))
         average = np.einsum("k,rki->ri", estimated, models)  # w~, for each replica r
-        mean, gradient_variance, second_moment = cluster.moments(models)
-        # Theorems A.9 and A.10 bound the gap of the average with weights (t + s)^2.
-        weight_sum = weight_sum + (step + schedule.shift) ** 2
-        weighted_sum = weighted_sum + (step + schedule.shift) ** 2 * average
-        # Expectations over the draws of this step: clients draw independently, so their variances add up.
-        noise = (estimated**2 * gradient_variance).sum(-1)
-        error = _squared_norms(np.einsum("k,rki->ri", weights - estimated, mean)) + noise  # squared bias plus variance
-        next_mean = average - rate * np.einsum("k,rki->ri", estimated, mean)
-        gaps = cluster.gap(models)  # f_c(w^k) - f_c(w*) of each client
-        slack = ((4 * smoothness * rate * weights - estimated) * gaps).sum(-1)  # the last sum of Lemma A.4
-        drift = (estimated * _squared_norms(average[:, None] - models)).sum(-1)
-        next_squared = _squared_norms(next_mean - optimum) + rate**2 * noise
-        averaged_gap = cluster.gap(weighted_sum / weight_sum)
-        measurements = (  # in the order of _BY_STEP, after rate and mismatch
-            _squared_norms(average - optimum),
-            next_squared,
-            error,
-            drift,
-            gaps @ weights,
-            gaps @ estimated,
-            slack,
-            averaged_gap,
+        weight = (step + schedule.shift) ** 2  # Theorems A.9 and A.10 are about the average with these weights
+        weight_sum = weight_sum + weight
+        weighted_sum = weighted_sum + weight * average
+        moments = cluster.moments(models)
+        averaged = float(cluster.gap(weighted_sum / weight_sum).mean())
+        rows.append(
+            {"rates": rate, "averaged": averaged, **_measure_step(cluster, models, average, moments, estimated, rate)}
         )
-        mismatch = float(np.abs(estimated - weights).sum())
-        rows.append((rate, mismatch, *(float(part.mean()) for part in measurements)))  # means over replicas
+        _, gradient_variance, second_moment = moments
         variance = max(variance, float(gradient_variance.max()))
         moment = max(moment, float(second_moment.max()))
-        drawn = rng.choice(num_clients, size=(replicas, num_clients), p=weights)
+        drawn = rng.choice(num_clients, size=(replicas, num_clients), p=cluster.weights)
         offsets = models - cluster.centres[drawn]
         models = models - rate * np.einsum("rkij,rkj->rki", cluster.hessians[drawn], offsets)
         if (step + 1) % schedule.local_steps == 0:
             models = np.broadcast_to(np.einsum("k,rki->ri", estimated, models)[:, None], models.shape).copy()
-    return Descent(**dict(zip(_BY_STEP, np.array(rows).T, strict=True)), variance=variance, moment=moment)
+    columns = np.array([list(row.values()) for row in rows]).T
+    return Descent(**dict(zip(rows[0], columns, strict=True)), variance=variance, moment=moment)
 
 
-_BY_STEP = (
-    "rates",
-    "mismatch",
-    "squared",
-    "next_squared",
-    "error",
-    "drift",
-    "gaps",
-    "trusted_gaps",
-    "slack",
-    "averaged",
-)
-"""Fields of :class:`Descent` in the order of the rows that :func:`descend` collects."""
+def _measure_step(
+    cluster: Cluster,
+    models: Float[np.ndarray, "replicas clients size"],
+    average: Float[np.ndarray, "replicas size"],
+    moments: tuple[Points, Numbers, Numbers],
+    estimated: Weights,
+    rate: float,
+) -> dict[str, float]:
+    """Return quantities of one step of local SGD, as fields of :class:`Descent`: means over replicas.
+
+    Args:
+        cluster: The cluster, with the true weights p of the clients.
+        models: The clients' models w^k before the step.
+        average: Their mean w~ by the estimated weights.
+        moments: Mean, variance and second moment of a drawn gradient at each client's model.
+        estimated: The estimated weights p_hat of the clients.
+        rate: The step size eta.
+    """
+    (_, smoothness), weights, optimum = cluster.moduli, cluster.weights, cluster.minimiser
+    mean, gradient_variance, _ = moments
+    # Expectations over the draws of this step: clients draw independently, so their variances add up.
+    noise = (estimated**2 * gradient_variance).sum(-1)
+    squared_bias = _squared_norms(np.einsum("k,rki->ri", weights - estimated, mean))
+    expected_next = average - rate * np.einsum("k,rki->ri", estimated, mean)
+    gaps = cluster.gap(models)  # f_c(w^k) - f_c(w*) of each client
+    by_replica = {
+        "squared": _squared_norms(average - optimum),
+        "next_squared": _squared_norms(expected_next - optimum) + rate**2 * noise,
+        "error": squared_bias + noise,
+        "drift": (estimated * _squared_norms(average[:, None] - models)).sum(-1),
+        "gaps": gaps @ weights,
+        "trusted_gaps": gaps @ estimated,
+        "slack": ((4 * smoothness * rate * weights - estimated) * gaps).sum(-1),  # the last sum of Lemma A.4
+    }
+    mismatch = float(np.abs(estimated - weights).sum())
+    return {"mismatch": mismatch, **{name: float(values.mean()) for name, values in by_replica.items()}}
 
 
 def _squared_norms(vectors: Points) -> Numbers:
@@ -622,9 +631,9 @@ class Recursion:
 def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
     """Draw random sequences to test FLoRAL's Lemma A.8, for step sizes ``eta_t = 1 / (mu (t + s))``.
 
-    They obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. The lemma bounds the sum of all b_t
-    (:func:`sum_bound`). The last b_t is as large as a non-negative ``a_(t+1)`` allows, which makes the sum equal to its
-    bound.
+    The sequences a, b and c obey ``a_(t+1) = (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``. The lemma bounds the sum
+    of all b_t (:func:`sum_bound`). The last b_t is as large as a non-negative ``a_(t+1)`` allows. The sum then equals
+    its bound.
 
     Args:
         rng: Source of the draws.
@@ -637,7 +646,8 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
     b: list[float] = []
     for step, rate in enumerate(rates):
         available = (1 - mu * rate) * a[-1] + rate**2 * c[step]
-        share = 1.0 if step == steps - 1 else float(rng.uniform())
+        is_last = step == steps - 1
+        share = 1.0 if is_last else float(rng.uniform())
         b.append(share * available / rate)
         a.append((1 - share) * available)
     return Recursion(rates=rates, a=np.array(a), b=np.array(b), c=c)
@@ -881,16 +891,18 @@ def cluster_curve(
 def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     """Check FLoRAL's Theorems A.9 and A.10 as printed on one client, from a start in the direction of least curvature.
 
-    Local SGD of one client is gradient descent without noise. The loss of the average model, above the minimum, then
-    falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` after T steps, with s = 4 kappa and D the distance of the start from the
-    minimum. The printed bounds fall faster, so after enough steps the loss exceeds them: they do not hold.
+    Local SGD of one client is gradient descent without noise. With ``s = 4 kappa`` the excess loss of the average model
+    then falls as ``9 / 8 mu D^2 (s - 1)^2 / T^2`` after T steps, where D is the distance of the start from the minimum.
+    The printed bounds fall faster. So after enough steps the excess loss is above the bounds, and the theorems as
+    printed are false.
 
     Args:
-        scheme: Name of the scheme.
+        scheme: Name of the kind of problem.
         settings: Settings of the clusters; only condition, decay and number of steps matter.
     """
     hessian = np.diag([1.0, settings.condition])
     cluster = Cluster(hessians=hessian[None], centres=np.zeros((1, 2)), weights=np.ones(1))
+    # The smallest shift that the theorems allow: s >= max(3 H, 4 kappa / U), where H and U are 1 here.
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
     run = _descend_by_settings(
         cluster,
@@ -900,7 +912,7 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
         start=np.array([1.0, 0.0]),  # the eigenvector of the smallest eigenvalue, 1
         replicas=1,
         rng=np.random.default_rng(0),  # any seed, as the only client is always drawn
-        steps_factor=20,
+        steps_factor=20,  # enough steps to exceed the bounds
     )
     claim_of_a9 = _tightest_claim(A9_PRINTED, run.averaged, printed_routed_rate(run, cluster, schedule, clusters=1))
     if schedule.shift < 16 * run.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
