@@ -231,12 +231,12 @@ def vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
         outputs: Number of classes.
         norm: Whether batch norm follows each convolution.
     """
-    channels, height, width = require_shape(input_shape, "vgg8", 3, smallest=2 ** len(_VGG_CHANNELS))
+    reduction = 2 ** len(_VGG_CHANNELS)  # each of the convolutions is followed by a pooling, which halves the image
+    channels, height, width = require_shape(input_shape, "vgg8", 3, smallest=reduction)
     layers: list[nn.Module] = []
     for c_in, c_out in zip((channels, *_VGG_CHANNELS), _VGG_CHANNELS, strict=False):
         layers += [_vgg_convolution(c_in, c_out), *([nn.BatchNorm2d(c_out)] if norm else []), nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
-    reduction = 2 ** len(_VGG_CHANNELS)
     features = _VGG_CHANNELS[-1] * (height // reduction) * (width // reduction)
     head = [nn.Dropout(), nn.Linear(features, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), *head, nn.Linear(512, outputs))

@@ -206,14 +206,15 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
     if name not in QUESTIONS:
         raise RecipeError(f"no questions {name!r}.{did_you_mean(name, QUESTIONS)} Allowed: {', '.join(QUESTIONS)}")
     languages_of_set = QUESTIONS[name].languages
-    for i, language in enumerate(languages or ()):
+    wanted = tuple(languages or ())
+    for i, language in enumerate(wanted):
         if language not in languages_of_set:
             raise RecipeError(f"{name}: no language {language!r}; allowed: {', '.join(languages_of_set)}")
-        if language in (languages or ())[:i]:
+        if language in wanted[:i]:
             raise RecipeError(
                 f"{name}: language {language!r} twice; allowed: each once, since it is the name of a user"
             )
-    return tuple(languages or languages_of_set)
+    return wanted or tuple(languages_of_set)
 
 
 def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
@@ -553,6 +554,7 @@ def stream_questions(
     Raises:
         DataError: unreadable rows, or too few questions that are short enough.
     """
+    # The ids of each language, as an ordered set.
     by_language: dict[str, dict[str, None]] = {language: {} for language in languages}
 
     def read_and_note_keys() -> Iterator[tuple[str, str, tuple[str, Question]]]:

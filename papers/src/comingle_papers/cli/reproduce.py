@@ -30,7 +30,7 @@ def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool
         cells: The cells to run.
         out: The folder that contains ``runs``.
         jobs: The number of parallel runs.
-        force: Run again what has been run.
+        force: Repeat finished runs.
         quiet: Show no progress.
     """
     from comingle.runs.progress import reporting
@@ -130,7 +130,7 @@ def check_measured(
         out: The folder for the repeated runs.
         max_runs: The largest number of runs to repeat.
         jobs: The number of parallel runs; None for the plan's.
-        force: Run again what has been run.
+        force: Repeat finished runs.
         quiet: Show no progress.
 
     Raises:
@@ -337,7 +337,7 @@ def _run_plan(
     for outcome in run_all(cells, out, jobs, force=force, quiet=quiet):
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
-        seconds_left = estimate.left(_remaining_cells(cells, outcomes, out, force))
+        seconds_left = estimate.seconds_left(_remaining_cells(cells, outcomes, out, force))
         line = _progress_line(outcome, len(outcomes), len(cells), None if seconds_left is None else seconds_left / jobs)
         if not quiet:
             errors.print(line, soft_wrap=True)  # one line per run, also when written to a file

@@ -141,7 +141,10 @@ def read_archive(path: Path) -> dict[str, Record]:
 
 
 def write_archive(path: Path, records: Iterable[Record]) -> None:
-    """Write runs to an archive; equal runs give equal bytes."""
+    """Write runs to an archive, a compressed file with one line of JSON per run.
+
+    Runs and keys are sorted, so equal runs give equal bytes.
+    """
     by_name = sorted(records, key=lambda record: record.run)
     lines = [json.dumps(asdict(record), sort_keys=True) + "\n" for record in by_name]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -194,7 +194,7 @@ class Estimate:
             self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
             self.work[base] = self.work.get(base, 0.0) + outcome.cell.work
 
-    def left(self, cells: Sequence[Cell]) -> float | None:
+    def seconds_left(self, cells: Sequence[Cell]) -> float | None:
         """Estimate the remaining seconds; return None before any run is finished.
 
         A base model without a finished run is assumed to need the mean time per unit of work.
@@ -238,7 +238,7 @@ def run_cells(
         cells: The runs of the table, one for each row, column and seed. Consecutive cells with the same inputs load
             their data and base model once.
         out: The folder that contains ``runs``.
-        force: Run again what has been run.
+        force: Repeat finished runs.
         observers: Returns the observers of a cell's run.
         waiting: Shows what is being waited for.
 
@@ -406,7 +406,7 @@ def run_parallel(
         cells: The cells.
         out: As in :func:`run_cells`.
         jobs: The number of processes.
-        force: Run again what has been run.
+        force: Repeat finished runs.
         quiet: Log no rounds.
 
     Raises:
@@ -430,7 +430,7 @@ def _run_group(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> It
     Args:
         cells: Cells of one column and seed.
         out: The folder that contains ``runs``.
-        force: Run again what has been run.
+        force: Repeat finished runs.
         quiet: Log no rounds.
     """
     with reporting(quiet=quiet) as reporter:
@@ -484,7 +484,7 @@ def _uncached(plan: Plan) -> list[str]:
     names: dict[str, None] = {}  # an ordered set
     for cell in plan.cells:
         base = cell.recipe.base
-        # A name OWNER/MODEL on the hub, not a path or a random base.
+        # A name OWNER/MODEL on the hub: not a path, and not a name of a model with random weights.
         if "/" in base and is_public(base) and not expand_home(base).exists() and cached_folder(base) is None:
             names[base] = None
         for name in _uncached_data_sets(plan, cell):

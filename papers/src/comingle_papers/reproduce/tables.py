@@ -295,8 +295,8 @@ def build_table(
 
 
 def repeated_columns(plan: Plan) -> dict[str, str]:
-    """Return the columns that have exactly the runs of an earlier column, with that column."""
-    first: dict[frozenset[tuple[str, str]], str] = {}
+    """Find columns that have exactly the runs of an earlier column; return the earlier column by the later one."""
+    first: dict[frozenset[tuple[str, str]], str] = {}  # the first column with these runs
     repeated: dict[str, str] = {}
     for column in plan.columns:
         runs = frozenset((cell.row, cell.folder) for cell in plan.cells if cell.column == column)

@@ -555,7 +555,8 @@ def _split_part(
         )
     train = part[kept]
     num_kept = max(REDUCED_MINIMUM, round(fraction * len(train)))
-    # Drop the others as if they were held out, which keeps the labels' proportions; a negative share drops none.
+    # Hold the other images out and drop them, which keeps the labels' proportions. With a negative share none is
+    # dropped.
     reduced, _ = hold_out(labels[train], 1 - num_kept / len(train))
     return train[reduced], part[held_out]
 

@@ -57,7 +57,7 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     if share <= 0:
         return user
     targets = user.train.targets
-    # A regression has no labels: all samples count as of one label.
+    # A regression has no labels: treat all samples as having the same label.
     labels = torch.zeros(len(targets), dtype=torch.int64) if targets.is_floating_point() else targets.long()
     kept, held_out = hold_out(labels, share)
     if not len(held_out):
@@ -280,6 +280,7 @@ def _load_partitions(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of each repeated draw
+            # ``[:]`` reads a column as a list.
             partitions = [partitioner.load_partition(user)["row"][:] for user in range(users)]
     except ValueError:
         return [torch.arange(0)]
@@ -306,7 +307,7 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
 
     Args:
         source: A data set as ``hub:NAME?config=C``.
-        columns: Groups of alternative names; of each group the first that the data set has is read.
+        columns: Groups of alternative names of a column. Of each group the first name that the data set has is read.
         split: The split to read.
 
     Raises:
@@ -315,7 +316,7 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
     with open_splits(source, decoded=True) as splits:
         for found_split, rows in splits:
             if found_split == split:
-                assert not isinstance(rows, Table)  # tables are of undecoded sources only
+                assert not isinstance(rows, Table)  # with ``decoded`` rows are a data set, never a table
                 chosen = _choose_columns(rows.column_names, columns, source)
                 for batch in iterate_batches(rows.select_columns(chosen), source):
                     yield from zip(*(batch[name] for name in chosen), strict=True)

@@ -52,9 +52,10 @@ class Truth:
         return x @ self.weights[cluster] + self.bias
 
     def respond(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n outputs"]:
-        """Return the targets of hidden vectors: their first entries (linear), or the readout of their relu.
+        """Return the targets of hidden vectors.
 
-        For mlp-norm the caller normalises the hidden vectors before.
+        For the task "linear" they are the first entries of the hidden vectors, for "mlp" a linear readout of their
+        relu. For "mlp-norm" the targets are as for "mlp", but the caller normalises the hidden vectors first.
         """
         return hidden[:, : OUTPUTS["linear"]] if self.readout is None else hidden.relu() @ self.readout
 

@@ -444,9 +444,9 @@ def check_folder(folder: Path, *, force: bool) -> None:
         raise RunError(f"{folder}: contains {strange[0]!r}, which is not one of {', '.join(FILES)}; use another --out")
     if names and not force:
         raise RunError(f"{folder}: exists; --force replaces it, --out names another")
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:  # now, not after the computation
-        tempfile.TemporaryFile(dir=nearest).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
 

@@ -96,7 +96,9 @@ def summarise(curves: list[Curve]) -> list[Row]:
 
 
 def largest_step_ratio(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
-    """Return the largest ratio of successive residuals among steps that start above the rounding floor.
+    """Return the largest factor by which a step multiplied the residual, to compare with a paper's bound on it.
+
+    Only steps that start above the rounding floor count; below it residuals are mostly rounding errors.
 
     Args:
         residuals: The residual before every step.

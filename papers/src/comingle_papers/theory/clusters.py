@@ -831,13 +831,16 @@ def cluster_curves(seed: int, settings: ClusterSettings) -> Iterator[Curve]:
 def draw_clients(
     rng: np.random.Generator, clients: int, size: int, condition: float
 ) -> tuple[Float[np.ndarray, "clients size size"], Float[np.ndarray, "clients size"]]:
-    """Draw minimisers and Hessians with eigenvalues from 1 to ``condition`` in random directions.
+    """Draw clients' quadratic losses: Hessians with eigenvalues from 1 to ``condition``, and minimisers.
 
     Args:
         rng: Source of the draws.
         clients: Number of clients.
         size: Number of variables.
         condition: The largest eigenvalue.
+
+    Returns:
+        The Hessians, with random eigenvectors, and the minimisers.
     """
     bases = np.linalg.qr(rng.standard_normal((clients, size, size)))[0]
     spectrum = np.geomspace(1, condition, size)

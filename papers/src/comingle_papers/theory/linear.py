@@ -741,8 +741,9 @@ def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
-    samples, experts = point.shares.shape
-    basis = np.kron(np.eye(samples), linalg.null_space(np.ones((1, experts))))
+    num_samples, num_experts = point.shares.shape
+    directions_of_sample = linalg.null_space(np.ones((1, num_experts)))  # a basis of those that sum to zero
+    basis = np.kron(np.eye(num_samples), directions_of_sample)
     directions = linalg.block_diag(np.eye(2 * point.experts.size), basis)
     return directions.T @ hessian(problem, point) @ directions
 
@@ -800,17 +801,17 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
         problem: The samples, the loss, and the weights alpha and mu of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
-    x, (samples, experts) = problem.inputs, point.shares.shape
+    x, (num_samples, num_experts) = problem.inputs, point.shares.shape
     outputs, expert_outputs = _outputs(problem, point), x @ point.experts
     slope = problem.loss.slope(outputs, problem.targets)
     curvature = problem.loss.curvature(outputs, problem.targets)
     # Entries (sample, feature, expert of the weight, expert of the share).
-    same_expert = np.einsum("nd,ef->ndef", x, np.eye(experts))
+    same_expert = np.einsum("nd,ef->ndef", x, np.eye(num_experts))
     through_curvature = np.einsum("n,nd,ne,nf->ndef", curvature, x, point.shares, expert_outputs)
     experts_rows = slope[:, None, None, None] * same_expert + through_curvature
     router_rows = -problem.coupling * same_expert
-    stacked = np.concatenate([experts_rows, router_rows], axis=1) / samples
-    return stacked.transpose(1, 2, 0, 3).reshape(2 * point.experts.size, samples * experts)
+    stacked = np.concatenate([experts_rows, router_rows], axis=1) / num_samples
+    return stacked.transpose(1, 2, 0, 3).reshape(2 * point.experts.size, num_samples * num_experts)
 
 
 def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
