@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def run_all(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """Run cells, one after another or several at a time, and yield the outcome of each when it has ended.
+    """Run the cells of a table, one after another or several at a time; yield the outcome of each when it has ended.
 
     Args:
-        cells: The cells to run.
+        cells: The runs, one for each row, column and seed of the table.
         out: The folder that contains ``runs``.
         jobs: The number of parallel runs.
         force: Repeat finished runs.
@@ -382,10 +382,10 @@ def _count_costs(planned: Plan, out: Path, *, force: bool) -> None:
 
 
 def _remaining_cells(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
-    """Return the cells without an outcome that have to be trained, for an estimate of the time left.
+    """Return the runs of a table that still have to be trained, for an estimate of the time left.
 
     Args:
-        cells: All cells of the plan, without duplicates.
+        cells: All runs of the table, without duplicates.
         outcomes: The outcomes so far, by run name.
         out: The folder that contains ``runs``.
         force: Whether finished runs are run again.

@@ -81,7 +81,7 @@ def record_of(folder: Path) -> Record:
 def relative_difference(first: dict[str, Any] | None, second: dict[str, Any] | None) -> float:
     """Return the relative difference of the mean test results of two runs; 0 if both diverged.
 
-    It is infinite if one of them diverged, or if only the first result is zero.
+    The difference is infinite if one of the runs diverged, or if only the first result is zero.
 
     Args:
         first: Metrics of the first run; None if it diverged.

@@ -100,9 +100,9 @@ def _text_work(recipe: Recipe, method: Method) -> float:
 def _conversations_work(recipe: Recipe, method: Method) -> float:
     """Estimate the work of a run on conversations, in tokens.
 
-    It is the number of passes over all data times the data's tokens; a local epoch and an evaluation are one pass each.
-    All conversations are assumed to fill the context and to be training data. If the recipe does not give their number,
-    four users (as in CoMiGS) and 1,000 conversations of each are assumed.
+    The work is the number of passes over all data times the data's tokens. A local epoch and an evaluation are one pass
+    each. All conversations are assumed to fill the context and to be training data. If the recipe does not give their
+    number, four users (as in CoMiGS) and 1,000 conversations of each are assumed.
     """
     training, dataset = recipe.training, cast(ConversationsSection, recipe.data).dataset
     users = len(dataset.users) if dataset is not None and isinstance(dataset.users, list) else 4
@@ -505,8 +505,8 @@ def _build_recipe(
 ) -> Recipe:
     """Return the validated recipe of one run.
 
-    It is merged from partial recipes (overlays); later ones override earlier ones: those of the study, the study's
-    column, the experiment's column, the scale, the scale's column, the row, and the command line.
+    The recipe is merged from partial recipes ("overlays"). Later ones override earlier ones, in this order: study, the
+    study's column, the experiment's column, the scale, the scale's column, the row, and the command line.
 
     Args:
         study: The paper's study.

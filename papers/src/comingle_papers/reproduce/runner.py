@@ -126,8 +126,9 @@ def _commit() -> str:
 def digest_inputs(inputs: Inputs) -> dict[str, str]:
     """Return digests of a run's base model and of every user's data, by description, such as "the data of 'ann'".
 
-    A run that stores its users on disk has one digest for all of them, "the users". The tokenizer's digest is left out:
-    it changes with its library, and its effect on the text is part of the data's digests.
+    A run that stores its users on disk has one digest for all users, "the users". The tokenizer's digest is left out,
+    since it changes with the version of its library. The tokenizer's effect on the text is part of the
+    data's digests.
     """
     digests = {"the base": inputs.base} if inputs.base else {}
     digests |= {f"the data of {name!r}": digest_all(user.digests) for name, user in inputs.users.items()}
@@ -299,7 +300,7 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
 
     Args:
         outcomes: The outcomes by run name.
-        cells: The cells of the table.
+        cells: The runs of the table, one for each row, column and seed.
         metric: The metric's key, as ``mean_test_accuracy``.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
@@ -319,7 +320,7 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
 
     Args:
         outcomes: The outcomes by run name.
-        cells: The cells of the table.
+        cells: The runs of the table, one for each row, column and seed.
         metric: The metric's key.
     """
     by_column: dict[str, dict[str, Any]] = {}
@@ -348,7 +349,7 @@ def _metric_value(metrics: Mapping[str, Any], metric: str) -> float:
 
 
 class InputCache:
-    """Cache of the base model and the data loaded last, so that consecutive cells with the same inputs share them.
+    """Cache of the base model and the data loaded last, so that consecutive runs with the same inputs share them.
 
     Args:
         waiting: Shows that a base model is being loaded.
@@ -361,7 +362,7 @@ class InputCache:
         self._digests: tuple[RunData, dict[str, str]] | None = None
 
     def input_digests(self, cell: Cell) -> dict[str, str]:
-        """Return the digests of a cell's base model and data, as :func:`digest_inputs` makes them."""
+        """Return the digests of a run's base model and data, as :func:`digest_inputs` makes them."""
         run_data = self.run_data(cell)
         digested_data, digests = self._digests or (None, {})
         if digested_data is not run_data:  # the cell has other inputs than the cell before
@@ -370,10 +371,10 @@ class InputCache:
         return digests
 
     def run_data(self, cell: Cell) -> RunData:
-        """Return a cell's base model and data.
+        """Return the base model and the data of a run (a cell of a table).
 
-        Data is loaded anew if base, runtime, seed or section ``data`` differ from the last cell's; the base model is
-        loaded anew if base or runtime differ.
+        Data is loaded anew if base, runtime, seed or section ``data`` differ from those of the run before. The base
+        model is loaded anew if base or runtime differ.
         """
         recipe = cell.recipe
         base_key = f"{recipe.base} {recipe.runtime.model_dump_json()}"
@@ -397,13 +398,13 @@ class InputCache:
 def run_parallel(
     cells: Sequence[Cell], out: Path, *, jobs: int, force: bool = False, quiet: bool = True
 ) -> Iterator[Outcome]:
-    """Run cells like :func:`run_cells`, ``jobs`` at a time; yield outcomes in order of completion.
+    """Run the cells of a table like :func:`run_cells`, ``jobs`` at a time; yield outcomes in order of completion.
 
-    Cells of one column and seed run in one process, since they share their text. Unless ``quiet``, and where stderr is
+    Runs of one column and seed share a process, since they share their text. Unless ``quiet``, and where stderr is
     no terminal, each run logs its rounds. Each process gets a GPU of its own as long as there are enough.
 
     Args:
-        cells: The cells.
+        cells: The runs of a table, one for each row, column and seed.
         out: As in :func:`run_cells`.
         jobs: The number of processes.
         force: Repeat finished runs.
@@ -428,7 +429,7 @@ def _run_group(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> It
     """Run cells with :func:`run_cells` and show their progress; the work of one process of :func:`run_parallel`.
 
     Args:
-        cells: Cells of one column and seed.
+        cells: The runs of one column and seed of a table.
         out: The folder that contains ``runs``.
         force: Repeat finished runs.
         quiet: Log no rounds.
@@ -493,14 +494,14 @@ def _uncached(plan: Plan) -> list[str]:
 
 
 def _uncached_data_sets(plan: Plan, cell: Cell) -> Iterator[str]:
-    """Yield the names of data sets that a cell has to download from the hub, since they are not in the cache.
+    """Yield the names of data sets that a run has to download from the hub, since they are not in the cache.
 
     Images and questions without a ``path`` are always yielded, since it is not checked whether they are in the cache.
     Images have their name, questions the label of their data set.
 
     Args:
         plan: The plan of the cell.
-        cell: The cell.
+        cell: The run of one row, column and seed.
     """
     data_section = cell.recipe.data.model_dump()
     for source in _all_strings(data_section):

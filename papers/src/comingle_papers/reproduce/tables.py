@@ -124,9 +124,9 @@ def _summed_deviations(entries: Mapping[str, Entry], first: str, second: str) ->
 
 
 def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float | None]:
-    """Return Kendall's tau-b of two lists of numbers and its p-value.
+    """Return Kendall's tau-b, which compares the orders of two lists of numbers, and its p-value.
 
-    Both are None for fewer than two rows, or where all numbers of one side are equal.
+    Tau and p-value are None for fewer than two rows, or where all numbers of one side are equal.
 
     Args:
         paper: The paper's numbers, by row.
@@ -497,8 +497,8 @@ def render(table: PaperTable) -> Table:
 def remarks(table: PaperTable) -> list[str]:
     """Return the remarks below a table.
 
-    They say for each column whether our results have the paper's order of rows, then which seeds and runs are lacking,
-    where the numbers of an archive were measured, and explain the letters of cells with notes.
+    First come remarks that say for each column whether our results have the paper's order of rows. Then come remarks on
+    seeds and runs that are lacking, on where an archive's numbers were measured, and on cells that have a letter.
     """
     lines = [column["sentence"] for column in table["columns"] if column["sentence"]]
     with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]

@@ -231,7 +231,7 @@ def draw_dirichlet(
 
     As in FedMerge's public code, a user that has the average number of samples gets no more, and the whole draw is
     repeated until each user has enough samples. The required number is the number of labels, or a twentieth of the
-    average if that is smaller, since otherwise almost every draw would fail. It is at least four.
+    average if that is smaller, since otherwise almost every draw would fail; but at least four.
 
     Args:
         labels: The label of each sample.
@@ -350,8 +350,8 @@ _IDX_BYTES = 0x08
 def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
     """Read an IDX file of unsigned bytes, the format of MNIST's original files.
 
-    It consists of two zero bytes, a byte for the type, one for the number of axes, the axes' lengths as big-endian
-    uint32, and the values.
+    The file consists of two zero bytes, a byte for the type, one for the number of axes, the axes' lengths as
+    big-endian uint32, and the values.
 
     Raises:
         DataError: The file is missing, is not an IDX file of bytes, or has more or fewer values than its lengths say.
@@ -615,8 +615,8 @@ def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
 def _idx_stems(name: str, split: str, kind: str) -> list[str]:
     """Return the possible names of an IDX file without its compression's suffix.
 
-    They are comingle's own name and, for MNIST, the original one, ``train-images-idx3-ubyte``; some copies of it have a
-    dot instead of the second hyphen.
+    These are comingle's own name and, for MNIST, the original name, ``train-images-idx3-ubyte``. Some copies of MNIST
+    have a dot instead of the second hyphen.
 
     Args:
         name: The data set.

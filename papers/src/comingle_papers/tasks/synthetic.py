@@ -54,8 +54,8 @@ class Truth:
     def respond(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n outputs"]:
         """Return the targets of hidden vectors.
 
-        For the task "linear" they are the first entries of the hidden vectors, for "mlp" a linear readout of their
-        relu. For "mlp-norm" the targets are as for "mlp", but the caller normalises the hidden vectors first.
+        For the task "linear" the targets are the first entries of the hidden vectors, for "mlp" a linear readout of
+        their relu. For "mlp-norm" the targets are as for "mlp", but the caller normalises the hidden vectors first.
         """
         return hidden[:, : OUTPUTS["linear"]] if self.readout is None else hidden.relu() @ self.readout
 

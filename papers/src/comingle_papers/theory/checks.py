@@ -95,7 +95,7 @@ def as_json(seed: int, curves: list[Curve]) -> dict[str, object]:
 
     Args:
         seed: Seed of the random streams.
-        curves: The curves of all schemes.
+        curves: The curves of all problems.
     """
     return {
         "seed": seed,
@@ -145,7 +145,7 @@ def quadratic_curve(
     As printed, Example 1 also bounds the spectral norm of a step's matrix.
 
     Args:
-        scheme: Name of the scheme.
+        scheme: Name of the kind of problem.
         instance: Number of the random problem.
         valid: The validation objective.
         train: The training objective.
@@ -234,9 +234,10 @@ def linear_curve(
       N + 1 experts does not change F, so its only minimiser has equal experts.
 
     Args:
-        scheme: Name of the scheme.
+        scheme: Name of the kind of problem.
         instance: Number of the random problem.
-        problem: The samples, the loss, and the weights alpha and mu of the objective F (CoMiGS, eq. 25).
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F
+            (CoMiGS, eq. 25).
         experts: The initial experts.
         router: The initial router.
         steps: Number of steps.
@@ -280,7 +281,7 @@ def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Poin
     The shares are restricted to the simplex. Only five evenly spaced points are checked, as eigenvalues take long.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         points: Experts, router and shares after each step of the descent.
     """
     indices = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
@@ -313,7 +314,7 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
     drawn with its predicted rates, the others as thin lines.
 
     Args:
-        curves: The curves of all schemes.
+        curves: The curves of all problems.
         folder: The folder to write to.
 
     Returns:

@@ -33,9 +33,9 @@ class Claim:
 
     @property
     def tightness(self) -> float:
-        """Share of the bound that the measured value uses, 1 if they are equal; above 1 the statement fails.
+        """Share of the bound that the measured value uses: measured / bound, or bound / measured for a lower bound.
 
-        It is 0 if the statement does not apply.
+        At 1 both are equal, above 1 the statement fails. The share is 0 if the statement does not apply.
         """
         if self.bound is None:
             return 0.0
@@ -116,7 +116,7 @@ def _summarise_claims(scheme: str, statement: str, claims: list[Claim]) -> Row:
     The row says how many instances obey the statement, and has the values of the instance closest to its bound.
 
     Args:
-        scheme: Name of the scheme.
+        scheme: Name of the kind of problem.
         statement: The statement.
         claims: The claim of each instance. Claims with ``covered`` are of instances that meet the statement's
             conditions; only these have a bound.

@@ -245,7 +245,7 @@ class Descent:
 def estimate_weights(cluster: Cluster, start: Weights, step: int, shift: float, decay: float) -> Weights:
     """Return the estimated weights ``p_hat`` of the clients at the beginning of a round.
 
-    They move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
+    The estimates move from ``start`` to the true weights p in a straight line, so that ``|p_hat - p|^2`` is
     ``(1 + t / s)^-decay`` times its first value. FLoRAL's Theorem A.10 assumes ``(t + s)^-decay`` times the first
     value, which cannot be: for t = 0 the factor would have to be 1, but is ``s^-decay``.
 
@@ -366,8 +366,8 @@ def _squared_norms(vectors: Points) -> Numbers:
 def error_bound(run: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
     """Return the bound of FLoRAL, Lemma A.2, on the expected squared error of the aggregated gradient, for each step.
 
-    It is ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2`` with the variance sigma^2 and the second moment G^2 of a client's
-    gradient, the true weights p of the clients and the mismatch ``delta = p_hat - p`` of the estimated ones.
+    The bound is ``2 sigma^2 |p|^2 + 2 G^2 |delta|_1^2``. sigma^2 and G^2 are the variance and the second moment of a
+    drawn gradient, p are the true and p_hat the estimated weights of the clients, ``delta = p_hat - p``.
     """
     return 2 * run.variance * _squared_norms(cluster.weights) + 2 * run.moment * run.mismatch**2
 
@@ -419,9 +419,10 @@ def routed_descent_bound(
         (1 - eta mu) |w~ - w*|^2 - eta / 2 sum_k p_hat^k [f_c(w^k) - f_c*]
             + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
 
-    It follows from Lemma A.4 where ``eta <= U / (8 L)`` with U from :func:`uniformity`, as ``|delta|_1^2 <= 4 <= 4
-    log(K C)`` for ``K C >= 3``. The lemma as printed has another condition, ``eta <= gamma / max(5/2, 16 G^2, 4 L)``.
-    This does not fit eq. 23 of its proof, in which ``5/2`` is a factor before the maximum.
+    The symbols are those of :func:`descent_bound`. The bound follows from Lemma A.4 where ``eta <= U / (8 L)`` with U
+    from :func:`uniformity`, as ``|delta|_1^2 <= 4 <= 4 log(K C)`` for ``K C >= 3``. The lemma as printed has another
+    condition, ``eta <= gamma / max(5/2, 16 G^2, 4 L)``. The printed condition does not fit eq. 23 of the proof, in
+    which ``5/2`` is a factor before the maximum.
 
     Args:
         run: Measured quantities of the run, for each step.
@@ -541,7 +542,8 @@ def _rate_bound_of(
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
     after T steps ``eta_t = 3 / (mu (t + s))``, with ``B = drift_factor L H^2 G^2`` and D the distance of the start from
-    the minimum. It sums the inequality of a single step (Lemma A.4 or A.7) over all steps with weights ``(t + s)^2``.
+    the minimum. The bound sums the inequality of a single step (Lemma A.4 or A.7) over all steps with weights
+    ``(t + s)^2``.
 
     Args:
         run: Measured quantities of the run, for each step; ``moment`` is G^2, ``squared[0]`` is D^2.
@@ -656,7 +658,7 @@ def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: 
 def sum_bound(sequences: Recursion, mu: float, shift: float) -> float:
     """Return the bound of FLoRAL, Lemma A.8, on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``.
 
-    It holds for non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
+    The lemma is about non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``.
 
     Args:
         sequences: The sequences a, b and c and the step sizes eta.
@@ -761,12 +763,12 @@ def logit_step(
     models: Float[np.ndarray, "clusters size"],
     rate: float,
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
-    """Return two routers: that of a gradient step on the logits, and FLoRAL's router, which approximates it (eq. 35).
+    """Return the router after a gradient step on its logits, and FLoRAL's router, which approximates it (eq. 35).
 
     The gradient step is on the loss of the mixed model ``sum_c pi_c w_c``, from equal shares ``pi_c = 1 / C``. FLoRAL's
-    router is (eq. 5) ``softmax(-eta f(w_c))``, here with ``eta = rate / C``. Both are equal if the loss f is affine.
-    Otherwise entry c of their logits differs, up to a constant, by at most ``rate / C * L / 2 * |w_c - mean w|^2`` with
-    L the largest curvature of f.
+    router is (eq. 5) ``softmax(-eta f(w_c))``, here with ``eta = rate / C``. The two routers are equal if the loss f is
+    affine. Otherwise entry c of their logits differs, up to a constant, by at most
+    ``rate / C * L / 2 * |w_c - mean w|^2`` with L the largest curvature of f.
 
     Args:
         loss: The user's loss.
@@ -857,7 +859,7 @@ def cluster_curve(
     run: on the base that clusters share (eq. 31), on the mismatch of routers (Lemma A.6) and on sums (Lemma A.8).
 
     Args:
-        scheme: Name of the scheme.
+        scheme: Name of the kind of problem.
         instance: Number of the random problem.
         mismatch: How far the initial routers are from the true ones: 0 are the true ones, 1 uniform routers.
         settings: Settings of the clusters.

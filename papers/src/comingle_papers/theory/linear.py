@@ -143,7 +143,7 @@ def coupled_objective(problem: LinearProblem, experts: Weights, router: Weights)
     Here the router's gates mix the experts. :func:`decoupled_objective` replaces the gates by free variables.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -159,7 +159,7 @@ def decoupled_objective(problem: LinearProblem, point: Point) -> float:
     summed with weight mu / n, as in eq. 25 and 26; eq. 23 of the paper prints mu / (2 n).
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     logits = problem.inputs @ point.router
@@ -182,7 +182,7 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
     root between the smallest and the largest a_j.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -211,7 +211,7 @@ def _shares_at_outputs(problem: LinearProblem, expert_outputs: Shares, logits: S
     """Return ``softmax(b - l'(t) a / mu)`` for each sample: the best shares if t is the output with these shares.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         expert_outputs: The experts' outputs a, shape (samples, experts).
         logits: The router's logits b, shape (samples, experts).
         outputs: t, shape (samples).
@@ -226,7 +226,7 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
     This is multinomial logistic regression with the shares as targets and weight decay, which is strongly convex.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         start: Initial value of the search.
 
@@ -248,7 +248,7 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
     regression in closed form; for the logistic loss it is a convex problem that is solved numerically.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         start: Initial value of the search.
 
@@ -273,7 +273,7 @@ def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) ->
     """Return the gradient of the objective F (CoMiGS, eq. 25) in the router's weights Phi, shape (features, experts).
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         shares: Shares lambda of the experts in each sample, (samples, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -285,11 +285,11 @@ def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) ->
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
     """Return the Hessian of the objective F (CoMiGS, eq. 25) in the router's weights Phi, row-major.
 
-    It is ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I`` with the Kronecker product ``(x)`` and the
-    gates pi_i of sample i.
+    The Hessian is ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I`` with the Kronecker product ``(x)``
+    and the gates pi_i of sample i.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         router: Weights Phi of the router, (features, experts).
     """
     probabilities = gates(problem, router)  # pi
@@ -318,7 +318,7 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
     F.2 of the paper requires. The alternation ends before ``steps`` if the shares no longer change.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: The initial experts.
         router: The initial router.
         steps: Largest number of steps.
@@ -345,7 +345,7 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
     otherwise it is a stationary point to which the steps converge.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         near: A point close to the minimum, such as the last of a descent.
 
     Raises:
@@ -378,7 +378,7 @@ def _point_at_best_shares(problem: LinearProblem, experts: Weights, router: Weig
     """Return the point of these experts and this router with the shares that minimise the objective F (CoMiGS, eq. 25).
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -391,7 +391,7 @@ def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
     The result is one vector: the gradient in Theta, then that in Phi, both row-major.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     slopes = problem.loss.slope(_outputs(problem, point), problem.targets)
@@ -445,7 +445,7 @@ def _find_stationary(
 def _softmax(scores: Shares) -> Shares:
     """Return the softmax over the last axis.
 
-    It takes a tenth of the time of scipy's, which dispatches over array libraries on every call.
+    This function takes a tenth of the time of scipy's softmax, which looks up the kind of array on every call.
     """
     exponentials = np.exp(scores - scores.max(-1, keepdims=True))
     return exponentials / exponentials.sum(-1, keepdims=True)
@@ -455,7 +455,7 @@ def _decay_penalty(problem: LinearProblem, experts: Weights, router: Weights) ->
     """Return the weight decay in the objective F (CoMiGS, eq. 25), ``alpha / 2 (|Theta|^2 + |Phi|^2)``.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: Weights Theta of the experts, (features, experts).
         router: Weights Phi of the router, (features, experts).
     """
@@ -502,7 +502,7 @@ def draw_linear(
 def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
     """Return the smallest weight decay alpha that Proposition 1 of CoMiGS allows (eq. 27).
 
-    It is ``2 |x|^2 max(mu, rho^2 / mu)``.
+    This weight decay is ``2 |x|^2 max(mu, rho^2 / mu)``.
     The paper defines rho as a bound on the loss's derivative, but the proposition needs a bound on its absolute value.
 
     Args:
@@ -516,7 +516,8 @@ def printed_decay(feature_norm: float, slope: float, coupling: float) -> float:
 def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
     """Return the weight decay alpha above which one sample's objective (CoMiGS, eq. 26) is strongly convex.
 
-    It is ``|x|^2 (rho^2 + mu^2) / (2 mu)``, at most half of what the paper asks for (:func:`printed_decay`).
+    This weight decay is ``|x|^2 (rho^2 + mu^2) / (2 mu)``, at most half of what the paper asks for
+    (:func:`printed_decay`).
 
     Args:
         feature_norm: ``|x|``, the norm of a sample's input.
@@ -528,7 +529,7 @@ def needed_decay(feature_norm: float, slope: float, coupling: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConstants:
-    """Constants from which the bounds of a descent are computed.
+    """Constants of a problem with linear experts, and bounds on how fast CoMiGS's alternation converges on it.
 
     ``radius`` bounds ``|(Theta, Phi)|`` over all iterates and the minimum: the objective never grows, and everything in
     it but the weight decay is at least 0, so ``alpha / 2 |(Theta, Phi)|^2 <= F_0``. ``slope`` is rho within that
@@ -577,7 +578,7 @@ class LinearConstants:
     def modulus_shares(self) -> float:
         """m_X: modulus of strong convexity of the objective F (CoMiGS, eq. 25) in the shares along the simplex.
 
-        The modulus holds for all experts and routers. It is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with
+        The modulus, which holds for all experts and routers, is ``(2 mu - |x|^2 (rho^2 + mu^2) / alpha) / n`` with
         weight decay alpha, largest slope rho of the loss, weight mu of the divergence, n samples and their largest norm
         ``|x|``.
         """
@@ -665,7 +666,7 @@ def constants(problem: LinearProblem, experts: Weights, router: Weights) -> Line
     """Return the constants of the bounds on how fast :func:`alternate` descends from these experts and this router.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: The initial experts.
         router: The initial router.
     """
@@ -695,7 +696,7 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
     root of a scalar equation, solved for ``log(alpha)``.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         experts: The initial experts.
         router: The initial router.
     """
@@ -722,7 +723,7 @@ def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size siz
     paper's proof of Proposition 1 lacks two factors of 2: that of the last term and that of the square's cross term.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     # Experts and router have no mixed derivatives: the loss sees the experts only, the divergence the router only.
@@ -734,11 +735,11 @@ def hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size siz
 def tangent_hessian(problem: LinearProblem, point: Point) -> Float[np.ndarray, "size size"]:
     """Return :func:`hessian` restricted to the simplex: a sample's shares change only in directions that sum to zero.
 
-    It has ``2 features experts + samples (experts - 1)`` rows, as experts and router each have ``features experts``
-    weights.
+    The result has ``2 features experts + samples (experts - 1)`` rows, as experts and router each have
+    ``features experts`` weights.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     num_samples, num_experts = point.shares.shape
@@ -756,7 +757,7 @@ def local_rate(problem: LinearProblem, solution: Point) -> float:
     ``r^2``.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         solution: The fixed point of the alternation.
     """
     whole = tangent_hessian(problem, solution)
@@ -777,11 +778,11 @@ def _outputs(problem: LinearProblem, point: Point) -> Float[np.ndarray, " sample
 def _experts_block(problem: LinearProblem, point: Point) -> Matrix:
     """Return the Hessian of the objective F (CoMiGS, eq. 25) in the experts Theta, row-major.
 
-    It is ``mean(l'' z z^T) + alpha I``, where z is the matrix ``x lambda^T`` of a sample as a vector: the output is the
-    scalar product of z and Theta. l'' is the loss's second derivative, alpha the weight decay.
+    The Hessian is ``mean(l'' z z^T) + alpha I``, where z is the matrix ``x lambda^T`` of a sample as a vector: the
+    output is the scalar product of z and Theta. l'' is the loss's second derivative, alpha the weight decay.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     features = np.einsum("nd,ne->nde", problem.inputs, point.shares).reshape(len(point.shares), -1)
@@ -798,7 +799,7 @@ def _cross_block(problem: LinearProblem, point: Point) -> Matrix:
     samples. a are the experts' outputs.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     x, (num_samples, num_experts) = problem.inputs, point.shares.shape
@@ -821,7 +822,7 @@ def _shares_block(problem: LinearProblem, point: Point) -> Matrix:
     derivative l'', the sample's shares lambda and the number n of samples.
 
     Args:
-        problem: The samples, the loss, and the weights alpha and mu of the objective F.
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F.
         point: Experts Theta, router Phi and shares Lambda.
     """
     expert_outputs = problem.inputs @ point.experts

@@ -78,7 +78,7 @@ class Coupled:
     def modulus(self) -> float:
         """Lower bound mu on the strong convexity in y, for every x (the earlier version's Assumption 2).
 
-        It proves nothing if it is not positive.
+        A bound that is not positive proves nothing.
         """
         return self.decay - self.max_negative_curvature
 
@@ -91,7 +91,7 @@ class Coupled:
 def minimiser(problem: Coupled, x: Left) -> Right:
     """Return the y that minimises ``f(x, y) = decay / 2 |y|^2 + <A(x), R tanh(S y)>`` for a given x.
 
-    It is the only root of the gradient ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``, found numerically.
+    This y is the only root of the gradient ``decay y + S^T diag(1 - tanh^2(S y)) R^T A(x)``, found numerically.
 
     Args:
         problem: The function f, strongly convex in y.
@@ -127,9 +127,9 @@ def alternate_coupled(
     A step is ``y = u_1(x)``, then ``x = u_2(y)`` with the minimisers u_1 and u_2 of the two functions.
 
     Args:
-        first: f_1, minimised in y for a given x.
-        second: f_2, minimised in x for a given y. As :func:`minimiser` minimises in the second variable, its x and y
-            are exchanged.
+        first: The function that is minimised in y for a given x.
+        second: The function that is minimised in x for a given y. As :func:`minimiser` minimises in the second
+            variable, this function takes y first, then x.
         x: The initial x.
         steps: Number of steps, each of two minimisations.
     """
@@ -228,7 +228,7 @@ def coupled_curve(
     distance.
 
     Args:
-        scheme: Name of the scheme.
+        scheme: Name of the kind of problem.
         instance: Number of the random problem.
         first: The function that is minimised in y.
         second: The function that is minimised in x.
@@ -310,10 +310,10 @@ class Quadratic:
 
 
 def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Float[np.ndarray, " router"]:
-    """Return ``u_1``: the router that minimises the validation objective for given experts (CoMiGS, eq. 12).
+    """Return the router that minimises the validation objective for given experts (CoMiGS, eq. 12).
 
-    It is ``phi* - B^-1 C (theta - theta*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its Hessian
-    ``[[A, C^T], [C, B]]``.
+    The router is ``phi* - B^-1 C (theta - theta*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its
+    Hessian ``[[A, C^T], [C, B]]``.
 
     Args:
         valid: The validation objective.
@@ -325,10 +325,10 @@ def best_router(valid: Quadratic, experts: Float[np.ndarray, " experts"]) -> Flo
 
 
 def best_experts(train: Quadratic, router: Float[np.ndarray, " router"]) -> Float[np.ndarray, " experts"]:
-    """Return ``u_2``: the experts that minimise the training objective for a given router (CoMiGS, eq. 12).
+    """Return the experts that minimise the training objective for a given router (CoMiGS, eq. 12).
 
-    They are ``theta* - A^-1 C^T (phi - phi*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of its
-    Hessian ``[[A, C^T], [C, B]]``.
+    The experts are ``theta* - A^-1 C^T (phi - phi*)`` with the objective's minimiser ``(theta*, phi*)`` and blocks of
+    its Hessian ``[[A, C^T], [C, B]]``.
 
     Args:
         train: The training objective.
