@@ -121,7 +121,7 @@ class TheoryRecipe(Section):
 
 
 def load_theory_recipe(path: Path) -> TheoryRecipe:
-    """Read a theory recipe.
+    """Read a recipe of ``comingle theory``, which checks the convergence theory of the papers.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or has an invalid value, the first of which is reported.

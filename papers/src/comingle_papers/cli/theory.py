@@ -56,7 +56,7 @@ def theory(
 
 
 def _load_recipe(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
-    """Load a theory recipe.
+    """Load the recipe of ``comingle theory``.
 
     Args:
         recipe: The file; None for the published one.

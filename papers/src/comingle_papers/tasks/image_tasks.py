@@ -478,7 +478,7 @@ def _group_images(
         For each group the indices of its images and its number of users; and the groups' names for error messages,
         empty if there is a single group.
     """
-    if setting.partition == "personal":
+    if setting.partition == "personal":  # a single group; users differ by their shares of the labels
         return [torch.arange(len(images))], [users], []
     if setting.partition == "domain":
         return _group_by_domain(images, users, task=key[0])

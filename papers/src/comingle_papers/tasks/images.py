@@ -237,8 +237,8 @@ def draw_dirichlet(
         labels: The label of each sample.
         users: Number of users.
         alpha: Concentration of the Dirichlet distribution.
-        key: Key of the random stream.
-        where: The place, for error messages.
+        key: Key of the random stream, which begins with the name of the task.
+        where: Name of the data, for error messages; empty for the name of the task.
 
     Returns:
         The indices of each user's samples.
@@ -331,7 +331,7 @@ def _choose_columns(existing: Sequence[str], wanted: Sequence[Sequence[str]], wh
     Args:
         existing: Names of the columns of the data set.
         wanted: Groups of alternative names.
-        where: The place, for error messages.
+        where: Name of the data, for error messages.
 
     Raises:
         DataError: No name of a group exists.
@@ -449,7 +449,7 @@ def stack_images(images: Sequence[np.ndarray], where: str) -> np.ndarray:
 
     Args:
         images: The images as arrays.
-        where: Their source, for error messages.
+        where: Name of their source, for error messages.
 
     Raises:
         DataError: There is no image, or sizes or modes differ.
@@ -499,7 +499,7 @@ def check_images(images: Images, *, classes: int, coloured: bool, where: str) ->
         images: The images.
         classes: Number of labels.
         coloured: Whether images must have three channels.
-        where: The place, for error messages.
+        where: Name of the data, for error messages.
 
     Raises:
         DataError: Channels or labels differ.
@@ -694,7 +694,7 @@ def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | No
         images: The images.
         domains: For each image its domain: an index into ``names``, or a name. Names get indices in alphabetical order.
         names: Names of the domains if ``domains`` are indices; None for "domain-0" and so on.
-        where: The place, for error messages.
+        where: Name of the data, for error messages.
 
     Raises:
         DataError: Domains are of the wrong type or number, or an index has no name.
@@ -763,7 +763,7 @@ def _convert_pair(pixels: object, labels: object, where: str) -> Images:
     Args:
         pixels: Images of shape (n, h, w), (n, c, h, w) or (n, h, w, c), as bytes.
         labels: Labels of shape (n) or (n, 1), as integers.
-        where: The place, for error messages.
+        where: Name of the data, for error messages.
 
     Raises:
         DataError: Types or shapes differ from these.

@@ -358,7 +358,7 @@ def _make_shifted_task(
 
     Args:
         name: The task.
-        path: The folder or hub name of the images; None for the default places.
+        path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
         clusters: Number of clusters.
         shift: The shift between clusters, if there is one.
         **options: Further arguments of :func:`~comingle_papers.tasks.image_tasks.make_shifted`.
@@ -374,7 +374,7 @@ def _make_skewed_task(name: str, path: str | Path | None, **options: Any) -> Tas
 
     Args:
         name: The task.
-        path: The folder or hub name of the images; None for the default places.
+        path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
         **options: Arguments of :func:`~comingle_papers.tasks.image_tasks.make_skewed`. In a task whose users differ in
             their images' domain, each domain is a cluster, and the argument ``clusters`` is ignored.
     """
@@ -416,7 +416,7 @@ def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[s
     Args:
         name: The task.
         setting: The task's defaults.
-        path: The folder or hub name of the images; None for the default places.
+        path: The folder or hub name of the images; None for ``$COMINGLE_DATA/images``, else the hub.
 
     Raises:
         DataError: Images cannot be read, or do not have the task's channels or labels.
@@ -434,7 +434,7 @@ def _read_from_source(read: Callable[[str | Path], ReadImages], name: str, path:
     Args:
         read: Reads the images of a source, a folder or a hub name.
         name: The task.
-        path: The source as given; None for the default places.
+        path: The source as given; None for ``$COMINGLE_DATA/images``, else the hub.
 
     Raises:
         DataError: As ``read``; if no path was given, the message names the alternatives to the hub.

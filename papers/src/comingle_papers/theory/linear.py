@@ -474,9 +474,9 @@ def draw_linear(
 ) -> LinearProblem:
     """Draw a problem with normal inputs and targets of hidden linear experts.
 
-    Each sample's target comes from the output of the expert that a hidden linear router prefers. For the squared loss
-    it is this output plus noise of standard deviation 0.1; for the logistic loss it is a label, 1 or -1, drawn with the
-    output as the logit of 1.
+    A hidden linear router chooses one hidden expert for each sample. For the squared loss the sample's target is the
+    output of this expert plus noise of standard deviation 0.1. For the logistic loss the target is a label, 1 or -1,
+    drawn with the output as the logit of 1.
 
     Args:
         rng: Generator of all draws.
@@ -637,9 +637,8 @@ class LinearConstants:
     def theorem_rate(self) -> float | None:
         """Bound ``(1 - mu / L)^2`` on the factor by which a step multiplies ``F - F*`` (CoMiGS, Theorem F.2).
 
-        ``F - F*`` is the objective's excess over its minimum. None if mu is not positive, so that nothing is proved.
-
-        mu is here the modulus of strong convexity of F in all variables and L the largest curvature.
+        ``F - F*`` is the objective's excess over its minimum. mu is here the modulus of strong convexity of F in all
+        variables, and L the largest curvature. None if mu is not positive, so that nothing is proved.
         """
         return (1 - self.modulus / self.smoothness) ** 2 if self.modulus > 0 else None
 

@@ -224,8 +224,8 @@ def coupled_curve(
     """Minimise two functions in turn, and check Propositions 1 and 2 of an earlier version of CoMiGS's paper.
 
     Proposition 1 bounds the Lipschitz constant of a minimiser, here measured on random pairs of points. Proposition 2
-    bounds the factor by which the distance of x from the fixed point shrinks in one step. The curve's residual is that
-    distance.
+    bounds the factor by which the distance of x from the fixed point shrinks in one step. The curve's residual is this
+    distance from the fixed point.
 
     Args:
         scheme: Name of the kind of problem.
