@@ -481,7 +481,7 @@ def _group_images(
     if setting.partition == "personal":  # a single group; users differ by their shares of the labels
         return [torch.arange(len(images))], [users], []
     if setting.partition == "domain":
-        return _group_by_domain(images, users, task=key[0])
+        return _group_by_domain(images, users, task=str(key[0]))
     sizes = cluster_sizes(users, clusters)
     chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
     group_names = [
