@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.models import folders
-from comingle.models import quantised as conversion
+from comingle.models import conversion, folders
 from comingle.models.base import Base, digests_of
+from comingle.models.conversion import convert_gguf
 from comingle.models.loading import lm_head, load_base
-from comingle.models.quantised import convert_gguf
 from comingle.models.random_bases import byte_tokenizer
 from comingle.serving.export.gguf import write_gguf as export_gguf
 from comingle.utils.errors import BaseModelError

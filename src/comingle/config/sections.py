@@ -94,7 +94,7 @@ class Recipe(Section):
     base: str = "smollm2-135m"
     """The model: frozen for text and conversations, trained for samples."""
     quantise: Literal["none", "8bit", "4bit"] = "none"
-    """``8bit`` or ``4bit``: keep the base's layers in packed form (extra ``quantised``)."""
+    """``8bit`` or ``4bit``: store the weights of the base's layers in 8 or 4 bits."""
     method: MethodSection = MethodSection()
     """The method and its settings."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0

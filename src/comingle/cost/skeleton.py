@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.settings import MEMORY
@@ -26,7 +24,7 @@ from comingle.models.loading import ALIASES, backbone, is_hub_reachable, lm_head
 from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
 from comingle.models.pretrained import PreTrainedModel
-from comingle.models.quantised import BLOCKS, Bits, QuantisedLinear, replace_linears
+from comingle.models.quantised import quantise_shapes
 from comingle.models.random_bases import PREFIX, random_base
 from comingle.models.stacked import MixedLanguageModel
 from comingle.training.backends.local import InProcess, federate
@@ -37,53 +35,6 @@ from comingle.training.plan import make_plan
 from comingle.utils.errors import BaseModelError, require_docstrings
 from comingle.utils.records import expand_home
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
-
-CODES = {"8bit": 256, "4bit": 16}
-"""Number of values that a packed weight can have. The table of values is stored with each matrix."""
-
-_PER_BYTE = {"8bit": 1, "4bit": 2}
-"""Number of packed weights in a byte."""
-
-
-class PackedShape(QuantisedLinear):
-    """Shapes of a packed linear layer, stored and unpacked, without values and without bitsandbytes."""
-
-    def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
-        """Create meta buffers of the same sizes as those of a packed layer.
-
-        Args:
-            weight: The unpacked weight; only its shape and dtype are used.
-            bias: The bias.
-            bits: The format of the packed weight: "8bit" or "4bit".
-        """
-        nn.Module.__init__(self)  # not that of the base class, which would pack values
-        self.out_features, self.in_features = weight.shape
-        self.bits, self.dtype, self.bias = bits, weight.dtype, bias
-        count = weight.numel()
-        # Several entries may share a byte, and each block of entries has a scale; both are rounded up.
-        self.register_buffer("packed", _meta_buffer(-(-count // _PER_BYTE[bits]), torch.uint8))
-        self.register_buffer("scales", _meta_buffer(-(-count // BLOCKS[bits]), torch.float32))
-        self.register_buffer("code", _meta_buffer(CODES[bits], torch.float32))
-
-    def unpack(self) -> Float[Tensor, "d_out d_in"]:
-        """Return an empty tensor of the weight's shape, on the device of the packed tensor."""
-        packed: Any = self.packed
-        return packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
-
-
-def pack_shapes(model: nn.Module, bits: Bits) -> None:
-    """Replace the linears in a model's decoder layers with packed ones that have shapes but no values, in place.
-
-    Args:
-        model: A language model.
-        bits: The format of the packed weights: "8bit" or "4bit".
-    """
-    replace_linears(model, lambda weight, bias: PackedShape(weight, bias, bits))
-
-
-def _meta_buffer(count: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of ``count`` numbers without data."""
-    return torch.empty(count, dtype=dtype, device="meta")
 
 
 def load_skeleton(
@@ -116,7 +67,7 @@ def load_skeleton(
     freeze(model, None)  # there is no tokenizer
     bits: Any = "" if quantise == "none" else quantise
     if bits:
-        pack_shapes(model, bits)
+        quantise_shapes(model, bits, torch.device("meta"))
     return Base(model=model, tokenizer=None, name=name, dtype=run_dtype, device=run_device, quantised=bits)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from comingle.models.hardware import free_bytes
 from comingle.models.pretrained import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.quantised import Bits, QuantisedLinear, quantise, quantise_shapes
 from comingle.utils.errors import BaseModelError
 from comingle.utils.files import cache_folder, make_once
 from comingle.utils.trees import digest_all
@@ -47,7 +48,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_folder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str | None
+    folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str | None, bits: Bits | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model on the CPU and its tokenizer; never unpickle, and never run code from the folder.
 
@@ -56,6 +57,7 @@ def read_folder(
         dtype: Number format of the weights.
         device: Device to which the model will be moved, for a check of its memory.
         attention: Attention implementation of transformers; None: transformers' choice.
+        bits: Format to which the linears of the decoder layers are quantised; None: they are not.
 
     Returns:
         The model, and the tokenizer or None if the folder holds none.
@@ -70,10 +72,13 @@ def read_folder(
             f"base model {folder}: {_ADAPTER} belongs to an adapter; merge it into the weights "
             "(peft: merge_and_unload), or move it out of this folder."
         )
-    parameters = sum(_count_weights(path) for path in weight_files(folder))
-    for place in {torch.device("cpu"), device}:  # weights are loaded on the CPU first
-        require_memory(f"base model {folder}:", parameters, dtype, place)
-    model = _load_model(folder, dtype=dtype, attention=attention)
+    if bits is None or (model := _map_quantised(folder, bits, dtype=dtype, attention=attention)) is None:
+        parameters = sum(_count_weights(path) for path in weight_files(folder))
+        for place in {torch.device("cpu"), device}:  # weights are loaded on the CPU first
+            require_memory(f"base model {folder}:", parameters, dtype, place)
+        model = _load_model(folder, dtype=dtype, attention=attention)
+        if bits is not None:
+            quantise(model, bits, torch.device("cpu"))
     require_finite(folder, model)
     return model, load_tokenizer(folder)
 
@@ -242,26 +247,123 @@ def _map_model(
     Returns:
         The model; None if names or shapes in the files are not the model's, which transformers can often convert.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.initialization import no_init_weights
-
     if dtype == torch.float16:  # transformers keeps some weights of some families in float32
         return None
+    model = _model_without_values(config, dtype=dtype, attention=attention)
+    return model if _assign(model, _mapped_tensors(folder, dtype), folder) else None
+
+
+def _model_without_values(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    """Return a model whose weights are allocated but not set, so that they take no memory yet.
+
+    Args:
+        config: The configuration of a causal language model.
+        dtype: Number format of the weights.
+        attention: Attention implementation of transformers; None: transformers' choice.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    expected, found = model.state_dict(), _mapped_tensors(folder, dtype)
+    return model.eval()
+
+
+def _assign(model: PreTrainedModel, found: dict[str, torch.Tensor], folder: Path) -> bool:
+    """Replace a model's tensors by those of its files, without copies.
+
+    Args:
+        model: The model.
+        found: The tensors of the files by name.
+        folder: The model's folder, which may have settings of generation.
+
+    Returns:
+        Whether the names and shapes are the model's. If not, the model cannot be used.
+    """
+    from transformers import GenerationConfig
+
+    expected = model.state_dict()
     if any(name not in expected or t.shape != expected[name].shape for name, t in found.items()):
-        return None
+        return False
     model.load_state_dict(found, strict=False, assign=True)
     model.tie_weights()
     read = {id(tensor) for name, tensor in _all_tensors(model) if name in found}
     if any(name in expected and name not in found and id(tensor) not in read for name, tensor in _all_tensors(model)):
-        return None  # a tensor is neither in the files nor tied to one that is
+        return False  # a tensor is neither in the files nor tied to one that is
     if (folder / _GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.eval()
+    return True
+
+
+def _map_quantised(folder: Path, bits: Bits, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel | None:
+    """Return a quantised model whose weights are mapped from a file in the cache, which is written at the first call.
+
+    Processes share mapped weights, and the system may drop their pages and read them again. The unquantised weights are
+    mapped too while they are quantised, one after another, so they never need memory as a whole.
+
+    Args:
+        folder: A folder in the Hugging Face layout.
+        bits: Format of the quantised weights.
+        dtype: Number format of the other weights, and of products.
+        attention: Attention implementation of transformers; None: transformers' choice.
+
+    Returns:
+        The model; None if the cache cannot be written, or the weights cannot be mapped (:func:`_map_model`).
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    if dtype == torch.float16:  # as in _map_model
+        return None
+    config = own_config(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+    model = _model_without_values(config, dtype=dtype, attention=attention)
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
+    quantise_shapes(model, bits, torch.device("cpu"))
+    name = f"{digest_folder(folder)[:16]}-{bits}-{str(dtype).removeprefix('torch.')}"
+    write = partial(_write_quantised, folder, model, transposed, dtype)
+    try:
+        quantised = make_once(cache_folder() / "quantised" / name, write)
+    except OSError:  # a full disk, or no permission
+        return None
+    return model if _assign(model, load_file(quantised / _WEIGHTS), folder) else None
+
+
+def _write_quantised(
+    folder: Path, model: PreTrainedModel, transposed: Collection[str], dtype: torch.dtype, target: Path
+) -> None:
+    """Quantise the weights of ``folder``, one after another, and write them to the folder ``target``.
+
+    Args:
+        folder: A folder in the Hugging Face layout.
+        model: The quantised model without values, whose layers define which weights are quantised and how.
+        transposed: Names of the weights that the files hold as ``(d_in, d_out)``, which are those of GPT-2's Conv1D.
+        dtype: Number format of the other weights.
+        target: The folder to write to.
+
+    Raises:
+        OSError: The target cannot be written.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for path in weight_files(folder):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    tensor = file.get_tensor(name)
+                    if (layer := layers.get(name)) is None:
+                        tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                        continue
+                    packed, scales = layer.code.pack(tensor.t() if name in transposed else tensor)
+                    prefix = name.removesuffix("weight")
+                    tensors |= {f"{prefix}packed": packed, f"{prefix}scales": scales}
+        save_file(tensors, target / _WEIGHTS)
+    except SafetensorError as error:
+        raise OSError(one_line(error)) from error
 
 
 def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -28,10 +28,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from comingle.models.base import Base, freeze, logger
+from comingle.models.conversion import convert_gguf
 from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
 from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.quantised import convert_gguf
+from comingle.models.quantised import Bits
 from comingle.models.quantised import quantise as pack
 from comingle.models.random_bases import (
     FAMILIES,
@@ -421,22 +422,23 @@ def load_base(
     place = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, place)
     implementation = resolve_attention(attention, place)
+    bits: Bits | None = None if quantise == "none" else quantise
     with quiet_transformers():
         if name.startswith(PREFIX):
             _require_memory(name)
             model = random_base(name, dtype=torch_dtype, attention=implementation, seed=seed)
+            if bits is not None:
+                pack(model, bits, place)
             tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
         else:
             location = locate(name)
-            model, tokenizer = read_folder(location.folder, dtype=torch_dtype, device=place, attention=implementation)
+            settings: Any = {"dtype": torch_dtype, "device": place, "attention": implementation, "bits": bits}
+            model, tokenizer = read_folder(location.folder, **settings)
             source, origin = location.name, location.folder
         ends = freeze(model, tokenizer)
-    bits = "" if quantise == "none" else quantise
-    if bits:
-        pack(model, bits, place)
     torch.nn.Module.to(model, place)  # not model.to, which transformers overrides
     base = Base(model=model, tokenizer=tokenizer, name=source, dtype=torch_dtype, device=place, origin=origin)
-    return replace(base, quantised=bits, attention=attention, ends=ends)
+    return replace(base, quantised=bits or "", attention=attention, ends=ends)
 
 
 def _require_memory(name: str) -> None:

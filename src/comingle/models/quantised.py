@@ -1,42 +1,127 @@
-"""Base models with quantised weights: by bitsandbytes, or from a GGUF file.
+"""Base models whose linear weights are stored in 8 or 4 bits, to train adapters in less memory.
 
-8 bits are a dynamic floating-point code with one scale per 256 weights (Dettmers et al. 2022, arXiv:2110.02861); 4 bits
-are NF4 with one scale per 64 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Weights are unpacked for each product in
-the forward and the backward pass and freed afterwards; products are computed in the base's dtype, and gradients flow
-through them to the adapters. Embeddings, norms, biases and the head are not quantised. A GGUF file is converted to
-float32.
+8 bits are the dynamic 8-bit type with one scale per 256 weights (Dettmers et al. 2022, arXiv:2110.02861); 4 bits are
+NF4 with one scale per 64 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). The stored bytes are those of the
+package bitsandbytes. Weights are unpacked for each product in the forward and the backward pass and freed afterwards;
+products are computed in the base's dtype, and gradients flow through them to the adapters. Embeddings, norms, biases
+and the head are not quantised.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib
-import importlib.util
-import io
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from comingle.models.base import logger
-from comingle.models.folders import check_config, gguf_cache, one_line, require_memory
+from comingle.models.kernels import cpu
 from comingle.models.layouts import decoder_layers, linear_names
 from comingle.models.lora import base_weight
-from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.utils.errors import BaseModelError
-from comingle.utils.files import make_once
 
 Bits = Literal["8bit", "4bit"]
-BLOCKS = {"8bit": 256, "4bit": 64}
-"""Number of weights that share a scale."""
+
+
+def _dynamic_values() -> list[float]:
+    """Return the 256 values of the dynamic 8-bit type, ascending.
+
+    The decade ``10^(e - 6)``, for e from 0 to 6, has ``2^e`` positive values, the centres of equal parts of the
+    interval from 0.1 to 1 times the decade, and the same negative ones. 0 and 1 complete them.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        borders = torch.linspace(0.1, 1, 2**exponent + 1)
+        centres = (10 ** (exponent - 6) * ((borders[:-1] + borders[1:]) / 2)).tolist()
+        values += [sign * centre for sign in (1, -1) for centre in centres]
+    return sorted(values)
+
+
+# Quantiles of the normal distribution (QLoRA, appendix E).
+_NF4_VALUES = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A format of quantised weights: each weight is a value of a table times the scale of its block.
+
+    The scale of a block is its largest magnitude, so the table has values from -1 to 1.
+
+    Args:
+        values: The table, ascending.
+        block: Number of consecutive weights that share a scale.
+        per_byte: Number of weights in a byte; the first one is in the highest bits.
+    """
+
+    values: Float[Tensor, " values"]
+    block: int
+    per_byte: int
+
+    @cached_property
+    def table(self) -> Float[Tensor, "256 per_byte"]:
+        """The values of the weights in each possible byte."""
+        if self.per_byte == 1:
+            return self.values[:, None]
+        return torch.cartesian_prod(self.values, self.values)
+
+    def num_bytes(self, weights: int) -> int:
+        """Return the number of bytes of ``weights`` packed weights, without their scales."""
+        return -(-weights // self.per_byte)
+
+    def num_scales(self, weights: int) -> int:
+        """Return the number of blocks of ``weights`` weights; the last one may be shorter."""
+        return -(-weights // self.block)
+
+    def pack(self, weight: Float[Tensor, "d_out d_in"]) -> tuple[UInt8[Tensor, " bytes"], Float[Tensor, " scales"]]:
+        """Return a weight as bytes, which choose the nearest value of the table, and the blocks' float32 scales."""
+        flat = weight.detach().float().flatten()
+        missing = self.num_scales(len(flat)) * self.block - len(flat)  # zeros that complete the last block
+        blocks = nn.functional.pad(flat, (0, missing)).view(-1, self.block)
+        scales = blocks.abs().amax(1)
+        positive = torch.where(scales > 0, scales, 1.0)  # a block of zeros stays zero
+        borders = (self.values[1:] + self.values[:-1]) / 2
+        # Multiplied by the reciprocal, as bitsandbytes does: a quotient may be rounded otherwise.
+        levels = torch.bucketize(blocks * (1 / positive)[:, None], borders.to(flat.device))
+        levels = levels.flatten()[: self.num_bytes(len(flat)) * self.per_byte].to(torch.uint8)
+        if self.per_byte == 2:
+            levels = levels[::2] << 4 | levels[1::2]
+        return levels.contiguous(), scales
+
+    def unpack(
+        self, packed: UInt8[Tensor, " bytes"], scales: Float[Tensor, " scales"], shape: torch.Size, dtype: torch.dtype
+    ) -> Float[Tensor, "d_out d_in"]:
+        """Return a packed weight as a new tensor, unpacked with native code if that is in use.
+
+        Args:
+            packed: The bytes, from :meth:`pack`.
+            scales: The blocks' scales.
+            shape: Shape of the weight.
+            dtype: Number format of the result.
+        """
+        count = shape.numel()
+        if (unpacked := cpu.look_up(packed, scales, self.values, count, self.block, dtype)) is not None:
+            return unpacked.view(shape)
+        table = self.table.to(packed.device)
+        values = table.index_select(0, packed.int()).flatten()
+        missing = len(scales) * self.block - len(values)
+        blocks = nn.functional.pad(values, (0, missing)).view(-1, self.block)
+        return (blocks * scales[:, None]).to(dtype).flatten()[:count].view(shape)
+
+
+CODES: dict[Bits, Code] = {
+    "8bit": Code(torch.tensor(_dynamic_values()), block=256, per_byte=1),
+    "4bit": Code(torch.tensor(_NF4_VALUES), block=64, per_byte=2),
+}
+"""The formats, by their names in recipes."""
 
 _sources: dict[int, tuple[Any, QuantisedLinear]] = {}
 """Layer of each live unpacked weight, by the weight's storage."""
@@ -45,22 +130,28 @@ _sources: dict[int, tuple[Any, QuantisedLinear]] = {}
 class QuantisedLinear(nn.Linear):
     """A frozen linear with a packed weight; each access to ``weight`` unpacks it."""
 
-    def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: nn.Parameter | None, bits: Bits):
-        """Pack the weight of a linear layer.
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(
+        self, shape: torch.Size, bias: nn.Parameter | None, bits: Bits, dtype: torch.dtype, device: torch.device
+    ):
+        """Create a layer with the buffers ``packed`` and ``scales``, whose values are undefined.
 
         Args:
-            weight: The weight; its dtype is that of computations.
+            shape: Shape of the weight, ``(d_out, d_in)``.
             bias: The bias, which is not packed.
-            bits: "4bit" (NF4) or "8bit", for each entry of the weight.
+            bits: Format of the weight, a key of :data:`CODES`.
+            dtype: Number format of the unpacked weight.
+            device: Device of the buffers.
         """
         nn.Module.__init__(self)  # not nn.Linear's, which would allocate the weight
-        self.out_features, self.in_features = weight.shape
-        self.bits, self.dtype, self.bias = bits, weight.dtype, bias
-        functional = _bitsandbytes()
-        pack = functional.quantize_nf4 if bits == "4bit" else functional.quantize_blockwise
-        packed, state = pack(weight.contiguous(), blocksize=BLOCKS[bits])
-        for name, t in {"packed": packed, "scales": state.absmax, "code": state.code}.items():
-            self.register_buffer(name, t)
+        self.out_features, self.in_features = shape
+        self.code, self.dtype, self.bias = CODES[bits], dtype, bias
+        count = shape.numel()
+        num_bytes, num_scales = self.code.num_bytes(count), self.code.num_scales(count)
+        self.register_buffer("packed", torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        self.register_buffer("scales", torch.empty(num_scales, device=device))
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:  # type: ignore[override]
@@ -76,13 +167,8 @@ class QuantisedLinear(nn.Linear):
 
     def unpack(self) -> Float[Tensor, "d_out d_in"]:
         """Return the weight as a new tensor in the base's dtype."""
-        functional = _bitsandbytes()
         shape = torch.Size([self.out_features, self.in_features])
-        settings: dict[str, Any] = {"code": self.code, "blocksize": BLOCKS[self.bits], "dtype": self.dtype}
-        if self.bits == "4bit":
-            state = functional.QuantState(self.scales, shape=shape, quant_type="nf4", **settings)
-            return functional.dequantize_4bit(self.packed, state)
-        return functional.dequantize_blockwise(self.packed, functional.QuantState(self.scales, **settings))
+        return self.code.unpack(self.packed, self.scales, shape, self.dtype)
 
 
 def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
@@ -90,14 +176,27 @@ def quantise(model: nn.Module, bits: Bits, device: torch.device) -> None:
 
     Args:
         model: The model.
-        bits: Bits per weight.
+        bits: Format of the packed weights.
         device: Device on which the weights are packed, and stay.
-
-    Raises:
-        BaseModelError: The package bitsandbytes is not installed, or does not work here.
     """
-    _bitsandbytes()  # raise its error before any change
-    replace_linears(model, lambda weight, bias: QuantisedLinear(weight.to(device), bias, bits))
+
+    def packed_linear(weight: Tensor, bias: nn.Parameter | None) -> QuantisedLinear:
+        linear = QuantisedLinear(weight.shape, bias, bits, weight.dtype, device)
+        linear.packed, linear.scales = CODES[bits].pack(weight.to(device))
+        return linear
+
+    replace_linears(model, packed_linear)
+
+
+def quantise_shapes(model: nn.Module, bits: Bits, device: torch.device) -> None:
+    """Replace the linears of a model's decoder layers by quantised ones whose values are undefined, in place.
+
+    Args:
+        model: The model.
+        bits: Format of the packed weights.
+        device: Device of the packed weights.
+    """
+    replace_linears(model, lambda weight, bias: QuantisedLinear(weight.shape, bias, bits, weight.dtype, device))
 
 
 @torch.no_grad()
@@ -142,180 +241,3 @@ def _restore_saved(saved: Tensor | _PackedView) -> Tensor:
         return saved
     linear, shape, strides, offset = saved
     return linear.weight.as_strided(shape, strides, offset)
-
-
-def _bitsandbytes() -> ModuleType:
-    """Return the module ``bitsandbytes.functional``.
-
-    Raises:
-        BaseModelError: It cannot be imported.
-    """
-    try:
-        return importlib.import_module("bitsandbytes.functional")
-    except Exception as error:  # the import searches for GPUs, compilers and kernels, and can fail in many ways
-        raise BaseModelError(
-            f"quantise: needs the package bitsandbytes (pip install 'comingle[quantised]'): {error}"
-        ) from error
-
-
-# Part of the cached folder's name: raise it when the conversion's output changes.
-_CONVERSION_VERSION = 2
-
-
-def convert_gguf(path: Path) -> Path:
-    """Return a folder with the model of a GGUF file as float32 safetensors; cached after the first conversion.
-
-    Raises:
-        BaseModelError: The file is not GGUF, damaged or of an unsupported kind, or the cache cannot be written.
-    """
-    _require_gguf(path)
-    target = gguf_cache() / f"{path.stem}-{_fingerprint(path)}-v{_CONVERSION_VERSION}"
-    try:
-        return make_once(target, lambda folder: _convert_into(folder, path))
-    except OSError as error:
-        raise BaseModelError(
-            f"base model {path}: cannot write the conversion to {target.parent} ({error}); "
-            f"free space there or set COMINGLE_CACHE to another folder."
-        ) from error
-
-
-def _require_gguf(path: Path) -> None:
-    """Raise a :class:`BaseModelError` if a file is not GGUF, or the package that reads it is missing."""
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise BaseModelError(f"base model {path}: not a GGUF file; it starts with {magic!r} instead of b'GGUF'.")
-    if importlib.util.find_spec("gguf") is None:
-        raise BaseModelError(f"base model {path}: reading GGUF needs the package gguf; pip install 'comingle[demo]'.")
-
-
-def _fingerprint(path: Path) -> str:
-    """Return a digest of the file for the name of the cached folder."""
-    # By content, not path and time: a reinstalled package or a second environment reuses the conversion.
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def _convert_into(folder: Path, path: Path) -> None:
-    """Write model and tokenizer of a GGUF file to a folder in the Hugging Face layout.
-
-    Args:
-        folder: The folder, which exists.
-        path: The GGUF file.
-
-    Raises:
-        BaseModelError: The file is damaged or unsupported.
-        OSError: The folder cannot be written.
-    """
-    from safetensors import SafetensorError
-
-    logger.info("converting %s to safetensors, once; this takes up to a minute", path.name)
-    try:
-        with _cached_reader():
-            model, tokenizer = _read_gguf(path)
-    except BaseModelError:
-        raise
-    except Exception as error:  # the library's errors for bad files have no common type
-        raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {_one_line_message(error)}") from error
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(one_line(error)) from error
-
-
-def _one_line_message(error: Exception) -> str:
-    """Return the whole message in one line; torch names the mismatched tensors only after the first line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-@contextlib.contextmanager
-def _cached_reader() -> Iterator[None]:
-    """Replace ``gguf.GGUFReader`` in the context by a cached one, so that a GGUF file is parsed only once.
-
-    transformers makes a reader, which parses the whole file, for each of the config, the tokenizer and the weights.
-    """
-    import gguf
-
-    reader = gguf.GGUFReader
-    setattr(gguf, "GGUFReader", cache(reader))  # noqa: B010 (type checkers reject a plain assignment)
-    try:
-        yield
-    finally:
-        setattr(gguf, "GGUFReader", reader)  # noqa: B010
-
-
-def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model, in float32, and the tokenizer of a GGUF file.
-
-    transformers' from_pretrained would require accelerate, and would leave some kinds of tensors packed.
-    """
-    from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    file = GGUFReader(str(path))
-    parameters = sum(int(tensor.n_elements) for tensor in file.tensors)
-    # Twice: the tensors and the model that they are copied into are in memory together.
-    advice = "its folder of safetensors"
-    require_memory(f"base model {path}: after conversion", 2 * parameters, torch.float32, torch.device("cpu"), advice)
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    check_config(path, config.to_dict())
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
-        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    _require_all_read(path, file, model)
-    _load_tensors(path, model, tensors)
-    return model, _read_tokenizer(path)
-
-
-def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
-    """Check that the model represents the whole file; transformers silently drops unknown tensors and RoPE scaling."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
-    architecture = str(file.get_field("general.architecture").contents())
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    known = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
-    unsupported = [tensor.name for tensor in file.tensors if tensor.name not in known]
-    scaling = file.get_field(f"{architecture}.rope.scaling.type")
-    if scaling is not None and str(scaling.contents()) not in ("", "none"):
-        unsupported.append(f"{scaling.contents()} RoPE scaling")
-    if unsupported:
-        raise BaseModelError(
-            f"base model {path}: transformers does not read {unsupported[0]}{', ...' if len(unsupported) > 1 else ''}, "
-            "so its predictions would change; give its folder of safetensors."
-        )
-
-
-def _load_tensors(path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy tensors by name into a model.
-
-    Args:
-        path: The GGUF file, for the message.
-        model: The model, changed in place.
-        tensors: Its tensors; those tied to another may be missing.
-
-    Raises:
-        BaseModelError: A tensor of the model is missing.
-    """
-    missing = set(model.load_state_dict(tensors, strict=False).missing_keys)
-    if model.config.tie_word_embeddings:
-        missing -= set(model._tied_weights_keys or ())
-        model.tie_weights()
-    if missing:
-        raise BaseModelError(f"base model {path}: the weights lack {len(missing)} tensors, first {min(missing)!r}.")
-
-
-def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a GGUF file, which splits numbers as the one on the hub does."""
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    pre_tokenizer = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
-    if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":
-        # transformers uses GPT-2's pre-tokenizer; SmolLM's also splits numbers into digits, as on the hub.
-        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    return tokenizer

@@ -1,4 +1,4 @@
-"""Softmax and causal attention in C++ for CPUs.
+"""Softmax, causal attention and the unpacking of quantised weights in C++ for CPUs.
 
 Attention falls back to the family's ``eager`` attention for other masks (padding, sliding windows), with cached tokens,
 for soft-capped or otherwise changed scores, dropout and float64. The backward pass recomputes the scores, so no tensor
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, UInt8
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -25,7 +25,7 @@ from comingle.models.pretrained import PreTrainedModel
 from comingle.models.random_bases import FAMILIES
 from comingle.utils.trees import Context
 
-SOURCES = [Path(__file__).with_name(n) for n in ("cpu.cpp", "attention.h", "softmax.h", "mixture_vector.h")]
+SOURCES = [Path(__file__).with_name(n) for n in ("cpu.cpp", "attention.h", "softmax.h", "unpack.h", "mixture_vector.h")]
 
 _library: ctypes.CDLL | None = None
 
@@ -45,7 +45,7 @@ def _load(cache: Path) -> ctypes.CDLL | None:
     loaded = load_library(cache, "cpu", SOURCES)
     if loaded is not None:
         loaded.softmax_forward.restype = ctypes.c_bool
-        loaded.attention_forward.restype = loaded.attention_backward.restype = None
+        loaded.attention_forward.restype = loaded.attention_backward.restype = loaded.unpack_weights.restype = None
     return loaded
 
 
@@ -106,6 +106,53 @@ def softmax(
     if not library().softmax_forward(ctypes.byref(call)):
         raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
     return losses, logits, totals
+
+
+class _Unpack(ctypes.Structure):
+    """``struct Unpack`` of unpack.h."""
+
+    _fields_ = (
+        *[(n, ctypes.c_int64) for n in ("count", "block", "bits", "bf16", "threads")],
+        *[(n, ctypes.c_void_p) for n in ("packed", "scales", "table", "out")],
+    )
+
+
+def look_up(
+    packed: UInt8[Tensor, " bytes"],
+    scales: Float[Tensor, " blocks"],
+    values: Float[Tensor, " values"],
+    count: int,
+    block: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, " count"] | None:
+    """Unpack quantised weights (:class:`comingle.models.quantised.Code`) with native code.
+
+    Args:
+        packed: Bytes with one or two weights each.
+        scales: Factor of each block.
+        values: Possible values of weights, before they are scaled: 256 (8 bits) or 16 (4 bits).
+        count: Number of weights.
+        block: Number of consecutive weights that share a scale.
+        dtype: Number format of the result.
+
+    Returns:
+        The weights; None if native code is not in use or does not support the tensors.
+    """
+    if _library is None or not expert_mlp.is_enabled() or not expert_mlp.fits(packed.device, dtype) or count == 0:
+        return None
+    out = packed.new_empty(count, dtype=dtype)
+    if isinstance(packed, FakeTensor):
+        return out
+    call = _Unpack(
+        count,
+        block,
+        8 if len(values) == 256 else 4,
+        dtype == torch.bfloat16,
+        torch.get_num_threads(),
+        *(t.data_ptr() for t in (packed, scales, values, out)),
+    )
+    library().unpack_weights(ctypes.byref(call))
+    return out
 
 
 NAME = "comingle"
