@@ -81,6 +81,7 @@ def measure(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str
         return {
             "base": Path(asked.base).name,
             "dtype": asked.dtype,
+            "quantise": asked.quantise,
             "waiting_after_seconds": round(waiting, 1),
             "joined_after_seconds": round(joined, 1),
             **found,
@@ -192,6 +193,7 @@ def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:
         "method": asked.method,
         "training": {"rounds": asked.rounds, "local_steps": asked.steps, "batch_size": 4, "context": 128},
         "evaluation": {"every": asked.rounds, "first": False},
+        "quantise": asked.quantise,
         "runtime": {"dtype": asked.dtype},
     }
     (folder / "federation.yaml").write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
@@ -202,6 +204,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantise", default="none", help="Format of the base: none, 8bit or 4bit.")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--method", default="comigs-1g1s")
