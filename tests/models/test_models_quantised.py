@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from comingle.config import load_recipe, parse_recipe
 from comingle.cost.memory import LiveBytes
-from comingle.models.kernels import cpu, expert_mlp
+from comingle.models.kernels import cpu
 from comingle.models.loading import load_base
-from comingle.models.quantised import CODES, QuantisedLinear
+from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.runs import api
 from comingle.runs.session import build, prepare
 from comingle.training.client import train
@@ -97,20 +97,27 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_code_unpacks_the_same_weights(bits: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_code_unpacks_the_same_weights(bits: Any, dtype: torch.dtype) -> None:
     code = CODES[bits]
-    weights = [torch.randn(shape) for shape in ((64, 96), (7, 13), (1, 3))]
-    expected = [code.unpack(*code.pack(w), w.shape, dtype) for w in weights]
     assert cpu.enable(cache_folder() / "native")
-    monkeypatch.setattr(expert_mlp, "is_enabled", lambda: True)
-    used = []
-    look_up = cpu.look_up
-    monkeypatch.setattr(cpu, "look_up", lambda *args: used.append(found := look_up(*args)) or found)
-    assert all(
-        torch.equal(code.unpack(*code.pack(w), w.shape, dtype), e) for w, e in zip(weights, expected, strict=True)
-    )
-    assert len(used) == 3
-    assert all(t is not None for t in used)
+    for shape in ((64, 96), (7, 13), (1, 3)):
+        weight = torch.randn(shape)
+        packed, scales = code.pack(weight)
+        found = cpu.look_up(packed, scales, code.values, weight.numel(), code.block, dtype)
+        assert found is not None
+        blocks = code.table[packed.int()].flatten()[: weight.numel()].split(code.block)
+        expected = torch.cat([block * scale for block, scale in zip(blocks, scales, strict=True)]).to(dtype)
+        assert torch.equal(found, expected)
+
+
+def test_no_compiler_unpacks_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 13)
+    for code in CODES.values():
+        packed, scales = code.pack(weight)
+        native = code.unpack(packed, scales, weight.shape, torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "look_up", lambda *_: None)
+            assert torch.equal(code.unpack(packed, scales, weight.shape, torch.bfloat16), native)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 stores its weights transposed
@@ -162,6 +169,16 @@ def test_no_unpacked_weight_waits_for_the_backward_pass(recipe_file: Path) -> No
         peaks[bits] = live.peak
     layer = 4 * sum(p.numel() for p in load_base(WIDE["base"], dtype="float32").model.model.layers[0].parameters())
     assert peaks["4bit"] - peaks["none"] < 1.5 * layer
+
+
+def test_building_a_model_holds_one_unpacked_weight(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file).with_changes({**WIDE, "quantise": "4bit"})
+    run_data = prepare(recipe)
+    weights_of_layers = 4 * packed_parameters(run_data.base.model)
+    with LiveBytes() as live:
+        federation = build(recipe, run_data)
+    assert live.peak - live.live < weights_of_layers / 6  # beside the state of the federation
+    assert federation.clients.state.rows.nbytes < live.live
 
 
 def test_gradients_are_those_of_the_unpacked_weights(recipe_file: Path) -> None:

@@ -18,7 +18,7 @@ from comingle.cost.memory import Rehearsal, fake_batch, fake_inputs, ignore_grad
 from comingle.cost.records import Block, Flops, Linear, UserCost, backward, forward, measure_flops
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
-from comingle.models.lora import IN, OUT, base_weight
+from comingle.models.lora import IN, OUT, weight_shape
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.training.backends.local import InProcess
@@ -292,8 +292,8 @@ class Shape:
             trains_router = router_entries > 0 and f"{name}.router" in trained
             # Some gatings take products beyond those with the router's own matrix, which count like its entries.
             if router_entries and (count_products := getattr(mlp.router.gating, "multiply_adds", None)) is not None:
-                weight, _bias = base_weight(mlp.first["up"])  # (d_out, d_in)
-                router_entries += count_products(self.num_experts, self.entries[f"{name}.up.a"], weight.shape[1])
+                input_width = weight_shape(mlp.first["up"])[1]
+                router_entries += count_products(self.num_experts, self.entries[f"{name}.up.a"], input_width)
             blocks.append(
                 Block(
                     reads=tuple(reads),
@@ -359,8 +359,7 @@ def head_entries(model: AdaptedModel) -> int:
 
 def num_weights(linear: nn.Module) -> int:
     """Return the number of entries of a linear layer's weight, without its bias."""
-    weight, _bias = base_weight(linear)
-    return weight.numel()
+    return weight_shape(linear).numel()
 
 
 @dataclass(frozen=True, kw_only=True)

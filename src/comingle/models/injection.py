@@ -46,6 +46,7 @@ from comingle.models.lora import (
     lora_scale,
     low_rank,
     residual_slots,
+    weight_shape,
 )
 from comingle.models.routers import Router, init_router
 from comingle.utils.errors import BaseModelError, RecipeError
@@ -110,9 +111,10 @@ class RoutedMLP(nn.Module):
 
     def _fits_decoding(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
         """Return whether the native kernels for decoding support this MLP and its input ``x`` of ``users`` users."""
+        if self.act not in expert_mlp.ACTIVATION_CODES or not expert_mlp.fits_rows(x, users):
+            return False
         weights = [base_weight(linear)[0] for linear in (*self.first.values(), self.last)]  # without biases
-        has_kernel = self.act in expert_mlp.ACTIVATION_CODES
-        return has_kernel and expert_mlp.fits_rows(x, users, *weights)
+        return all(expert_mlp.fits_weight(weight, x) for weight in weights)
 
     def _mix_rows(self, x: Tokens) -> Tokens:
         """Mix the experts' outputs, ``sum_j p_j MLP_j(x)``, in the native kernel for generation.
@@ -464,8 +466,7 @@ def check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[Linear]) -> None
     Raises:
         RecipeError: The largest rank exceeds d_in + d_out of the largest weight.
     """
-    weights = {name: base_weight(linear)[0] for name, linear, _, _ in linears}  # without biases
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    shapes = {name: tuple(weight_shape(linear)) for name, linear, _, _ in linears}
     user = int(ranks.argmax())
     rank = int(ranks[user])
     suffix = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
@@ -498,12 +499,11 @@ def check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> Non
         BaseModelError: The outputs differ, so the MLP computes more than act, gate, up and down.
     """
     _require_one_input(original, family)
-    weights = {name: base_weight(linear)[0] for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
-    up = weights["up"]
+    shapes = {name: weight_shape(linear) for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
+    up, _ = base_weight(mlp.first["up"])  # without the bias
     # Zero factors A and B of one user with one expert of rank 1.
     mlp.factors = {
-        name: (up.new_zeros(1, 1, 1, weight.shape[1]), up.new_zeros(1, 1, 1, weight.shape[0]))
-        for name, weight in weights.items()
+        name: (up.new_zeros(1, 1, 1, d_in), up.new_zeros(1, 1, 1, d_out)) for name, (d_out, d_in) in shapes.items()
     }
     mlp.router.present = torch.ones(1, 1, dtype=torch.bool, device=up.device)
     x = torch.linspace(-1, 1, 4 * up.shape[1], dtype=up.dtype, device=up.device).view(1, 4, -1)
@@ -848,7 +848,7 @@ def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
         lead: Leading dimensions: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP.
         roles: ``("attention",)`` in attention; in an MLP "generalist" or "specialist" for each expert.
     """
-    width = base_weight(linear)[0].shape[1]
+    width = weight_shape(linear)[1]
     return Slot(name=f"{name}.a", shape=(*lead, width), roles=roles, init=init_a, factor="a")
 
 
@@ -861,7 +861,7 @@ def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
         lead: Leading dimensions: ``(rank,)`` in attention, ``(experts, rank)`` in an MLP.
         roles: ``("attention",)`` in attention; in an MLP "generalist" or "specialist" for each expert.
     """
-    width = base_weight(linear)[0].shape[0]
+    width = weight_shape(linear)[0]
     return Slot(name=f"{name}.b", shape=(*lead, width), roles=roles, init=init_zero, factor="b")
 
 
@@ -876,7 +876,6 @@ def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
         experts: Largest number of experts of a user.
         rank: Largest LoRA rank of a user.
     """
-    up_weight, _ = base_weight(mlp.first["up"])  # without the bias
-    width, gating = up_weight.shape[1], mlp.router.gating  # the router reads the MLP's input
+    width, gating = weight_shape(mlp.first["up"])[1], mlp.router.gating  # the router reads the MLP's input
     rows, init = (experts, init_router) if gating is None else gating.start(experts, rank, width)
     return Slot(name=f"{name}.router", shape=(rows, width), roles=(ROUTER,) * rows, init=init)

@@ -31,6 +31,7 @@ from comingle.models.base import Base, freeze, logger
 from comingle.models.conversion import convert_gguf
 from comingle.models.folders import check_config, is_complete, one_line, read_folder, require_finite
 from comingle.models.hardware import DTYPES, fast_bf16, resolve_attention, resolve_device, resolve_dtype
+from comingle.models.kernels import cpu
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.quantised import Bits
 from comingle.models.quantised import quantise as pack
@@ -423,6 +424,8 @@ def load_base(
     torch_dtype = resolve_dtype(dtype, place)
     implementation = resolve_attention(attention, place)
     bits: Bits | None = None if quantise == "none" else quantise
+    if bits is not None and place.type == "cpu":
+        cpu.enable(cache_folder() / "native")  # to unpack weights
     with quiet_transformers():
         if name.startswith(PREFIX):
             _require_memory(name)

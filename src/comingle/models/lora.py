@@ -45,6 +45,13 @@ def base_weight(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     return (weight if isinstance(linear, nn.Linear) else weight.t()), bias
 
 
+def weight_shape(linear: nn.Module) -> torch.Size:
+    """Return the shape of :func:`base_weight`'s weight, without unpacking one that is quantised."""
+    if isinstance(linear, nn.Linear):
+        return torch.Size([linear.out_features, linear.in_features])
+    return base_weight(linear)[0].shape
+
+
 def contiguous_transpose(x: Float[Tensor, "batch n rank"]) -> Float[Tensor, "batch rank n"]:
     """Return the transpose as a contiguous copy, which speeds up products of a thin matrix with a tall one."""
     return x.mT.contiguous()
@@ -133,9 +140,11 @@ class LoraLinear(nn.Module):
         """Return ``W x + b + s B_u (A_u x)`` with the LoRA of each row's user u; rows of ``x`` are ordered by user."""
         a, b = (f.to(x.dtype) for f in self.factors)
         weight, bias = base_weight(self.linear)
-        if expert_mlp.fits_rows(x, a.shape[0], weight):  # generation on a CPU: a native kernel for few rows
+        # Generation on a CPU: a native kernel for few rows.
+        if expert_mlp.fits_rows(x, a.shape[0]) and expert_mlp.fits_weight(weight, x):
             return expert_mlp.linear((weight, bias), x, (a, b), self.scale)
-        y = self.linear(x)
+        # A quantised weight was unpacked by `base_weight`; the layer itself would unpack it again.
+        y = nn.functional.linear(x, weight, bias) if isinstance(self.linear, nn.Linear) else self.linear(x)
         return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)
 
 
@@ -155,7 +164,7 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
         linears: ``(name, module, experts)`` of each linear; ``experts`` is 0 without an expert axis.
         rank: Rank of the residuals; 0 for the full rank of the largest weight.
     """
-    shapes = [base_weight(module)[0].shape for _, module, _ in linears]  # of weights, without biases
+    shapes = [weight_shape(module) for _, module, _ in linears]  # of weights, without biases
     rank = rank or max(min(shape) for shape in shapes)
     slots = []
     for factor, dim in ((IN, 1), (OUT, 0)):  # a weight is (d_out, d_in)

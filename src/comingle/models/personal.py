@@ -22,7 +22,6 @@ from comingle.models.ensembles import NO_SINGLE_MODEL, EnsembleModel
 from comingle.models.floral.model import FloralModel
 from comingle.models.generation import as_tuple, check_context_length, continue_texts, read_sampling
 from comingle.models.hardware import torch_defaults
-from comingle.models.lora import base_weight
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.routing import Routing, pieces, route
 from comingle.models.scoring import SampleScore, Score, score_streams
@@ -159,7 +158,7 @@ def _change_of(
         shares: Weight of each expert times the LoRA scale.
     """
     name = names[id(linear.weight)]
-    transposed = base_weight(linear)[0] is not linear.weight  # GPT-2's Conv1D stores (d_in, d_out)
+    transposed = not isinstance(linear, nn.Linear)  # GPT-2's Conv1D stores (d_in, d_out)
     a, b, shares = (t.detach().cpu() for t in (a, b, shares))
     return Change(name=name, layer=layer, key=key, transposed=transposed, a=a, b=b, shares=shares.to(a))
 

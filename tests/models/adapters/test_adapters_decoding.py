@@ -152,17 +152,21 @@ def test_texts_of_one_user_share_its_adapters(library: Path) -> None:
         assert torch.equal(one, other)
 
 
+def supports(x: torch.Tensor, users: int, weight: torch.Tensor) -> bool:
+    return expert_mlp.fits_rows(x, users) and expert_mlp.fits_weight(weight, x)
+
+
 def test_what_it_is_not_for(library: Path) -> None:
     x, weight = drawn(4, 1, 8).float(), drawn(8, 8).float()
-    assert not expert_mlp.fits_rows(x, 4, weight)  # a gradient may be wanted
+    assert not supports(x, 4, weight)  # a gradient may be wanted
     with torch.no_grad():
-        assert expert_mlp.fits_rows(x, 4, weight)
-        assert expert_mlp.fits_rows(x, 2, weight)  # two texts of each user
-        assert not expert_mlp.fits_rows(x.bfloat16(), 2, weight.bfloat16())
-        assert not expert_mlp.fits_rows(x.view(2, 2, 8), 2, weight)  # two tokens of each text
-        assert not expert_mlp.fits_rows(x, 4, drawn(8, 16).float()[:, ::2])
-        assert not expert_mlp.fits_rows(x, 4, weight.bfloat16())
-        assert not expert_mlp.fits_rows(x.double(), 4, weight.double())
-        assert not expert_mlp.fits_rows(torch.zeros(65, 1, 8), 65, weight)
+        assert supports(x, 4, weight)
+        assert supports(x, 2, weight)  # two texts of each user
+        assert not supports(x.bfloat16(), 2, weight.bfloat16())
+        assert not supports(x.view(2, 2, 8), 2, weight)  # two tokens of each text
+        assert not supports(x, 4, drawn(8, 16).float()[:, ::2])
+        assert not supports(x, 4, weight.bfloat16())
+        assert not supports(x.double(), 4, weight.double())
+        assert not supports(torch.zeros(65, 1, 8), 65, weight)
         expert_mlp.disable()
-        assert not expert_mlp.fits_rows(x, 4, weight)
+        assert not supports(x, 4, weight)

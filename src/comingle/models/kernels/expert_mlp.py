@@ -616,8 +616,8 @@ class _Rows(ctypes.Structure):
     )
 
 
-def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
-    """Return whether the kernels for generation, :func:`linear` and :func:`experts`, support an input and weights.
+def fits_rows(x: Float[Tensor, "*batch width"], users: int) -> bool:
+    """Return whether the kernels for generation, :func:`linear` and :func:`experts`, support an input.
 
     The kernels support one token for each of a few texts, without gradients, while native code is in use. In bfloat16
     each user must have one text only, as PyTorch is as fast for more.
@@ -625,7 +625,6 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) ->
     Args:
         x: Input, ``(texts, tokens, width)`` as a rule.
         users: Number of users, with equally many texts each.
-        *weights: Weights of the linear layers, which must be contiguous or transposed, and of the input's dtype.
     """
     rows = x.shape[:-1].numel()
     one_text_each, one_token_each = rows == users, x.shape[-2] == 1
@@ -635,8 +634,12 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) ->
         and is_enabled()
         and not torch.is_grad_enabled()
         and fits(x.device, x.dtype)
-        and all((w.is_contiguous() or w.t().is_contiguous()) and w.dtype == x.dtype for w in weights)
     )
+
+
+def fits_weight(weight: Float[Tensor, "d_out d_in"], x: Float[Tensor, "*batch width"]) -> bool:
+    """Return whether the kernels for generation support a weight: of the input's dtype, and contiguous or transposed."""
+    return weight.dtype == x.dtype and (weight.is_contiguous() or weight.t().is_contiguous())
 
 
 def linear(
@@ -740,6 +743,6 @@ class RowsLinear(nn.Linear):
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """Return ``W x + b``."""
         # Each row counts as a user of its own, as without adapters the kernel needs no users.
-        if fits_rows(input, input.shape[:-1].numel(), self.weight):
+        if fits_rows(input, input.shape[:-1].numel()) and fits_weight(self.weight, input):
             return linear((self.weight, self.bias), input)
         return super().forward(input)

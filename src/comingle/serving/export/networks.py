@@ -22,7 +22,7 @@ from comingle.models import routing
 from comingle.models.adapted import AdaptedModel
 from comingle.models.kernels.expert_mlp import SHORT
 from comingle.models.layouts import linear_names
-from comingle.models.lora import base_weight
+from comingle.models.lora import weight_shape
 from comingle.models.personal import (
     WIDE,
     Change,
@@ -323,8 +323,7 @@ def routing_of(source: Source) -> Routing:
     gates: list[Tensor] = []  # by layer: a router's weight, (experts of the user, width)
     for name, mlp in model.adapters.experts.items():
         router = source.tensors.get(f"{name}.router")  # (1, experts, width): the tensors are those of a single user
-        up_weight, _ = base_weight(mlp.first["up"])
-        width = up_weight.shape[1]  # of the MLP's input
+        width = weight_shape(mlp.first["up"])[1]  # of the MLP's input
         gates.append(torch.zeros(int(present.sum()), width) if router is None else router[0].cpu()[present])
     num_experts = len(gates[0])
     if not routing.routed(model.adapters):
