@@ -638,7 +638,10 @@ def fits_rows(x: Float[Tensor, "*batch width"], users: int) -> bool:
 
 
 def fits_weight(weight: Float[Tensor, "d_out d_in"], x: Float[Tensor, "*batch width"]) -> bool:
-    """Return whether the kernels for generation support a weight: of the input's dtype, and contiguous or transposed."""
+    """Return whether the kernels for generation support a weight.
+
+    It must have the dtype of the input `x`, and be contiguous or transposed.
+    """
     return weight.dtype == x.dtype and (weight.is_contiguous() or weight.t().is_contiguous())
 
 
