@@ -168,8 +168,8 @@ def residual_slots(linears: Sequence[tuple[str, nn.Module, int]], rank: int) -> 
     rank = rank or max(min(shape) for shape in shapes)
     slots = []
     for factor, dim in ((IN, 1), (OUT, 0)):  # a weight is (d_out, d_in)
-        for (name, _, experts), weight_shape in zip(linears, shapes, strict=True):
-            shape = (experts, rank, weight_shape[dim]) if experts else (rank, weight_shape[dim])
+        for (name, _, experts), dims in zip(linears, shapes, strict=True):
+            shape = (experts, rank, dims[dim]) if experts else (rank, dims[dim])
             roles = (RESIDUAL,) * max(experts, 1)
             slots.append(Slot(name=f"{name}.{factor}", shape=shape, roles=roles, init=init_zero))
     return slots
