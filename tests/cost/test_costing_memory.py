@@ -50,6 +50,10 @@ CASES = {
         "random:llama?layers=3&dim=256&heads=4&vocab=8192", {"name": "comigs-1gxs", "specialists": [1, 3]}
     ),
     "checkpointed": recipe_of(DEEP, "comigs-1g1s", **{"runtime.gradient_checkpointing": True}),
+    "native code": recipe_of(DEEP, "comigs-1g1s", **{"runtime.native_code": True}),
+    "native code, checkpointed": recipe_of(
+        DEEP, "comigs-1g1s", **{"runtime.native_code": True, "runtime.gradient_checkpointing": True}
+    ),
     "4 bits": recipe_of(DEEP, "fedavg", quantise="4bit"),
     "8 bits, checkpointed": recipe_of(DEEP, "fedavg", quantise="8bit", **{"runtime.gradient_checkpointing": True}),
     "single examples": recipe_of(GPT2, "comigs-1g1s", privacy=HIDDEN, **{"runtime.micro_batch": 4}),
@@ -127,6 +131,16 @@ def test_a_plan_counts_the_process_too() -> None:
 
 
 # ---------------------------------------------------------------- the parts
+
+
+def test_native_code_is_counted_without_running() -> None:
+    """It keeps fewer tensors for the backward pass; on tensors without data it must not run."""
+    name = "random:llama?layers=2&dim=64&heads=4"
+    torch_pass, native_pass = (
+        peak_memory(planned(recipe_of(name, "comigs-1g1s", **{"runtime.native_code": on}))).pass_bytes
+        for on in (False, True)
+    )
+    assert native_pass < 0.9 * torch_pass
 
 
 def test_parts_that_are_there_all_the_time_are_those_of_the_real_federation(federate: Any) -> None:

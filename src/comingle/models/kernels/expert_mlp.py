@@ -41,6 +41,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.utils.files import open_private
 from comingle.utils.records import logger
@@ -487,6 +488,8 @@ def forward(
     """
     mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
     gated = torch.empty_like(last)
+    if isinstance(z, FakeTensor):  # shapes only, to count memory
+        return mixed, last, gated
     call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
     call.mixed, call.z_last, call.gated = (t.data_ptr() for t in (mixed, last, gated))
     assert _library is not None
@@ -535,6 +538,8 @@ def backward(
     d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
     d_b, d_a = ([torch.empty_like(t) for t in b], torch.empty_like(a)) if factors else ([], None)
+    if isinstance(z, FakeTensor):
+        return d_bases, d_z, d_gates, d_b, d_a
     call = _mixture_struct(act, scale, bases, biases, z, gates, b, a)
     call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
