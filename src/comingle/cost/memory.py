@@ -691,7 +691,8 @@ def _peak_of_pass(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSi
 def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
     """Return the peak bytes of one optimiser step of a phase, and the bytes of its gradients.
 
-    The step consists of :data:`TRACED_BATCHES` micro-batches and the update of the parameters.
+    The step consists of at most :data:`TRACED_BATCHES` micro-batches and the update of the parameters. More would not
+    raise the peak: from the second one on all micro-batches are alike, as their gradients are added to the same sum.
 
     Args:
         rehearsal: The run's federation, on fake tensors.
@@ -700,9 +701,10 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
         steps: Steps with another pass size than the rehearsal's; None for the rehearsal's own.
     """
     steps, cohort = steps or rehearsal.steps, rehearsal.cohort(rows)
-    traced = TRACED_BATCHES * steps.pass_size.sequences
-    batch = fake_batch(rehearsal, len(rows), min(rehearsal.federation.clients.batch_size, traced))
-    examples = fake_batch(rehearsal, len(rows), steps.pass_size.sequences)  # one full pass, for private steps
+    micro_batch_size = steps.pass_size.sequences
+    batch_size = min(rehearsal.federation.clients.batch_size, TRACED_BATCHES * micro_batch_size)
+    batch = fake_batch(rehearsal, len(rows), batch_size)  # `gradient` splits it into micro-batches
+    examples = fake_batch(rehearsal, len(rows), micro_batch_size)  # one micro-batch, which private steps repeat
     is_private = steps.private is not None and steps.private.applies(phase, steps.model.layout)
     with ignore_grad_warning(), _shapes_only(rehearsal), LiveBytes() as live:
         if is_private:

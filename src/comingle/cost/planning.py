@@ -665,7 +665,9 @@ def fit(recipe: Recipe, run_data: RunData) -> PassSize:
 
 
 def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -> Rehearsal:
-    """Return the federation of this process's users whose steps run on fake tensors, to measure a pass.
+    """Return a federation of this process's users on fake tensors, to measure a pass.
+
+    Fake tensors have shapes but no data, so that measuring needs neither the memory nor the time of the pass.
 
     Args:
         recipe: The recipe.
@@ -673,13 +675,13 @@ def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -
         participation: Fraction or names of the participants.
     """
     kind, own_users, all_names = kind_of(recipe), run_data.present, run_data.users.names
-    if not kind.needs_base:  # then `common` is the population of users with samples
+    if not kind.needs_base:  # nets that train on samples; for them `run_data.common` is the task, a Population
         return rehearse_nets(recipe, replace(run_data.common, users=own_users), participation, all_names)
     # Passes over language data, conversations too, are measured on text that costs as much.
     if own_users.in_memory:
-        # Without skipped users and the note on costs, as the data was read and checked already.
-        (text_recipe,), _, _ = kind.as_text([recipe], len(own_users))
-    else:
+        # Too small users and the note on costs are for plans without a run. Here the data was read and checked already.
+        (text_recipe,), _too_small, _note = kind.as_text([recipe], len(own_users))
+    else:  # users on disk: text of equal cost follows from their stored sizes, without loading their data
         (text_recipe,) = conversations_as_text(kind, [recipe], own_users)
     assert run_data.base is not None
     return rehearse_text(text_recipe, run_data.base, tuple(all_names), participation, run_data.here)

@@ -106,12 +106,13 @@ def _shuffle_key(name: str) -> bytes:
 
 
 def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """Drop near-duplicates, so that no split of the rest has most of a test document in train.
+    """Drop near-duplicates: however the rest is split, most of a test document never also occurs in train.
 
     Documents are tested from the shortest to the longest, so that the longest of several versions is kept. A document
-    is dropped if it equals a remaining one, or if most shingles (runs of 13 words) of it, or of some head or tail of
-    it, also occur elsewhere in the remaining documents or elsewhere in itself. Heads and tails count because a split
-    may cut a document in two. A kept document needs no second test, since later steps only remove documents.
+    is dropped if it equals a remaining one. It is also dropped if it has a beginning or an end, of any length, that
+    mostly occurs a second time in the remaining documents or in itself. Beginnings and ends are tested because a split
+    may cut a document in two, and either part may become the test data. "Mostly" means more than half of the shingles
+    (runs of 13 words). A kept document needs no second test, since later steps only remove documents.
     """
     words = [split_words(document) for document in documents]
     texts = Counter(map(" ".join, words))

@@ -327,12 +327,13 @@ class SmallUserFilter(Generic[User]):
     """Phrase for messages about skipped users, such as "too little text"."""
 
     def __init__(self, *, skips: bool):
-        """Initialise the filter; without ``skips``, all users pass."""
+        """Create a filter that has seen no user; without ``skips`` it lets all users pass."""
         self.skips = skips
-        self.num_users, self.left_out = 0, FirstUsers()  # all users so far, and the skipped ones
+        self.num_users = 0  # users seen so far, including the skipped ones
+        self.left_out = FirstUsers()  # number of skipped users, and what the first ones have too little of
         self.on_skip: Callable[[str, str], object] = lambda name, what: None
         """Called with the name of each skipped user, and what it has too little of."""
-        self._left_out_line = ""
+        self._left_out_line = ""  # warning about skipped users, set by require_some after the last user
 
     def shortage(self, user: User) -> object:
         """Return what a user has too little of (see :func:`describe_shortage`); None if the user has enough data."""
@@ -372,7 +373,7 @@ class SmallUserFilter(Generic[User]):
 
 
 class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
-    """Base class of the readers of a recipe's users.
+    """Base class of streaming readers, which read, encode and check a recipe's users one after another.
 
     ``Read`` is the type of a user before it is encoded, ``User`` the type that a run uses.
 
@@ -421,10 +422,12 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         raise AssertionError(small.listed)
 
     def check(self, user: User) -> None:
-        """Check that an encoded user can be trained; not called for skipped users. The base class accepts all users.
+        """Check that a user's encoded data suffices for training; the base class accepts all users.
+
+        :meth:`stream` calls this method for each user that it does not skip.
 
         Raises:
-            DataError: The user cannot be trained.
+            DataError: The user's data does not suffice.
         """
 
     def inspect(self, unencoded: Read, user: User) -> None:
@@ -433,7 +436,7 @@ class StreamingReader(SmallUserFilter[User], ABC, Generic[Read, User]):
         Not called for a run with all users in memory, which are checked together later.
 
         Raises:
-            DataError: The user cannot be trained.
+            DataError: The user's data cannot be used for training.
         """
 
     def report(self) -> None:

@@ -109,9 +109,10 @@ class StatusFile:
     def __call__(self, event: JsonMapping) -> None:
         """Update the status with an event of the run, and write the file.
 
-        An event "step" is one client's answer to a task. As these events are frequent, they alone do not write the file
-        more often than every :data:`WRITE_SECONDS`.
+        An event "step" is one client's answer to a task. As these events are frequent, they write the file only if the
+        last write was more than :data:`WRITE_SECONDS` ago. All other events write it at once.
         """
+        # Events about a single client, such as "step", name its user.
         if (client := self._clients.get(event.get("user", ""))) is not None:
             self._update_client(client, event)
         if event["event"] == "round":
@@ -123,7 +124,8 @@ class StatusFile:
             for name, client in self._clients.items():
                 client.epsilon = event.get("users", {}).get(name, event["epsilon"])
         elif event["event"] == "aggregation":
-            # Only with a robust rule of the section "aggregation": the weight that it gave each upload.
+            # `counted` is the weight that a robust rule (the recipe's section "aggregation") gave each upload. Without
+            # such a rule the event has no weights.
             for name, weight in event.get("counted", {}).items():
                 self._clients[name].counted = weight
         elif event["event"] == "evaluation":

@@ -38,14 +38,18 @@ class AverageByPerplexity(ClientHook):
     validates = True
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
-        """Return each user's weighted mean of the uploads.
+        """Return each user's mean of the uploads, weighted by how well they predict its validation text.
 
         Args:
             cohort: Users who are trained in one batch, with their tensors and state.
-            models: Uploads of all senders, ``(users, senders, *shape)``.
+            models: Uploads of all senders, ``(users, senders, *shape)``; each user has received the same ones.
             senders: Names of the senders.
+
+        Returns:
+            The new shared tensors of each user, ``(users, *shape)``.
         """
-        losses = cohort.validation_losses(models)
+        losses = cohort.validation_losses(models)  # in nats, (users, senders)
+        # 1 where the sender is the user itself: if all perplexities overflow, a user keeps its own model.
         is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
         weights = collaboration_weights(losses, is_own)
         return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}

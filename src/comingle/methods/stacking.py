@@ -28,23 +28,25 @@ That costs half the logits' variance times the error's square, about 0.0002 nats
 
 
 def best_powers(cohort: Cohort) -> Float64[Tensor, "users 2"]:
-    """Return the power a for each model of each user: raising the model's probabilities to a lowers its loss most.
+    """Return, for both models of each user, the power ``a`` that minimises the loss of the probabilities ``p^a``.
 
-    A power is an inverse temperature. A user has two models, and each gets its own power, by the loss on the user's
-    validation data. For the probabilities ``p_t(v)^a`` of token v at position t, normalised over the vocabulary, the
-    loss is ``sum_t log sum_v p_t(v)^a - a log p_t``. It is convex in a, so bisection finds the root of its slope. Of
-    the last interval, the end closer to 1 is returned, so that no loss exceeds that of a = 1.
+    A power is an inverse temperature. Each model gets a power of its own, by its loss on the user's validation data. If
+    the model gives token v at position t the probability ``p_t(v)``, the values ``p_t(v)^a`` are normalised over the
+    vocabulary. The loss is then ``sum_t (log sum_v p_t(v)^a - a log p_t)``, where ``p_t`` is the probability of the
+    actual token. It is convex in a, so bisection finds the root of its slope. Of the last interval, the end closer to 1
+    is returned, so that no loss exceeds that of a = 1.
     """
 
-    def falls(logs: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:
-        """Return whether the loss decreases as the logarithm of each power grows."""
+    def loss_falls(log_powers: Float64[Tensor, "users 2"]) -> Bool[Tensor, "users 2"]:
+        """Return for each power whether the loss decreases as the power grows."""
         with torch.enable_grad():
-            powers = logs.exp().requires_grad_()
+            powers = log_powers.exp().requires_grad_()
             (slope,) = torch.autograd.grad(cohort.held_out_losses(powers).sum(), powers)
         return slope < 0
 
-    largest_log = torch.full_like(cohort.tensors[CLIENT_ROUTER][:, :2], math.log(LARGEST_POWER), dtype=torch.float64)
-    low, high = bisect(falls, -largest_log, largest_log, POWER_BISECTIONS)
+    like = cohort.tensors[CLIENT_ROUTER][:, :2]  # only for the shape (users, 2) and the device
+    largest_log = torch.full_like(like, math.log(LARGEST_POWER), dtype=torch.float64)
+    low, high = bisect(loss_falls, -largest_log, largest_log, POWER_BISECTIONS)
     return torch.where(low >= 0, low, high).exp()  # logarithms, so the end closer to a = 1 is the one closer to 0
 
 

@@ -266,9 +266,9 @@ class Sum(nn.Module):
         super().__init__()
         for name, module in zip(names, (chain, other), strict=True):
             self.add_module(name, module)
-        *self.first, last = chain.steps
+        *self.steps_before_last, last = chain.steps
         assert isinstance(last, Step)
-        self.last, self.pass_shape = replace(last, relu=True), pass_shape
+        self.last_step, self.pass_shape = replace(last, relu=True), pass_shape
         self.other = [other]  # in a list, as a module attribute would be registered as a submodule a second time
 
     def forward(self, x: Tensor) -> Tensor:
@@ -277,16 +277,16 @@ class Sum(nn.Module):
         If the chain begins with a convolution in native code, the convolution also returns x, and the other branch
         reads the returned x. So the convolution's backward pass can add up both branches' gradients of x.
         """
-        (other,) = self.other  # a list of one module
+        (other,) = self.other  # a list of one module, so that torch does not register the module twice
         x = self.pass_shape.lanes(x)  # to the memory layout of native code
-        remaining, y = self.first, x  # y is the output of the chain so far
+        remaining, y = self.steps_before_last, x  # y is the output of the chain so far
         if remaining and isinstance(remaining[0], Step):
             y, x = remaining[0].run_shared(x)
             remaining = remaining[1:]
-        added = self.pass_shape.lanes(other(x))
+        other_output = self.pass_shape.lanes(other(x))
         for step in remaining:
             y = step(y)
-        return self.last(y, added)
+        return self.last_step(y, other_output)  # adds the other output and applies the ReLU
 
 
 MIN_IMAGES = 10

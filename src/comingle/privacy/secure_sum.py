@@ -209,7 +209,7 @@ LEAST_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Rules of secure aggregation that users and server share: number format (grid), noise, and least users of a sum.
+    """Rules of secure aggregation for users and server: number format, noise, and how many users a sum needs.
 
     Rounds are counted from 1.
 
@@ -233,7 +233,7 @@ class Sums:
 
     @property
     def word(self) -> int:
-        """Bits of the numbers that are sent."""
+        """Bit width of the integers that are sent, 32 or 64."""
         return self.secure.word_bits(len(self.users))
 
     def expected(self, round_number: int) -> int:
@@ -345,9 +345,11 @@ class Sums:
     def uploads(
         self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, round_number: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's upload before masks: integers modulo ``2^word``.
+        """Return each user's upload before masks are added: integers of :attr:`word` bits.
 
-        With ``weighted`` the last entry is the user's weight as an integer, which is summed like the changes.
+        An entry of a change becomes the nearest multiple of the step of the round's grid. With noise, the grid depends
+        on the round: its range has to cover the noise, which depends on the number of users in the round's sum. With
+        ``weighted`` the last entry is the user's weight as an integer, which is summed like the changes.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -363,6 +365,7 @@ class Sums:
             integers = self._clamp_and_weigh(changes, weights, names, round_number)
         if self.weighted:
             integers = torch.cat([integers, self._integer_weights(weights, grid).unsqueeze(1)], 1)
+        # The cast changes no value, as grid points have fewer bits. Masks and sums then wrap around modulo 2^word.
         return integers.to(DTYPES[self.word])
 
     def _clamp_and_weigh(

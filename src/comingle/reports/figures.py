@@ -311,20 +311,21 @@ def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dic
 
     Args:
         axis: The axes.
-        rows: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
+        rows: Pairs of an entry (runs of one recipe with different seeds) and its users' changes against the baseline.
         shown: Users that have bars, with their labels.
         by_label: The style of each entry.
         measure: Name of the measure of the results, such as "perplexity".
     """
     height = 0.8 / len(rows)  # the bars of user i are centred at i and take up 0.8
-    for bar, (entry, gains_of_entry) in enumerate(rows):
-        by_user = {gain.user: gain for gain in gains_of_entry}
+    for bar, (entry, changes_of_entry) in enumerate(rows):
+        by_user = {change.user: change for change in changes_of_entry}
         _paint_bars(axis, list(shown), by_user, by_label[entry.label], (bar + 0.5) * height - 0.4, height)
     axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
-    if measure == "loss":  # changes of losses are factors
+    if measure == "loss":  # changes are factors: on a logarithmic axis ×0.5 and ×2 have bars of equal length
         axis.set_xscale("log")
-    if any(gain.interval for _, gains in rows for gain in gains):  # a wide interval would squeeze all bars
-        _limit_axis(axis, [gain for _, gains in rows for gain in gains if gain.user in shown], measure)
+    changes = [change for _, changes_of_entry in rows for change in changes_of_entry]
+    if any(change.interval for change in changes):  # a wide interval would squeeze all bars
+        _limit_axis(axis, [change for change in changes if change.user in shown], measure)
     if measure == "loss":  # the ticks depend on the final limits
         _format_factors(axis.xaxis, *axis.get_xlim())
     axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])

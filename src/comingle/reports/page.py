@@ -568,19 +568,22 @@ def render_page(
         experts=expert_css(),
         channels=lambda colour: " ".join(map(str, rgb(colour))),  # "R G B", for CSS
         results=_results_table(entries, users),
-        against=_verdicts_table(baseline_comparison(entries, baseline)),
+        against=_verdicts_table(
+            baseline_comparison(entries, baseline)
+        ),  # verdict on each entry: better, level or worse
         panels=MAX_PANELS,  # of users, in figures of each user
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
         # Whether privacy is per example, rather than per user.
         examples=any(protects_examples((e.first.recipe.get("privacy") or {}).get("mechanism", "")) for e in entries),
-        level=negligible_change_text(first.measure),  # the largest change of a single seed that is called "level"
+        level=negligible_change_text(first.measure),  # with a single seed, smaller changes get the verdict "level"
         curves=list(_curve_figures(entries, drawn)),
         gains=[section for one in baselines(entries) if (section := _gains_section(entries, one, drawn))],
         costs=cost_rows([cost(entry) for entry in entries]),
-        judged=upload_weight_tables(entries),
+        judged=upload_weight_tables(entries),  # weights that robust aggregation rules gave to the uploads
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
+        # The word for a component of a mixture, such as "adaptor set", if all entries have the same.
         component=components.pop() if len(components) == 1 else "component",
         scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.routed],
         views=as_data(views),

@@ -129,7 +129,7 @@ class RunProgress:
     def __init__(self, clients: Clients, title: str | None):
         # The unit of progress is a cohort step: one local step of the users that are trained in one batch.
         self.title = title or f"{clients.method.name}, seed {clients.plan.seed}"
-        self._steps_before = steps_before(clients)
+        self._steps_before = steps_before(clients)  # maps a number n of rounds to the cohort steps in the first n
         self.rounds = clients.plan.training.rounds if clients.method.trains else 0
         self.total = self._steps_before(self.rounds)
         self.round = 0
@@ -157,11 +157,12 @@ class RunProgress:
         Args:
             advance: The number of cohort steps since the last event.
         """
-        if self.done_before < 0:  # the first event; a resumed run starts with round `self.round`, another with round 1
-            self.done_before = self.done = self._steps_before(self.round - 1)
+        if self.done_before < 0:  # the first event: round `self.round` is running, which is 1 in a run from the start
+            rounds_before = self.round - 1
+            self.done_before = self.done = self._steps_before(rounds_before)
             self._began = time.perf_counter()
-            if self.round > 1:
-                self.resumed_line = f"{self.title} · resumed from the checkpoint of round {self.round - 1}"
+            if rounds_before > 0:
+                self.resumed_line = f"{self.title} · resumed from the checkpoint of round {rounds_before}"
         self.done += advance
 
     @property

@@ -389,14 +389,15 @@ def _merged_inputs(federation: InProcess, run_data: RunData, recipe: Recipe) -> 
     return Inputs(users=users, **fields)
 
 
-def _recorded_seconds(folder: Path, rounds: int) -> JsonObject:
-    """Return the seconds of a run that had finished before it was resumed; empty if it had not.
+def _wall_seconds_entry(folder: Path, rounds: int) -> JsonObject:
+    """Return the entry ``wall_seconds`` of a run's earlier metrics; empty if the run had not finished.
 
-    A finished run is only scored again when it is resumed, which is no further work on it.
+    When a finished run is resumed, its models are only evaluated again. This repeated evaluation is not counted, so the
+    run keeps the seconds that its ``metrics.json`` has already.
 
     Args:
         folder: The run folder.
-        rounds: Number of rounds that are done.
+        rounds: Number of rounds that are done; metrics of another number of rounds are ignored.
     """
     try:
         recorded = read_metrics(folder)
@@ -502,7 +503,7 @@ def execute(
         metrics |= outcome_warnings(clients.method, evaluations, metrics, num_classes=num_classes)
         metrics |= untrained_entry(clients.plan, clients.steps.local_steps) | _settings_entry(recipe)
         if folder is not None and resume and rounds_done == metrics["rounds"]:  # resumed, but already finished
-            metrics |= _recorded_seconds(folder, rounds_done)
+            metrics |= _wall_seconds_entry(folder, rounds_done)
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):

@@ -140,7 +140,11 @@ class TrainSweep:
         return [part for batch in drawn for part in batch.split(self.pass_size.sequences, dim=1)]
 
     def losses_by_batch(self, losses: Losses) -> list[Float[Tensor, "users models batch ..."]]:
-        """Return the losses of each batch under several models, as ``losses`` computes them; 0 at padding."""
+        """Return the losses of each batch under several models; 0 at padding.
+
+        Args:
+            losses: Function that maps a batch of each user to its losses under all models.
+        """
         return [losses(self.batch_source.read("train", self.users, drawn.to(self.device))) for drawn in self._batches]
 
     def responsibilities(
@@ -152,7 +156,7 @@ class TrainSweep:
 
         Args:
             prior: Mixture weights of each user.
-            losses: Computes the losses of a batch under all models.
+            losses: Function that maps a batch of each user to its losses under all models.
 
         Returns:
             One tensor for each user, with its samples in order.
@@ -166,7 +170,7 @@ class TrainSweep:
         """Return the mean training loss of each user under each model.
 
         Args:
-            losses: Computes the losses of a batch of each user under all models.
+            losses: Function that maps a batch of each user to its losses under all models.
         """
         # Losses are (users, models, batch, ...): add up all dimensions after the first two.
         batch_totals = [batch_losses.flatten(2).sum(2) for batch_losses in self.losses_by_batch(losses)]

@@ -70,7 +70,7 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         Args:
             members: Numbers of the selected users.
             number: The round, counted from 0.
-            releases: Whether users upload in this round; a round in which nothing leaves the users costs no budget.
+            releases: Whether users upload in this round. A round without uploads costs no privacy budget.
         """
         admitted: list[int] | None = members
         for mechanism in self:
@@ -232,14 +232,14 @@ class ServerHalf(ServerState):
         return [user for user in users if user in senders]
 
     def invite(self, plan: RunPlan, number: int, *, releases: bool = True) -> list[int] | None:
-        """Return the participants of a round by number; None if the privacy budget ends the run.
+        """Return the numbers of a round's participants; None if no privacy budget is left, which ends the run.
 
-        The list may be empty if users are sampled independently.
+        If users are sampled independently of each other, the list may be empty.
 
         Args:
             plan: Plan of the run.
             number: The round, counted from 0.
-            releases: Whether users upload in this round; a round in which nothing leaves the users costs no budget.
+            releases: Whether users upload in this round. A round without uploads costs no privacy budget.
         """
         return self.mechanisms.admit(participants(plan, number, self.users), number, releases=releases)
 

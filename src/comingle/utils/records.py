@@ -106,8 +106,10 @@ class Metrics(RunScores):
     def as_dict(self) -> JsonObject:
         """Return the content of ``metrics.json``.
 
-        The mean is ``mean_test_<measure>``, beside :data:`GEOMETRIC` for perplexities, and the speed is
-        ``<unit>_per_second``.
+        Its keys are the names of the fields, without fields that are None. Two fields have more telling keys: ``mean``
+        becomes ``mean_test_<measure>``, such as ``mean_test_perplexity``, and ``per_second`` becomes
+        ``<unit>_per_second``, such as ``tokens_per_second``. If the measure is perplexity, the key :data:`GEOMETRIC` is
+        added, with the geometric mean of the users' perplexities.
         """
         content = {key: value for key, value in asdict(self).items() if value is not None}
         content[f"mean_test_{self.measure}"] = content.pop("mean")

@@ -972,8 +972,9 @@ def _check_sharing(
 ) -> Claim:
     """Check the bound of FLoRAL's eq. 31 on the aggregated gradient's error, at random models.
 
-    The models of both clusters share a base, the first half of their entries. The bound (:func:`sharing_bound`) has
-    terms for wrong routers, for gradient noise, and for the shared base. Its constants are measured at the same models.
+    FLoRAL is the paper whose statements this module checks. The models of both clusters share a base, the first half of
+    their entries. The bound (:func:`sharing_bound`) has terms for wrong routers, for gradient noise, and for the shared
+    base. Its constants are measured at the same models.
 
     Args:
         hessians: Hessian of each client.
@@ -983,19 +984,20 @@ def _check_sharing(
         mismatch: How far the estimated routers are from the true ones: 0 are the true ones, 1 uniform routers.
         rng: Source of the models.
     """
-    base = hessians.shape[1] // 2  # number of shared entries
-    problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=base)
-    guessed = routers + mismatch * (1 / routers.shape[1] - routers)
-    models = rng.standard_normal((*routers.shape, hessians.shape[1]))
-    models[..., :base] = models[:, :1, :base]  # every cluster gets the base of the first
+    size, num_clusters = hessians.shape[1], routers.shape[1]
+    num_shared = size // 2  # entries of a model that belong to the base
+    problem = Shared(hessians=hessians, centres=centres, amounts=amounts, routers=routers, base=num_shared)
+    guessed = routers + mismatch * (1 / num_clusters - routers)
+    models = rng.standard_normal((*routers.shape, size))  # a model for each client and cluster
+    models[..., :num_shared] = models[:, :1, :num_shared]  # every cluster gets the base of the first
     errors = gradient_error(problem, guessed, models)
     bound = sharing_bound(
         problem,
         guessed,
-        moment=errors.moment,
-        adaptors=errors.adaptors,
-        base=errors.base,
-        heterogeneity=errors.heterogeneity,
+        moment=errors.moment,  # G^2, the second moment of the gradients
+        adaptors=errors.adaptors,  # sigma_c^2, the variance of the adaptors' gradients in each cluster
+        base=errors.base,  # sigma^2, the variance of the base's gradient
+        heterogeneity=errors.heterogeneity,  # Delta^2, by how much the clusters' gradients of the base differ
     )
     return Claim(statement=SHARING, measured=errors.error, bound=bound)
 

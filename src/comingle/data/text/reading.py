@@ -260,11 +260,11 @@ def split_source(
 
     Args:
         name: Name of the user.
-        read: Reads the documents.
+        read: Reads documents, up to about a given number of bytes.
         split: The recipe's section ``split`` with the fractions ``valid`` and ``test``; the rest is train.
         seed: Seed of the shuffle.
-        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. Not more bytes
-            are read than all splits need to reach their limits.
+        limits: Token limits of the user by recipe key, such as ``max_train_tokens``; None is no limit. They are used
+            only to stop reading once all splits can be full. The caller cuts the splits to them when it tokenises.
         duplicates: Drops duplicate documents.
     """
     max_train, max_valid, max_test = (limits[f"max_{key}_tokens"] for key in ("train", "valid", "test"))
@@ -272,8 +272,8 @@ def split_source(
     max_bytes = max_read_bytes(
         train=(max_train, train_fraction), valid=(max_valid, split.valid), test=(max_test, split.test)
     )
-    not_split_yet = {"": read(max_bytes)}
-    documents = duplicates.drop(name, not_split_yet, text_of=str)[""]
+    whole = {"": read(max_bytes)}  # `drop` takes documents by split; these are not split yet
+    documents = duplicates.drop(name, whole, text_of=str)[""]
     return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 

@@ -147,7 +147,8 @@ def _pre_tokenizer(name: str, settings: Mapping[str, Any]) -> str:
         pattern = parts[0].get("pattern", {}).get("Regex")
         if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not parts[1]["use_regex"]:
             known_name = _SPLITS[pattern]
-            # llama.cpp ignores merges for whole words in the vocabulary with "llama-bpe" only.
+            # `ignore_merges`: a word that is in the vocabulary becomes one token, without merges. llama.cpp does this
+            # only under the name "llama-bpe".
             if bool(settings["model"].get("ignore_merges")) == (known_name == "llama-bpe"):
                 return known_name
     raise _unsupported(name, "a tokenizer with a pre-tokenizer unknown to GGUF")

@@ -42,10 +42,10 @@ from comingle.utils.trees import Tree
 
 
 class TextBatchSource(BatchSource):
-    """Random windows of the token streams of trainers.
+    """Random windows of the token streams of trainers, the owners of the models that are trained.
 
     Args:
-        trainers: Trainers with token streams.
+        trainers: Trainers with token streams: each user, or a single one if the method pools the data of all users.
         plan: Plan of the run.
         batch_size: Number of windows per trainer.
         begin: Token that begins each window; None without one.
@@ -253,7 +253,7 @@ class TextKind(LanguageKind):
             ComingleError: A split is too short for one window, or settings, data and base model do not fit each other.
         """
         assert run_data.base is not None
-        plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
+        plan = with_full_participation(plan)  # if data is pooled, its only trainer takes part in every round
         begin = run_data.base.begin  # the begin-of-text token, if the base model has one
         if not run_data.unread:  # text that is read on demand is checked when it is read
             needs_validation = plan.method.client.needs_validation
@@ -265,6 +265,7 @@ class TextKind(LanguageKind):
             )
             for user in run_data.present:
                 require_rows(run_data.base, user)  # an embedding row for each token
+        # A trainer owns a model that is trained: each user, or a single one if the method pools the data of all users.
         users, trainers = users_and_trainers(self, run_data, plan.method)
         return Clients(
             model_here(self.model(recipe, run_data, plan), run_data),

@@ -73,11 +73,7 @@ MAX_PENDING_WRITES = 2
 class OnDisk(State):
     """State of users in record files; a table has the place of each row's record, its position in the files.
 
-    Args:
-        begin: Returns the initial state of some rows.
-        count: Number of rows: users times copies.
-        moments: Dtype of moments in records; None for their own.
-        names: Names of the users.
+    A row is one copy of a user's tensors. Most methods have one copy, so that each user has one row.
     """
 
     in_memory = False
@@ -91,8 +87,12 @@ class OnDisk(State):
     ):
         """Start a store in which no row has a record yet; files are made at the first write.
 
-        ``begin`` computes the initial state of rows by number, ``count`` is the number of rows, ``moments`` the dtype
-        of optimizer moments in records.
+        Args:
+            begin: Returns the initial state of rows, which are given by number.
+            count: Number of rows: users times copies.
+            moments: Dtype of optimizer moments in records; None for their dtype in memory.
+            names: Names of the users. They are copied to the run folder if they are stored on disk
+                (:class:`StoredNames`), and are not used otherwise.
         """
         # The tensors of this object have no rows: only the shapes, dtypes and device of one row are known in memory.
         sample = begin([0])
@@ -100,11 +100,13 @@ class OnDisk(State):
         copy_fields(self, self._empty)
         self._initial_state, self.count, self._names = begin, count, names
         self._device = sample.rows.device
-        self._forms = forms_of(sample, moments)
+        self._forms = forms_of(sample, moments)  # layout of the records (name, shape, dtype of each tensor) by group
         self._groups = [name for name, form in self._forms.items() if form.bytes]  # "params" and, if used, "moments"
         self._table = Table.without_records(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
-        """Open files of each group: the first is for the run folder, others are temporary or only read."""
+        """Open files of each group: first the one in the run folder, None until :meth:`open`; then files that are
+        temporary or only read.
+        """
         self._write_numbers: dict[str, int] = {}
         """Number of the file of each group that new records go to."""
         self._worker = StoreThread()
@@ -431,10 +433,10 @@ class OnDisk(State):
         return written
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
-        """Set this store to a checkpoint that any number of processes has written, and return it.
+        """Restore this store, in place, from a checkpoint that any number of processes has written; return the store.
 
-        Only the tables of places are read; records are read when they are needed. New records go to places that no
-        checkpoint uses.
+        It is returned because a state in memory, which has the same method, returns a new state. Only the tables of
+        places are read; records are read when they are needed. New records go to places that no checkpoint uses.
 
         Args:
             checkpoint: Folder of the checkpoint.
@@ -445,6 +447,8 @@ class OnDisk(State):
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
+        # If the recipe selects the best round, `best` has the key "round" from the start of the run; else it is empty.
+        has_best_round = bool(self.best)
         best_table, best_rounds = Table.without_records(self._groups, self._table.versions), set[int]()
         for part in parts_of(checkpoint):
             verify(checkpoint, part.table(checkpoint).name)
@@ -452,10 +456,11 @@ class OnDisk(State):
             best_rounds |= set(columns[BEST_ROUND].tolist() if BEST_ROUND in columns else ())
             file_numbers = self._open_files(run, part)
             self._load_places(columns, "", self._table, file_numbers)  # columns of the current round have no prefix
-            if self.best:  # the run stores the best round
+            if has_best_round:
                 self._load_places(columns, BEST, best_table, file_numbers)
-        if self.best:
+        if has_best_round:
             best_round = best_rounds.pop()  # the only one: all processes wrote the same number
+            # The tensors of the best round are in the records, so `best` has only its number.
             self._best, self.best = best_table, {"round": torch.tensor(best_round)}
         # Protect the places in file 0, this process's own, that this or another checkpoint uses; the others are free.
         own_part = self._shard.part
