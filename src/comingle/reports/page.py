@@ -568,9 +568,8 @@ def render_page(
         experts=expert_css(),
         channels=lambda colour: " ".join(map(str, rgb(colour))),  # "R G B", for CSS
         results=_results_table(entries, users),
-        against=_verdicts_table(
-            baseline_comparison(entries, baseline)
-        ),  # verdict on each entry: better, level or worse
+        # The verdict on each entry against the baseline: better, level or worse.
+        against=_verdicts_table(baseline_comparison(entries, baseline)),
         panels=MAX_PANELS,  # of users, in figures of each user
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
