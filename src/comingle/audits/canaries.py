@@ -83,15 +83,15 @@ class ObservedFederation(InProcess):
 
     record_view: RecordView = lambda view, users, tensors: None
 
-    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Upload the shared tensors of users, and record them as what the server sees.
 
         Args:
             members: Indices of the users.
-            done: The round, counted from 1.
+            round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        super().upload(members, done, losses)
+        super().upload(members, round_number, losses)
         message = self._upload_of_round  # made by the call above; None or empty without participants
         if message is not None and message.users:
             self.record_view(SERVER, self.clients.numbers(message.users), uploaded(self.server, message))

@@ -532,21 +532,21 @@ class MethodCost:
     def as_dict(self, rounds: int) -> dict[str, object]:
         """Return nested dictionaries, for JSON: ``users``, memory (``machine``, ``own_device``) and the other fields.
 
-        Each user also gets ``upload_bytes_per_user_round``: the bytes of one upload times the fraction of the rounds
-        that end with an exchange. The metrics of a run have the same mean.
+        Each user also gets ``upload_bytes_per_user_round``: the mean bytes that it uploads in a round. The mean is over
+        all rounds, also those without an exchange, like the metric of this name in a run's results.
 
         Args:
             rounds: Number of rounds of a run.
         """
-        exchanges_per_round = self.exchanges / max(1, rounds)
+        exchanges_per_round = self.exchanges / max(1, rounds)  # at most 1: not every round ends with an exchange
         users = [
             user.as_dict() | {"upload_bytes_per_user_round": user.upload_bytes * exchanges_per_round}
             for user in self.users
         ]
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
-        plain = {key: getattr(self, key) for key in _COUNTS_AND_ADVICE}
+        counts_and_advice = {key: getattr(self, key) for key in _COUNTS_AND_ADVICE}
         privacy = {"privacy": self.privacy} if self.privacy else {}
-        return {"method": self.method, "users": users, **memory, **plain, **privacy}
+        return {"method": self.method, "users": users, **memory, **counts_and_advice, **privacy}
 
 
 @dataclass(frozen=True, kw_only=True)

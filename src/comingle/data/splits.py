@@ -192,8 +192,8 @@ HELD_OUT = ("valid", "test")
 class Mixture:
     """Builder of mixed held-out splits, as :func:`mix_held_out` describes them, to which users are added one by one.
 
-    Each user's held-out documents are cut into one share for each user's mixture. The stores of these shares decide
-    whether documents stay in memory.
+    The held-out documents of each user are cut into as many shares as there are users, one for each mixture. The stores
+    of these shares decide whether documents stay in memory.
 
     Args:
         make_lists: Returns an empty store of document lists with this name.
@@ -244,10 +244,10 @@ class Mixture:
             yield UserText(name=name, train=tuple(self._own[3 * user]), **mixed)
 
     def _mixture_of(self, shares: DocumentLists, receiver: int, by_name: Sequence[int]) -> tuple[str, ...]:
-        """Return a user's mixture for one split: one share of each user, interleaved.
+        """Return the text that replaces a user's split: one share of each user's documents, interleaved.
 
         Args:
-            shares: A share for each pair of users, which is a list of documents. Of U users in the order of
+            shares: Shares of all users in the split; each is a list of documents. Of U users in the order of
                 ``by_name``, share ``U c + r`` is what user ``c`` contributes to the mixture of user ``r``.
             receiver: Position in ``by_name`` of the user whose mixture is returned.
             by_name: Numbers of the users, sorted by name.
@@ -332,18 +332,25 @@ def mixture_quota(sizes: Mapping[str, int], split: str) -> int:
 def cut_shares(
     documents: Sequence[str], quota: int, num_mixtures: int, split: str, seed: int, name: str
 ) -> list[list[str]]:
-    """Cut a user's documents of a split into shares, one for each user's mixture of this split.
+    """Cut a user's held-out documents into shares of equal size.
 
-    Shuffles the documents, then cuts their first ``quota`` characters into consecutive shares of equal size, to within
-    a line; the rest is not used.
+    With ``data.held_out: mixture`` all users are evaluated on text of all users: each user's valid and test documents
+    are replaced by a mixture, to which every user contributes one share. This function makes the shares that one user
+    contributes to the mixtures of a split.
+
+    It shuffles the documents and cuts their first ``quota`` characters into consecutive shares. Cuts are between two
+    lines if possible, so sizes are equal to within a line. The text beyond the quota is not used.
 
     Args:
         documents: Documents of the user in the split.
-        quota: Number of characters to contribute.
-        num_mixtures: Number of mixtures, each of which gets one share.
-        split: Name of the split.
+        quota: Number of characters that the user contributes to all mixtures together.
+        num_mixtures: Number of mixtures, which is the number of users.
+        split: Name of the split, "valid" or "test".
         seed: Seed of the shuffle.
         name: Name of the user.
+
+    Returns:
+        The shares, each a list of documents, in the order of the text. Documents at a cut are divided.
     """
     shares: list[list[str]] = []
     rest = _shuffle(documents, "mix", split, seed, name)

@@ -724,7 +724,8 @@ def start_session(
         network: Section ``network`` of the server's file.
 
     Raises:
-        RecipeError: The method's server does not support these users, or rounds are too small for the privacy.
+        RecipeError: The method's server does not support these users, or a round has too few users for the privacy
+            mechanisms.
     """
     model = context.model()
     server = start_server(model, public.users, context.plan)
@@ -743,10 +744,11 @@ def start_session(
     session.clients = {name: ClientSession(version=session.first_version) for name in public.users}
     clients = session.clients
 
-    def work_by_user() -> dict[str, Work]:
+    def compute_work_by_user() -> dict[str, Work]:
         reported = {name: client.examples for name, client in clients.items() if client.examples is not None}
         return context.work_by_user(reported)
 
-    # The privacy account calls this function later: clients report their numbers of examples when they join.
-    server.mechanisms.set_works(work_by_user)
+    # Users' work depends on their numbers of examples, which clients report only when they join. So the privacy account
+    # gets the function, and calls it whenever it computes a privacy loss.
+    server.mechanisms.set_works(compute_work_by_user)
     return session

@@ -62,7 +62,7 @@ def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fus
     """FDLoRA: a global LoRA that is averaged and a personal one that is not, fused at the end on validation text.
 
     Source: Qi et al. 2024, "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",
-    arXiv:2406.07925; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
+    arXiv:2406.07925; a baseline in CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
     Shared: attention and 1 LoRA expert per MLP of the global copy.  Local: the personal copy.  Frozen: the base.
     Client: inner steps on training text, on both copies; at the end w_global * global + w_personal * personal, with
     ``fusion_steps`` gradient-free (Nelder-Mead) evaluations on each user's validation text.

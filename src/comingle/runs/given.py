@@ -45,8 +45,9 @@ class Given:
     users: Mapping[str, Any] | None = None
     """Each user's data by name, of the kind that the recipe's ``data`` names."""
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | None = None
+    """The base as a pair of a language model and its tokenizer; the tokenizer may be None."""
     net: Callable[..., Any] | None = None
-    """Makes an ``nn.Module``."""
+    """The base as a function that returns an ``nn.Module``."""
     loss: Callable[..., Any] | None = None
     """Returns the loss of each sample."""
     method: Any = None
@@ -146,16 +147,18 @@ NOTHING = Given()
 
 
 def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, loss: Any = None) -> Given:
-    """Return the objects that a program passes; a base given by name is not one of them.
+    """Collect the arguments of a program that a recipe cannot contain, such as users' data or a loaded model.
 
     Args:
         users: Each user's data by name.
-        base: A base as in :func:`comingle.run`.
-        method: A method.
-        loss: A loss function.
+        base: One of three forms, or None to use the recipe's base. A name is not stored in the result, because a recipe
+            can contain it. A pair ``(model, tokenizer)`` becomes :attr:`Given.loaded`. A function that returns an
+            ``nn.Module`` becomes :attr:`Given.net`.
+        method: A method, in any form that :func:`comingle.run` accepts; None to use the recipe's.
+        loss: A function of outputs and targets that returns one loss per sample; None to use the recipe's.
 
     Raises:
-        BaseModelError: The base has a wrong type.
+        BaseModelError: The base has none of these forms.
     """
     if base is None or isinstance(base, str):
         return Given(users=users, method=method, loss=loss)
@@ -196,7 +199,8 @@ def recipe_with(
         recipe: A recipe, the path of one, its content, or None for defaults.
         given: The objects that the program passes. Passed users replace those of the recipe, and a function that makes
             nets replaces its base.
-        base: A base as in :func:`comingle.run`; a name replaces the recipe's.
+        base: The base that the program passes. A name replaces the recipe's base. If the base is a pair ``(model,
+            tokenizer)``, the recipe says that a program passes it. None keeps the recipe's base.
         method: The name or mapping of a method, which replaces the recipe's; None keeps it.
         changes: New values by dotted recipe key; they are applied last.
 
@@ -339,10 +343,10 @@ def registered_methods(methods: Sequence[object]) -> Iterator[list[object]]:
     """Register the methods that a program passes, so that recipes can name them; unregister them on exit.
 
     Args:
-        methods: Methods as in :func:`comingle.run`; None stays None.
+        methods: Each is a name, a method, a function that returns one, a mapping of ``name`` and settings, or None.
 
     Yields:
-        The name of each method, or a mapping of ``name`` and settings, as in a recipe.
+        Each method as in a recipe: its name, or a mapping of ``name`` and settings. None stays None.
 
     Raises:
         PluginError: Another method has the same name.

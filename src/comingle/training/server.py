@@ -96,10 +96,16 @@ class Mechanisms(tuple[PrivacyMechanism, ...]):
         if self.account is not None:
             self.account.charge(numbers)
 
-    def set_works(self, works: Callable[[], Mapping[str, Work]]) -> None:
-        """Set the work of each user, from which its example-level privacy loss follows."""
+    def set_works(self, compute_works: Callable[[], Mapping[str, Work]]) -> None:
+        """Set the function from which the privacy account gets each user's work.
+
+        The example-level privacy loss of a user follows from its work: its numbers of examples, steps and rounds.
+
+        Args:
+            compute_works: Returns the work by user; called when the account computes a privacy loss.
+        """
         if self.account is not None:
-            self.account.works = works
+            self.account.works = compute_works
 
     @property
     def adaptive(self) -> bool:

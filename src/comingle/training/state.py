@@ -262,21 +262,25 @@ NEEDS_CLUSTERS = (
 
 
 def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Float[Tensor, "rows clusters"]:
-    """Return logits whose softmax is exactly one-hot at the true cluster of each row.
+    """Return router logits by which each row uses only the component of its true cluster.
+
+    The softmax of a row of logits is exactly one-hot. True cluster c has component ``c mod clusters``, so several true
+    clusters share a component if there are more true clusters than components.
 
     Args:
         method: Name of the method, for the error.
-        known: True cluster of each row; None if unknown.
-        clusters: Number of clusters.
+        known: Number of the true cluster of each row, from 0; None if unknown.
+        clusters: Number of components of the mixture.
 
     Raises:
         RecipeError: A true cluster is unknown.
     """
     if any(cluster is None for cluster in known):
         raise RecipeError(f"method {method}: {NEEDS_CLUSTERS}")
-    cluster_of_row = torch.tensor(known) % clusters  # true clusters share a component if there are more of them
-    zero_shares = torch.full((len(cluster_of_row), clusters), ZERO_SHARE_LOGIT)  # their softmax underflows to 0
-    return zero_shares.scatter(1, cluster_of_row.unsqueeze(1), 0.0)
+    component_of_row = torch.tensor(known) % clusters
+    # The logits are 0 for the row's component and -10000 for the others, whose share in a softmax underflows to 0.
+    logits = torch.full((len(component_of_row), clusters), ZERO_SHARE_LOGIT)
+    return logits.scatter(1, component_of_row.unsqueeze(1), 0.0)
 
 
 def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:

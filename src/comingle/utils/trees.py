@@ -172,23 +172,30 @@ class Layout:
         return self._only_cache[wanted]
 
     def touching(self, roles: Iterable[str]) -> Layout:
-        """Return a layout of the slots with at least one role in ``roles``, in the same order."""
+        """Return a layout of the slots with at least one role in ``roles``, in the same order.
+
+        A slot is one tensor; it has several roles if its leading axis holds experts of different roles.
+        """
         wanted = frozenset(roles)
         if wanted not in self._touching_cache:
             self._touching_cache[wanted] = Layout(slots=tuple(slot for slot in self.slots if any(slot.chosen(wanted))))
         return self._touching_cache[wanted]
 
     def other_roles_mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
-        """Return a mask of the columns that are not in ``roles``, but in a tensor together with entries in ``roles``.
+        """Return a mask of the columns that an optimizer step must not change if it trains ``roles`` only.
 
-        For example, with the role of generalists, the columns of specialists in tensors that also hold a generalist.
-        None if there are no such columns.
+        An optimizer updates whole tensors, and a tensor may hold experts of several roles. The mask is True on the
+        other roles' columns of the tensors that the step updates. For example, if the step trains generalists, these
+        are the columns of specialists in tensors that also hold a generalist.
+
+        Returns:
+            The mask; None if there are no such columns.
         """
         wanted = frozenset(roles)
         if wanted not in self._other_roles_cache:  # called in every step
-            names = {slot.name for slot in self.touching(wanted).slots}
-            in_slots = torch.cat([torch.full((slot.size,), slot.name in names) for slot in self.slots])
-            mask = in_slots & ~self.mask(wanted)
+            updated_slots = {slot.name for slot in self.touching(wanted).slots}
+            is_updated = torch.cat([torch.full((slot.size,), slot.name in updated_slots) for slot in self.slots])
+            mask = is_updated & ~self.mask(wanted)
             self._other_roles_cache[wanted] = mask if bool(mask.any()) else None
         return self._other_roles_cache[wanted]
 

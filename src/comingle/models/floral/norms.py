@@ -156,23 +156,28 @@ class AdaptedBatchNorm(AdaptedNorm):
     def _gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
         """Return gain and shift of the adaptors' norm, mixed over clusters.
 
-        BatchNorA (FLoRAL eq. 42) changes them to ``gain sigma_local / sigma`` and ``shift + sg(gain) (mu_local - mu) /
-        sigma`` with the running statistics of the base and the local ones. The stop-gradient sg applies to the
-        adaptors' values but not to the mixture weights.
+        With ``nora`` (BatchNorA, FLoRAL eq. 42) they are changed to::
+
+            gain   <-  gain sigma_local / sigma
+            shift  <-  shift + sg(gain) (mu_local - mu) / sigma
+
+        mu and sigma are the mean and standard deviation of the base's running statistics, mu_local and sigma_local
+        those of the adaptors'. The stop-gradient sg applies to the adaptors' values but not to the mixture weights.
         """
         gain, shift = self.mixed()
-        if not self.nora or self.running_mean is None:
+        if not self.nora or self.running_mean is None:  # without running statistics there is nothing to rescale by
             return gain, shift
-        ratio, drift = self._relative_statistics()
+        sigma_ratio, mean_offset = self._relative_statistics()
         detached_gain = mix(self.shares(self.weight), self.weight.detach())  # has gradients of the mixture weights only
-        return ratio * gain, _add_present(shift, drift * detached_gain)
+        return sigma_ratio * gain, _add_present(shift, mean_offset * detached_gain)
 
     def _relative_statistics(self) -> tuple[Tensor, Tensor]:
         """Return ``sigma_local / sigma`` and ``(mu_local - mu) / sigma``.
 
-        With both, an output of the local norm can be written as one of the base's norm, or the reverse. mu and sigma
-        are the mean and standard deviation of the base's running statistics, mu_local and sigma_local those of the
-        adaptors'.
+        mu and sigma are the mean and standard deviation of the base's running statistics, mu_local and sigma_local
+        those of the adaptors'. The two results convert between inputs normalised by the one and by the other::
+
+            (x - mu) / sigma = (sigma_local / sigma) (x - mu_local) / sigma_local + (mu_local - mu) / sigma
         """
         mean, var, local_mean, local_var = self._statistics()
         eps = cast(_BatchNorm, self.base).eps
@@ -229,34 +234,36 @@ class AdaptedBatchNorm(AdaptedNorm):
             local_var.copy_(var + keep * local_minus_base[1])
 
     def fold(self, shares: Float[Tensor, " clusters"]) -> nn.Module:
-        """Add the mixed adaptor to the base's gamma and beta, and return the base, a plain batch norm.
+        """Merge the adaptors into the base's gamma and beta in place, and return the base, an ordinary batch norm.
 
-        In eval mode the base then computes what both computed together, the base's norm plus the adaptors' norm::
+        In eval mode the result computes the same as this layer: the base's norm plus the adaptors' norm. ``gain`` is
+        the sum of the clusters' gammas weighted by ``shares``, ``shift`` that of their betas. The adaptors' norm
+        normalises by its own running statistics (mu_local, sigma_local), but the result by the base's (mu, sigma)::
 
-            plain       gamma += gain sigma / sigma_local
-                        beta  += shift + gain (mu - mu_local) / sigma_local
-            BatchNorA   gamma += gain,  beta += shift
+            gamma += gain sigma / sigma_local
+            beta  += shift + gain (mu - mu_local) / sigma_local
 
-        Gain and shift are the clusters' adaptors weighted by ``shares``, mu and sigma the base's running mean and
-        standard deviation, mu_local and sigma_local the mean and deviation of the adaptors' norm.
+        Two cases need no conversion, so that ``gamma += gain`` and ``beta += shift``. The base may have no running
+        statistics; then both norms use those of the batch. Or the layer may use BatchNorA (``nora``; FLoRAL eq. 42),
+        whose forward pass already applies the inverse conversion to the adaptors.
 
         Args:
             shares: Mixture weight of each cluster's adaptor, times alpha.
 
         Raises:
-            RecipeError: The plain form needs a bias for the difference of the means, but the base has none.
+            RecipeError: The conversion changes beta, but the base has none.
         """
-        if self.running_mean is None or self.nora:
+        if self.running_mean is None or self.nora:  # no conversion, as in a layer norm
             return super().fold(shares)
-        if self.bias is None:
+        if self.bias is None:  # nothing can hold the difference of the means
             raise RecipeError(
                 "merge: a batch norm without bias cannot take adaptors with local statistics; use batch_nora"
             )
         base = cast(_BatchNorm, self.base)
         gain, shift = mix(shares.to(self.weight.dtype), self.weight), mix(shares.to(self.bias.dtype), self.bias)
-        ratio, drift = self._relative_statistics()
-        base.weight.data.add_(gain / ratio)
-        base.bias.data.add_(shift - drift / ratio * gain)
+        sigma_ratio, mean_offset = self._relative_statistics()  # sigma_local / sigma, (mu_local - mu) / sigma
+        base.weight.data.add_(gain / sigma_ratio)
+        base.bias.data.add_(shift - mean_offset / sigma_ratio * gain)
         return base
 
 

@@ -41,9 +41,9 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = (
         *[(n, ctypes.c_int64) for n in ("users", "images", "lanes", "threads")],
-        *[(n, ctypes.c_int64) for n in ("height", "width", "channels", "high", "wide", "outputs")],
+        *[(n, ctypes.c_int64) for n in ("height", "width", "channels", "out_height", "out_width", "outputs")],
         *[(n, ctypes.c_int64 * 2) for n in ("kernel", "stride", "padding", "dilation")],
-        *[(n, ctypes.c_int64) for n in ("norm", "groups", "given", "relu", "pool")],
+        *[(n, ctypes.c_int64) for n in ("norm", "groups", "uses_running_statistics", "relu", "pool")],
         *[(f"{n}_stride", ctypes.c_int64) for n in ("weight", "bias", "gamma", "beta")],
         ("eps", ctypes.c_double),
         *[
@@ -126,8 +126,8 @@ Flat = Float[Tensor, "users_images channels height width"]
 """Samples ordered by user."""
 Maps = Float[Tensor, "users lanes channels height width"]
 """The same samples with lanes innermost in memory; padding lanes have no gradient."""
-Outputs = Float[Tensor, "users lanes outputs high wide"]
-"""Outputs of a step."""
+Outputs = Float[Tensor, "users lanes outputs pooled_height pooled_width"]
+"""Outputs of a step, after its pooling."""
 Norm = nn.BatchNorm2d | nn.GroupNorm
 
 
@@ -254,8 +254,8 @@ class Step:
             mean: The batch's mean ``(users, channels, lanes)``, equal in all lanes (images).
             rstd: 1 / standard deviation of the batch ``(users, channels, lanes)``, equal in all lanes.
         """
-        high, wide = self.output_size(x)
-        count = self.pass_shape.images * high * wide  # numbers that each mean is over
+        out_height, out_width = self.output_size(x)
+        count = self.pass_shape.images * out_height * out_width  # numbers that each mean is over
         variance = (rstd[:, :, 0] ** -2 - norm.eps).clamp_(min=0)  # rounding may make it negative
         unbiased = variance * (count / max(1, count - 1))
         norm.running_mean.lerp_(mean[:, :, 0], norm.momentum)  # type: ignore[union-attr,arg-type]
@@ -263,33 +263,35 @@ class Step:
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr]
 
     def output_size(self, x: Maps) -> tuple[int, int]:
-        """Return height and width of the convolution's output."""
+        """Return height and width of the convolution's output, before pooling."""
         c = self.convolution
         # (size, padding, dilation, kernel, stride) of both axes, as in the documentation of `nn.Conv2d`
         axes: Any = zip(x.shape[3:], c.padding, c.dilation, c.kernel_size, c.stride, strict=True)
-        high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes)
-        return high, wide
+        out_height, out_width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in axes)
+        return out_height, out_width
 
     def describe(self, x: Maps, weight: Tensor, *others: Tensor | None) -> StepStruct:
-        """Return the C struct that describes this step to native code: sizes, settings and strides, without addresses.
+        """Return the C struct that describes this step to native code: sizes, settings and strides.
 
-        ``height`` and ``width`` are the size of the convolution's input, ``high`` and ``wide`` that of its output. With
-        ``given`` the norm uses given statistics (eval mode) instead of the batch's. A parameter's stride is the number
-        of entries from one user to the next.
+        The addresses of the tensors are still missing; :func:`run` sets them. A user's images are the lanes of its
+        tensors; ``lanes`` also counts the padding lanes after the ``images``. ``out_height`` and ``out_width`` are the
+        size of the convolution's output, before pooling. A parameter's stride is the number of entries from one user to
+        the next.
 
         Args:
-            x: Input of the convolution.
+            x: Input of the convolution, ``(users, lanes, channels, height, width)``.
             weight: The convolution's weight, with a leading user axis.
             *others: The convolution's bias, and gamma and beta of the norm; None for those that are missing.
         """
         c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
-        kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
-        high, wide = self.output_size(x)
+        norm_kind = {nn.BatchNorm2d: BATCH_NORM, nn.GroupNorm: GROUP_NORM}.get(type(norm), NO_NORM)
+        out_height, out_width = self.output_size(x)
         step = StepStruct(
             users=users, images=self.pass_shape.images, lanes=lanes, threads=torch.get_num_threads(),
-            height=height, width=width, channels=channels, high=high, wide=wide, outputs=c.out_channels,
-            norm=kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,
-            given=self.uses_running_statistics, relu=self.relu, pool=self.pool,
+            height=height, width=width, channels=channels,
+            out_height=out_height, out_width=out_width, outputs=c.out_channels,
+            norm=norm_kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,
+            uses_running_statistics=self.uses_running_statistics, relu=self.relu, pool=self.pool,
             eps=0.0 if norm is None else norm.eps, weight_stride=weight.stride(0),
         )  # fmt: skip
         for axis in range(2):
@@ -330,11 +332,12 @@ class _Fused(torch.autograd.Function):
         """
         parameters = [_contiguous_rows(t) for t in (weight, bias, gamma, beta)]
         native_step, x_memory = step.describe(x, *parameters), _to_memory_order(x)  # type: ignore[arg-type]
-        users, lanes, (high, wide), pool = len(x), x.shape[1], step.output_size(x), step.pool
+        users, lanes, (out_height, out_width), pool = len(x), x.shape[1], step.output_size(x), step.pool
+        outputs = step.convolution.out_channels
         # Outputs in memory order: z of the step, y of the convolution (the norm's input), and for each pooled number
         # its place in the pooling window.
-        z = x.new_empty(users, high // pool, wide // pool, step.convolution.out_channels, lanes)
-        y = None if step.norm is None else x.new_empty(users, high, wide, step.convolution.out_channels, lanes)
+        z = x.new_empty(users, out_height // pool, out_width // pool, outputs, lanes)
+        y = None if step.norm is None else x.new_empty(users, out_height, out_width, outputs, lanes)
         taken = torch.empty_like(z, dtype=torch.uint8) if pool > 1 else None
         by_name = dict(zip(("weight", "bias", "gamma", "beta"), parameters, strict=True))
         run(

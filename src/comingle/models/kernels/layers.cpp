@@ -25,8 +25,8 @@ struct Sizes {
     int64_t x, y, z, weight;  // entries per user
     explicit Sizes(const Step& s)
         : x(s.height * s.width * s.channels * s.lanes),
-          y(s.high * s.wide * s.outputs * s.lanes),
-          z((s.high / s.pool) * (s.wide / s.pool) * s.outputs * s.lanes),
+          y(s.out_height * s.out_width * s.outputs * s.lanes),
+          z((s.out_height / s.pool) * (s.out_width / s.pool) * s.outputs * s.lanes),
           weight(s.outputs * s.channels * s.kernel[0] * s.kernel[1]) {}
 };
 
@@ -49,8 +49,8 @@ struct Room {
 
 Taps taps_of(const Step& s, bool transposed) {
     Taps taps{};
-    taps.height = transposed ? s.high : s.height;
-    taps.width = transposed ? s.wide : s.width;
+    taps.height = transposed ? s.out_height : s.height;
+    taps.width = transposed ? s.out_width : s.width;
     taps.channels = transposed ? s.outputs : s.channels;
     taps.transposed = transposed;
     for (int axis = 0; axis < 2; ++axis) {
@@ -65,7 +65,8 @@ Taps taps_of(const Step& s, bool transposed) {
 template <typename T>
 Rest<T> rest_of(const Step& s, int64_t user, int64_t threads) {
     const int64_t table = s.outputs * s.lanes;
-    return {s, table, s.high * s.wide, threads, at<T>(s.gamma, user * s.gamma_stride), at<T>(s.beta, user * s.beta_stride),
+    return {s, table, s.out_height * s.out_width, threads,
+            at<T>(s.gamma, user * s.gamma_stride), at<T>(s.beta, user * s.beta_stride),
             at<T>(s.mean, user * table), at<T>(s.rstd, user * table)};
 }
 
@@ -87,8 +88,8 @@ void forward_of(const Step& s, const Sizes& sizes, int64_t user, Room<T>& room) 
     const auto bias = filled<T>(at<T>(s.bias, user * s.bias_stride), s.outputs);
     const T *x = at<T>(s.x, user * sizes.x), *added = at<T>(s.added, user * sizes.z);
     convolve<T>(
-        taps_of(s, false), x, packed.data(), bias.data(), norms ? nullptr : added, y, s.high, s.wide, s.outputs, s.lanes,
-        threads
+        taps_of(s, false), x, packed.data(), bias.data(), norms ? nullptr : added, y,
+        s.out_height, s.out_width, s.outputs, s.lanes, threads
     );
     if (norms) {
         T* to = pools ? room.second.get() : z;

@@ -18,15 +18,15 @@ enum Kind : int64_t { PLAIN = 0, BATCH_NORM = 1, GROUP_NORM = 2 };
 struct Step {
     int64_t users, images, lanes, threads;
     int64_t height, width, channels;                      // of the input
-    int64_t high, wide, outputs;                          // of the convolution's output
+    int64_t out_height, out_width, outputs;               // of the convolution's output, before pooling
     int64_t kernel[2], stride[2], padding[2], dilation[2];
-    int64_t norm, groups, given, relu, pool;              // a Kind; pool is 1 for none
+    int64_t norm, groups, uses_running_statistics, relu, pool;      // norm is a Kind; pool is 1 for none
     int64_t weight_stride, bias_stride, gamma_stride, beta_stride;  // between users
     double eps;
     const void *x, *weight, *bias, *gamma, *beta;
     const void *added;   // to the input of ReLU, of z's size; only without pooling
     void *y;             // output of the convolution; only for a norm's backward pass
-    void *mean, *rstd;   // (users, outputs, lanes); output, or input if `given`
+    void *mean, *rstd;   // (users, outputs, lanes); output, or input if `uses_running_statistics`
     void *z;             // output of the step
     uint8_t *taken;      // index in the pooling window of each entry of z
     const void *dz;

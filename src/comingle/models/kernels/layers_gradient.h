@@ -68,7 +68,7 @@ struct Turned {
     bool reads(int64_t h) const {
         for (int64_t k = 0; k < s.kernel[0]; ++k) {
             const int64_t from = h + s.padding[0] - k * s.dilation[0];
-            if (from >= 0 && from % s.stride[0] == 0 && from / s.stride[0] < s.high) return true;
+            if (from >= 0 && from % s.stride[0] == 0 && from / s.stride[0] < s.out_height) return true;
         }
         return false;
     }
@@ -176,12 +176,12 @@ void add_row(
     const Step& s = x.s;
     int64_t offsets[MANY], count = 0;
     T* totals[MANY];
-    const T *given = dy + (h * s.wide * s.outputs + first) * s.lanes, *origin = x.at(0, 0) + channel;
+    const T *given = dy + (h * s.out_width * s.outputs + first) * s.lanes, *origin = x.at(0, 0) + channel;
     const auto flush = [&] {
         const Tile<T> tile = tile_of<T>(out, count);
-        for (int64_t w = 0; w < s.wide; w += PLACES)
+        for (int64_t w = 0; w < s.out_width; w += PLACES)
             tile(s, given + w * s.outputs * s.lanes, origin + w * s.stride[1] * s.channels, offsets,
-                 std::min(PLACES, s.wide - w), x.width, totals, plan.size());
+                 std::min(PLACES, s.out_width - w), x.width, totals, plan.size());
         count = 0;
     };
     for (const int64_t start : plan.starts)
@@ -211,7 +211,7 @@ void weight_gradient(const Turned<T>& x, const T* dy, T* found, int64_t threads)
         for (int64_t out = BLOCK; out > 0; out /= 2) {
             if (first + out > end) continue;
             std::vector<T> sums(out * plan.size(), T(0));
-            for (int64_t h = 0; h < s.high; ++h) add_row<T>(plan, x, dy, h, first, out, channel, sums.data());
+            for (int64_t h = 0; h < s.out_height; ++h) add_row<T>(plan, x, dy, h, first, out, channel, sums.data());
             for (int64_t o = 0; o < out; ++o) {
                 T* to = found + ((first + o) * s.channels + channel) * plan.all;
                 const T* sum = sums.data() + o * plan.size();

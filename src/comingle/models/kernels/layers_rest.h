@@ -94,7 +94,7 @@ struct Rest {
     }
 
     void forward(const T* x, const T* added, T* z, bool relu) const {
-        if (!s.given) statistics(x);
+        if (!s.uses_running_statistics) statistics(x);
         std::vector<T> scale, shift;
         lines(scale, shift);
         const T *by = scale.data(), *up = shift.data(), low = relu ? T(0) : -std::numeric_limits<T>::infinity();
@@ -142,10 +142,10 @@ struct Rest {
         average(second);
         // dx = scale g - r mean(gamma g) - (x - m) r^2 mean(gamma g h) = scale g + slope x + level
         for (int64_t e = 0; e < entries; ++e) {
-            const double inverse = r[e], tilt = s.given ? 0 : -inverse * inverse * second[e];
+            const double inverse = r[e], tilt = s.uses_running_statistics ? 0 : -inverse * inverse * second[e];
             const bool fills = e % s.lanes >= s.images;
             slope[e] = T(fills ? 0 : tilt);
-            level[e] = T(fills || s.given ? 0 : -inverse * first[e] - double(m[e]) * tilt);
+            level[e] = T(fills || s.uses_running_statistics ? 0 : -inverse * first[e] - double(m[e]) * tilt);
         }
         const T *ps = slope.data(), *pl = level.data();
         const int64_t some = entries;
@@ -174,19 +174,19 @@ struct Rest {
 // size of T, as some compilers do not vectorise the loop otherwise.
 template <typename T>
 void pool_forward(const Step& s, const T* x, T* z, uint8_t* taken, int64_t threads) {
-    const int64_t entries = s.outputs * s.lanes, size = s.pool, up = s.high / size, across = s.wide / size;
+    const int64_t entries = s.outputs * s.lanes, size = s.pool, up = s.out_height / size, across = s.out_width / size;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<Index<T>> room(entries);
         Index<T>* place = room.data();
 #pragma omp for
         for (int64_t p = 0; p < up * across; ++p) {
-            const T* corner = x + (p / across * size * s.wide + p % across * size) * entries;
+            const T* corner = x + (p / across * size * s.out_width + p % across * size) * entries;
             T* best = z + p * entries;
             std::copy(corner, corner + entries, best);
             std::fill(place, place + entries, Index<T>(0));
             for (int64_t k = 1; k < size * size; ++k) {
-                const T* v = corner + (k / size * s.wide + k % size) * entries;
+                const T* v = corner + (k / size * s.out_width + k % size) * entries;
 #pragma omp simd
                 for (int64_t e = 0; e < entries; ++e) {
                     const bool larger = v[e] > best[e] || v[e] != v[e];
@@ -208,15 +208,16 @@ void pool_forward(const Step& s, const T* x, T* z, uint8_t* taken, int64_t threa
 
 template <typename T>
 void pool_backward(const Step& s, const T* dz, const uint8_t* taken, T* dx, int64_t threads) {
-    const int64_t entries = s.outputs * s.lanes, size = s.pool, up = s.high / size, across = s.wide / size;
-    if (up * size != s.high || across * size != s.wide) std::fill(dx, dx + s.high * s.wide * entries, T(0));
+    const int64_t entries = s.outputs * s.lanes, size = s.pool, up = s.out_height / size, across = s.out_width / size;
+    if (up * size != s.out_height || across * size != s.out_width)
+        std::fill(dx, dx + s.out_height * s.out_width * entries, T(0));
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t p = 0; p < up * across; ++p) {
-        T* corner = dx + (p / across * size * s.wide + p % across * size) * entries;
+        T* corner = dx + (p / across * size * s.out_width + p % across * size) * entries;
         const T* g = dz + p * entries;
         const uint8_t* place = taken + p * entries;
         for (int64_t k = 0; k < size * size; ++k) {
-            T* to = corner + (k / size * s.wide + k % size) * entries;
+            T* to = corner + (k / size * s.out_width + k % size) * entries;
 #pragma omp simd
             for (int64_t e = 0; e < entries; ++e) to[e] = place[e] == k ? g[e] : T(0);
         }

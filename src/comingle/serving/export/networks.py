@@ -61,22 +61,24 @@ class _Family:
 
     Args:
         model_type: Its model type.
-        experts: Its config key for the number of experts.
-        width: Its config key for their width.
-        fixed: Settings that do not depend on the base.
+        num_experts_key: The key of the number of experts in its configuration.
+        expert_width_key: The key of the experts' width in its configuration.
+        fixed: Values of its configuration that do not depend on the base.
     """
 
     model_type: str
-    experts: str
-    width: str
+    num_experts_key: str
+    expert_width_key: str
     fixed: Mapping[str, Any]
 
 
-_MIXTRAL = _Family(model_type="mixtral", experts="num_local_experts", width="intermediate_size", fixed={})
+_MIXTRAL = _Family(
+    model_type="mixtral", num_experts_key="num_local_experts", expert_width_key="intermediate_size", fixed={}
+)
 _QWEN3 = _Family(
     model_type="qwen3_moe",
-    experts="num_experts",
-    width="moe_intermediate_size",
+    num_experts_key="num_experts",
+    expert_width_key="moe_intermediate_size",
     fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
 SPARSE = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN3}
@@ -177,8 +179,7 @@ def needs_eager_experts(config: PreTrainedConfig) -> bool:
     family = next((family for family in SPARSE.values() if family.model_type == config.model_type), None)
     if family is None:
         return False
-    # `family.width` is the configuration's key for the width of an expert.
-    return any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
+    return any(getattr(config, key) % 8 for key in ("hidden_size", family.expert_width_key))
 
 
 def cast_parameters(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -219,19 +220,21 @@ def _expert_weights(merged: PreTrainedModel, change: Change) -> Float[Tensor, "e
 
 
 def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> object:
-    """Return the configuration of a mixture-of-experts network with the sizes of a dense base.
+    """Return the configuration of a sparse mixture-of-experts network whose experts have the shape of a base's MLP.
 
-    The architecture is Mixtral for Llama and Mistral, and Qwen3's own mixture of experts for Qwen3.
+    The sparse architecture is Mixtral for the bases Llama and Mistral, and Qwen3-MoE for Qwen3. All other sizes, such
+    as those of attention, are the base's.
 
     Args:
-        base: The base.
+        base: The base, a dense model.
         num_experts: Number of experts.
         top_k: Number of experts per token.
     """
     from transformers import AutoConfig
 
     family, base_values = SPARSE[base.config.model_type], base.config.to_dict()
-    # Both architectures have the same keys, except for those that identify the base.
+    # The sparse architecture has the same keys as the dense base. All values are copied, except for those that describe
+    # the base alone, such as its model type.
     values = {key: value for key, value in base_values.items() if key not in _KEYS_OF_THE_BASE} | dict(family.fixed)
     has_sliding_layers = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
     window = getattr(base.config, "sliding_window", None)
@@ -239,8 +242,8 @@ def _sparse_config(base: PreTrainedModel, *, num_experts: int, top_k: int) -> ob
     values["sliding_window"] = window if family is _MIXTRAL or has_sliding_layers else None
     values |= {
         "use_cache": True,
-        family.experts: num_experts,  # the key of this number differs between architectures
-        family.width: base_values["intermediate_size"],
+        family.num_experts_key: num_experts,
+        family.expert_width_key: base_values["intermediate_size"],
         "num_experts_per_tok": top_k,
     }
     return AutoConfig.for_model(family.model_type, **values)

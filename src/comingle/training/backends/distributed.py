@@ -445,32 +445,32 @@ class Sharded(InProcess):
 
     # ---------------------------------------------------------------- uploads
 
-    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Make the upload of the users of this process, and count the bytes of all; :meth:`aggregate` sends it."""
-        self._upload_of_round = self.ranks.each(lambda: self._make_upload(members, done, losses))
+        self._upload_of_round = self.ranks.each(lambda: self._make_upload(members, round_number, losses))
         own_upload = self._upload_of_round
         if self.server.sums is not None:  # the messages of a secure sum have other sizes
             names_by_rank = self.ranks.gather(lambda: list(own_upload.users))
             names = [name for names in names_by_rank for name in names]
             if self.leads and names:
-                self._count_sum_bytes(names, done)
+                self._count_sum_bytes(names, round_number)
             return
         bytes_by_rank = self.ranks.gather(lambda: sum(packed_bytes(own_upload)) if own_upload.users else 0)
         if self.leads:
             self.clock.upload_bytes += sum(bytes_by_rank)
 
-    def _make_upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> Upload:
+    def _make_upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> Upload:
         """Return the upload of users of this process.
 
         Args:
             members: Numbers of the users; may be empty.
-            done: The round, counted from 1.
+            round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
         if not members:
-            return no_uploads(done)
+            return no_uploads(round_number)
         reports = {LOSS: torch.tensor([losses[member] for member in members])}
-        return self.clients.upload(members, done, reports)
+        return self.clients.upload(members, round_number, reports)
 
     def aggregate(self) -> str:
         """Aggregate the uploads of the round.

@@ -406,22 +406,22 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.clock.download_bytes += sum(packed_bytes(message))
         self.clients.receive(_repack_downloads(message.split()) if self.serialise else message)
 
-    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Upload the shared tensors and training losses of users; :meth:`aggregate` takes them from here.
 
         Args:
             members: Numbers of the users.
-            done: The round, counted from 1.
+            round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
         if not members:
-            self._upload_of_round = no_uploads(done)
+            self._upload_of_round = no_uploads(round_number)
             return
         reports = {LOSS: torch.tensor([losses[member] for member in members])}
-        message = self.clients.upload(members, done, reports)
+        message = self.clients.upload(members, round_number, reports)
         if self.server.sums is not None:  # the messages of a secure sum have other sizes
             self._upload_of_round = message
-            self._count_sum_bytes(message.users, done)
+            self._count_sum_bytes(message.users, round_number)
             return
         self.clock.upload_bytes += sum(packed_bytes(message))
         # With ``serialise`` the message is packed and unpacked, as over a network.
@@ -476,7 +476,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.server.aggregate_sum(total, upload.users, upload.round)
         return ""
 
-    def _count_sum_bytes(self, users: Sequence[str], done: int) -> None:
+    def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
         """Count the bytes of the messages of a secure sum.
 
         In the first step users upload public keys. If there are too few users, the sum ends after this step, and only
@@ -484,10 +484,10 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
         Args:
             users: Names of the users in the sum.
-            done: The round, counted from 1.
+            round_number: The round, counted from 1.
         """
         run_id, names = "", list(users)  # no message leaves this process, so the identifier is of no use
-        terms = terms_of(self.clients.plan, run_id, done, self.server.size)
+        terms = terms_of(self.clients.plan, run_id, round_number, self.server.size)
         for name in names:
             if len(names) >= terms.threshold:  # smallest number of users in a sum
                 self.clock.upload_bytes += sent_bytes(terms, name, len(names))

@@ -406,17 +406,19 @@ _LAST = "text"
 
 
 def kind_of_users(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
-    """Return the name of the data kind (``data.kind``) of users that a program passes.
+    """Return the kind of data that a program passes for its users, as a value of the recipe key ``data.kind``.
 
-    It is the kind in the options, or the only one that takes the data of all users.
+    If the options name a kind, it must accept the data of every user. Otherwise each user gets the first kind that
+    accepts the user's data, where "text" is tried last. All users must get the same kind.
 
     Args:
         users: Data by user name.
-        options: Options of the data section, as passed by the program.
+        options: Options of the recipe's section ``data``, which may have a ``kind``.
 
     Raises:
-        DataError: There are no users, a name is not allowed, no kind takes the data, or users have several kinds.
-        PluginError: The requested kind cannot be used.
+        DataError: There are no users, a name is not allowed, no kind accepts a user's data, or users have several
+            kinds.
+        PluginError: The kind in the options does not exist or cannot be loaded.
     """
     if not isinstance(users, Mapping) or not users:
         raise DataError(
@@ -427,25 +429,27 @@ def kind_of_users(users: Mapping[str, object], options: Mapping[str, Any]) -> st
     candidates = dict(_kinds(options.get("kind")))
     kind_of_user: dict[str, str] = {}
     for name, data in users.items():
-        key = next((key for key, kind in candidates.items() if kind.takes(data, options)), None)
-        if key is None:
+        kind_name = next((key for key, kind in candidates.items() if kind.takes(data, options)), None)
+        if kind_name is None:
             allowed = "; ".join(
                 f"{kind.name}: {kind.accepted_data}" for kind in candidates.values() if kind.accepted_data
             )
             raise DataError(f"users: {name!r} is {_described(data)}; allowed: {allowed}{_advice_on_splits(data)}")
-        kind_of_user[name] = key
-    if len(set(kind_of_user.values())) > 1:
-        first_users = {key: name for name, key in reversed(kind_of_user.items())}  # one user of each kind
-        examples = ", ".join(f"{name} has {key}" for name, key in kind_of_user.items() if first_users[key] == name)
+        kind_of_user[name] = kind_name
+    example_of_kind: dict[str, str] = {}  # the first user of each kind, for the error message
+    for name, kind_name in kind_of_user.items():
+        example_of_kind.setdefault(kind_name, name)
+    if len(example_of_kind) > 1:
+        examples = ", ".join(f"{name} has {kind_name}" for kind_name, name in example_of_kind.items())
         raise DataError(f"users: all must have the same kind of data; {examples}")
-    return next(iter(kind_of_user.values()))
+    return next(iter(example_of_kind))
 
 
 def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
-    """Yield the kind of data that is wanted, or all usable kinds, with their values of ``data.kind``.
+    """Yield the wanted kind of data, or every kind if none is wanted, each with its value of ``data.kind``.
 
-    Text comes last, because paths and tables may also be data of a more specific kind. Kinds of plug-ins that cannot be
-    loaded are left out.
+    Text comes last, because paths and tables may also be data of a more specific kind. If no kind is wanted, kinds of
+    plug-ins that cannot be loaded are left out.
     """
     if wanted is not None:
         yield wanted, load_object(KINDS[wanted].implementation)
