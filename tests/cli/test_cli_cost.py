@@ -62,7 +62,7 @@ training: {rounds: 2, local_steps: 1, batch_size: 2, context: 16}
 
 
 def test_a_federations_file_is_counted_without_data(comingle: Any, tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text(PLAN + "privacy: {epsilon: 8}\n")
+    (tmp_path / "plan.yaml").write_text(PLAN + "privacy: {epsilon: 8, accountant: rdp}\n")
     found = json.loads(comingle("cost", tmp_path / "plan.yaml", "--json").out)
     (method,) = found["methods"]
     assert found["users"] == ["ada", "ben", "cem", "dan"]

@@ -229,6 +229,7 @@ def test_names_and_seeds_are_split() -> None:
 # ---------------------------------------------------------------- data and methods
 
 
+@pytest.mark.slow
 def test_logged_warnings_of_a_run_are_marked_as_such(recipe_file: Path, tmp_path: Path) -> None:
     """In a process of its own, as pytest replaces the handlers of the log."""
     sets = ["method.router_every=9", "training.rounds=1", "training.local_steps=1"]

@@ -282,12 +282,12 @@ class TestKeys:
             answer = ActivateNodeResponse()
             answer.ParseFromString(self.activate(port, private)[1])
             numbers.append(answer.node_id)
-        request = PullMessagesRequest(node=Node(node_id=numbers[0]))
-        assert post(port, "/v1/fleet/pull-messages", request, signed(bob), tls=False)[0] == 401
-        assert post(port, "/v1/fleet/pull-messages", request, signed(ada), tls=False)[0] == 200
         grid = InProcessGrid(state, state.get_run_info()[0].run_id)
         message = Message(RecordDict(), dst_node_id=numbers[0], message_type="query.hello", ttl=60)
         grid.push_messages([message])
+        request = PullMessagesRequest(node=Node(node_id=numbers[0]))
+        assert post(port, "/v1/fleet/pull-messages", request, signed(bob), tls=False)[0] == 401
+        assert post(port, "/v1/fleet/pull-messages", request, signed(ada), tls=False)[0] == 200
         reply = Message(RecordDict(), reply_to=message)
         reply.metadata.__dict__["_message_id"] = reply.object_id
         forged = PushMessagesRequest(node=Node(node_id=numbers[1]), message_object_trees=[get_object_tree(reply)])
