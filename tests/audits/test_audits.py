@@ -360,6 +360,7 @@ def test_one_step_on_one_sample_gives_it_away() -> None:
     assert min(whole.errors) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", ["adam", "noise", "noise of each step"])
 def test_where_inversion_fails_it_is_said(hidden: str) -> None:
     privacy = {"mechanism": "local", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}

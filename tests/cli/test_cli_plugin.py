@@ -173,6 +173,7 @@ def test_a_file_that_cannot_be_used_is_one_line(place: Path, content: str | None
     assert len(found.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_function_without_annotation_is_skipped_with_its_place_and_what_to_write(place: Path) -> None:
     bare = PLAIN.replace("near", "bare").replace(" -> Method", "")
     (place / "bare.py").write_text(PLAIN.replace("NAME,", '"kept",').replace("def near", "def kept") + bare)

@@ -100,6 +100,7 @@ def test_records_that_checkpoints_name_are_counted(every: int, keep: int, rounds
     assert writes.max_moment_records() == times * 8
 
 
+@pytest.mark.slow
 def test_a_store_is_no_larger_than_planned(recipe_file: Path, tmp_path: Path) -> None:
     """And not much smaller: two of three users a round, all of whom are evaluated."""
     recipe = load_recipe(recipe_file).with_changes(

@@ -76,8 +76,8 @@ def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_pat
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DISTURBANCES)
-@pytest.mark.sampled(1)
 def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tmp_path: Path) -> None:
     """An answer to a garbled request is no refusal."""
     states = make_states()

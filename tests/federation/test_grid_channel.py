@@ -236,6 +236,7 @@ class TestNames:
         time.sleep(0.5)
         assert [f"refused: {reason}" for reason in reasons] == refused
 
+    @pytest.mark.slow
     def test_the_other_one_may_come_when_the_first_has_gone(self, grid: LocalGrid, tmp_path: Path) -> None:
         first = join(grid, tmp_path / "one", "ada", lambda *_: b"first")
         channel = GridChannel(grid, lambda line: None)

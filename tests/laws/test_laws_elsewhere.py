@@ -125,6 +125,7 @@ def test_gradients_that_wait_and_validation_text_to_train_on(tmp_path: Path) -> 
     assert_equal(content, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["comigs-1g1s", *quick(CHATTED)])
 def test_conversations(name: str, tmp_path: Path) -> None:
     """Users have different numbers of them, by which learning rates decay."""
@@ -170,6 +171,7 @@ def arrays(folder: Path) -> Mapping[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_of_a_data_set_are_read_by_each_user_for_itself(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = [

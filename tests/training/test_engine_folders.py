@@ -193,9 +193,9 @@ def half_made(
     return recipe, stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "resume", "force"])
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.sampled(1)
 def test_a_folder_that_was_half_made(half_made: tuple[Recipe, Path], tmp_path: Path, moment: str, how: str) -> None:
     recipe, stage = half_made
     folder = Path(shutil.copytree(stage / moment, tmp_path / "run"))

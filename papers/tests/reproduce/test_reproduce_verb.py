@@ -261,6 +261,7 @@ def test_the_time_left_is_in_seconds_below_a_minute() -> None:
     assert [duration_text(seconds) for seconds in (0.2, 59.4, 60, 200)] == ["1 s", "59 s", "1 min", "3 min"]
 
 
+@pytest.mark.slow
 def test_a_reproduced_table_is_written_for_latex_and_other_commands_name_what_reads_it(
     comingle: Any, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ print(json.dumps({settings: said(settings) for settings in json.load(sys.stdin)}
 """
 
 
+@pytest.mark.slow
 def test_every_setting_out_of_range_or_of_another_type_is_one_line() -> None:
     asked = subprocess.run(
         [sys.executable, "-c", ASKED], input=json.dumps(list(FAULTS)), capture_output=True, text=True, check=False
