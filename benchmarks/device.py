@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -20,7 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +61,41 @@ def measure(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str
         folder, port = Path(scratch), free_port()
         users = _write_files(asked, folder)
         server = ("server", folder / "federation.yaml", "--out", folder / "run", "--port", port)
-        common = ("--base", asked.base, "--server", f"127.0.0.1:{port}")
-        first, second = (
-            ("client", "--name", name, "--data", path, "--state", folder / name, *common)
-            for name, path in users.items()
-        )
+        common = {"base": asked.base, "server": f"127.0.0.1:{port}"}
+        if asked.memory:
+            common["runtime"] = {"memory": asked.memory}
+        clients = []
+        for name, path in users.items():
+            file = folder / f"{name}.yaml"
+            file.write_text(yaml.safe_dump({"name": name, "data": str(path), "state": str(folder / name), **common}))
+            clients.append(("client", file))
+        first, *others = clients
         with _command(folder, "server", server, variables) as serving:
             began = time.monotonic()
-            with _command(folder, "first", first, variables) as process, Monitor(process.pid) as monitor:
-                _wait(lambda: "waiting for" in _text(folder, "first"), process)
+            log = partial(_text, folder, "first")
+            command = partial(_command, folder, variables=variables, limit_mib=asked.cgroup_mib)
+            with command("first", first) as process, Monitor(process.pid) as monitor:
+                _wait(lambda: "waiting for" in _text(folder, "first"), process, log)
                 waiting = time.monotonic() - began
-                _wait(lambda: "has joined" in _text(folder, "server"), process)
+                _wait(lambda: "has joined" in _text(folder, "server"), process, log)
                 joined = time.monotonic() - began
                 time.sleep(asked.settle)
                 join_peak, server_before = monitor.reset_peak(), _cpu_seconds(serving.pid)
                 found = monitor.idle(asked.idle)
                 server_idle = (_cpu_seconds(serving.pid) - server_before) / asked.idle
-                with _command(folder, "second", second, variables):
-                    _wait(lambda: serving.poll() is not None, process, ends=True)
+                with ExitStack() as stack:
+                    for number, other in enumerate(others):
+                        stack.enter_context(command(f"other{number}", other))
+                    _wait(lambda: serving.poll() is not None, process, log, ends=True)
                     peak = monitor.reset_peak()
+                if serving.returncode or process.wait(60):
+                    raise SystemExit("\n".join(["device: it failed", _text(folder, "server"), log()]))
         return {
             "base": Path(asked.base).name,
             "dtype": asked.dtype,
             "quantise": asked.quantise,
+            "memory": asked.memory,
+            "settings": _setting(folder),
             "waiting_after_seconds": round(waiting, 1),
             "joined_after_seconds": round(joined, 1),
             **found,
@@ -153,10 +167,16 @@ def _cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def _command(
-    folder: Path, name: str, arguments: Sequence[object], variables: Mapping[str, str]
+    folder: Path, name: str, arguments: Sequence[object], variables: Mapping[str, str], limit_mib: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``comingle`` with some arguments; what it prints goes to ``NAME.log``."""
     line = [sys.executable, "-m", "comingle", *map(str, arguments)]
+    group: Path | None = None
+    if limit_mib is not None:
+        group = Path(f"/sys/fs/cgroup/memory/comingle-{os.getpid()}-{name}")  # version 1
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit_mib << 20))
+        line = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *line]
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(variables))
     try:
@@ -164,18 +184,30 @@ def _command(
     finally:
         process.terminate()
         process.wait(60)
+        if group is not None:
+            largest = int((group / "memory.max_usage_in_bytes").read_text()) >> 20
+            print(f"{name}: {largest} MiB at most, with cached files", file=sys.stderr)
+            group.rmdir()
+
+
+def _setting(folder: Path) -> str:
+    """Return the line in which the first client says what it has chosen for its memory; empty without one."""
+    lines = [line for line in _text(folder, "first").splitlines() if "runtime.memory" in line]
+    return lines[0] if lines else ""
 
 
 def _text(folder: Path, name: str) -> str:
     return (folder / f"{name}.log").read_text(errors="replace")
 
 
-def _wait(happened: Callable[[], bool], process: subprocess.Popen[bytes], *, ends: bool = False) -> None:
+def _wait(
+    happened: Callable[[], bool], process: subprocess.Popen[bytes], log: Callable[[], str], *, ends: bool = False
+) -> None:
     """Wait until something has happened, while a process runs."""
     until = time.monotonic() + _LIMIT_SECONDS
     while not happened():
         if time.monotonic() > until or (process.poll() is not None and not ends):
-            raise SystemExit("device: the client has ended, or took too long")
+            raise SystemExit(f"device: the client has ended, or took too long\n{log()}")
         time.sleep(0.1)
 
 
@@ -183,19 +215,22 @@ def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:
     """Write the server's file and the users' texts (files of Python's library); return the texts by user."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    users = {name: folder / f"{name}.txt" for name in ("ada", "ben")}
+    users = {name: folder / f"{name}.txt" for name in ("ada", "ben", "cleo", "dan")[: asked.users]}
     for number, path in enumerate(users.values()):
         path.write_text(text[number * CHARACTERS : (number + 1) * CHARACTERS], encoding="utf-8")
     plan = {
         "participants": list(users),
-        "network": {"min_participants": 2, "join_timeout": 600},
+        "network": {"min_participants": len(users), "join_timeout": 600},
         "base": asked.base,
         "method": asked.method,
         "training": {"rounds": asked.rounds, "local_steps": asked.steps, "batch_size": 4, "context": 128},
         "evaluation": {"every": asked.rounds, "first": False},
-        "quantise": asked.quantise,
         "runtime": {"dtype": asked.dtype},
     }
+    if asked.quantise != "none":
+        plan["quantise"] = asked.quantise
+    if asked.memory:  # the clients choose what is not set
+        del plan["runtime"]
     (folder / "federation.yaml").write_text(yaml.safe_dump(plan, sort_keys=False), encoding="utf-8")
     return users
 
@@ -205,6 +240,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--base", required=True)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantise", default="none", help="Format of the base: none, 8bit or 4bit.")
+    parser.add_argument("--memory", help="runtime.memory of the clients, such as 650MiB.")
+    parser.add_argument("--cgroup-mib", type=int, help="Limit of a control group for each client; as root.")
+    parser.add_argument("--users", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--method", default="comigs-1g1s")

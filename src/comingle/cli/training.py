@@ -32,7 +32,14 @@ from comingle.runs.distributed import read_shared, run_sharded
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.runs.progress import loading, reporting
-from comingle.runs.session import check_and_set_up, default_method_note, prepare, run_in, warn_unread
+from comingle.runs.session import (
+    check_and_set_up,
+    default_method_note,
+    prepare,
+    run_in,
+    warn_unread,
+    within_memory,
+)
 from comingle.training.backends.launched import LOST, MEETING, PARENT, Place
 from comingle.training.backends.ranks import joined
 from comingle.training.kinds.base import NETS, RunData
@@ -253,13 +260,16 @@ def train_here(
             if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run
                 resume, force = True, False
             recipe = in_each_process(partial(with_bos_of_run, folder, recipe, resume=resume))
+            size, resumed = 1 if place is None else place.size, folder if resume else None
+            notes: list[str] = []
+            recipe = in_each_process(partial(within_memory, recipe, notes.append, resumed=resumed, processes=size))
             in_each_process(lambda: check_folder(folder, recipe, resume=resume, force=force) if is_first else None)
             with reporting(quiet=quiet or not is_first) as reporter:
 
                 def progress_observers(clients: Clients) -> list[Observer]:
                     return [reporter.watch(clients)]
 
-                if note := default_method_note(recipe):
+                for note in filter(None, (*notes, default_method_note(recipe))):
                     reporter.say(note)
                 with reporter.waiting(loading(recipe)):
                     # A resumed run keeps the date of its start, which templates of conversations may contain.

@@ -801,6 +801,25 @@ class CheckpointSection(Section):
     """Number of checkpoints to keep, the newest."""
 
 
+_BYTES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+"""Number of bytes by unit."""
+
+
+def parse_bytes(size: str | int) -> int:
+    """Return the number of bytes of a size such as ``800MB``; upper and lower case are equal.
+
+    Raises:
+        ValueError: The text is not a positive number with a unit.
+    """
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
+    units = {unit.lower(): number for unit, number in _BYTES.items()}
+    if found is None or found[2] not in units or float(found[1]) <= 0:
+        raise ValueError(f"got {size!r}; allowed: auto, or a number with a unit: {', '.join(filter(None, _BYTES))}")
+    return int(float(found[1]) * units[found[2]])
+
+
 class RuntimeSection(Section):
     """Settings of the machine, which change results only by rounding.
 
@@ -838,6 +857,11 @@ class RuntimeSection(Section):
     """Place of users' tensors and data: ``memory``; ``disk``, for more users than fit in memory; ``disk-bf16``, with
     optimiser state rounded to bfloat16 between rounds.
     """
+    memory: str | Count | None = None
+    """Largest memory of the process, or of a GPU: a size such as ``800MB`` or ``1.5GiB``, or ``auto`` for what is free.
+    Keys that are not set are then chosen so that a language model fits, before it is loaded: smaller passes or
+    checkpointing, then bfloat16, then ``quantise``. ``null`` chooses nothing.
+    """
     users_per_step: Literal["auto"] | Count | None = None
     """Users in one pass; ``null`` chooses by tokens or parameters, ``auto`` also by the free memory."""
     gradient_checkpointing: bool = False
@@ -850,3 +874,11 @@ class RuntimeSection(Section):
     """Sequences of one user in one pass; ``null`` chooses."""
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Send metrics to Weights & Biases or MLflow."""
+
+    @field_validator("memory")
+    @classmethod
+    def _check_memory(cls, memory: str | int | None) -> str | int | None:
+        """Check that a text is ``auto`` or a size."""
+        if isinstance(memory, str) and memory != AUTO:
+            parse_bytes(memory)
+        return memory

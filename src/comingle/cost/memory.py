@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, singledispatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -281,6 +281,12 @@ ProcessKind = Literal["text", "samples"]
 FALLBACK_BYTES = 430_000_000
 """Used if a process cannot be measured: the value on Linux with torch 2.13."""
 
+CLIENT_BYTES = 290_000_000
+"""Memory of the process of ``comingle client`` without base, user's tensors and files that it shares with others.
+
+Measured with SmolLM2-135M on Linux with torch 2.13.
+"""
+
 _SECONDS = 120
 """Largest time that the process may take."""
 
@@ -465,7 +471,7 @@ class Rehearsal:
         data_bytes: Bytes of all users' samples in memory.
         reads_cohorts: Whether only the samples of the cohort in training are in memory.
         process_bytes: Bytes of a process without model and data.
-        peaks: Cache of :func:`_peak_of_pass`, by its other arguments.
+        peaks: Cache of :func:`_largest_step`, by its other arguments.
     """
 
     federation: InProcess
@@ -479,7 +485,7 @@ class Rehearsal:
     data_bytes: int = 0
     reads_cohorts: bool = False
     process_bytes: int = 0
-    peaks: dict[tuple[tuple[int, ...], PassSize], tuple[int, int]] = field(default_factory=dict)
+    peaks: dict[tuple[tuple[int, ...], PassSize], StepBytes] = field(default_factory=dict)
 
     def with_pass_size(self, pass_size: PassSize) -> Steps:
         """Return a copy of the steps with other numbers of users and sequences in a pass."""
@@ -559,7 +565,7 @@ def peak_memory(rehearsal: Rehearsal, *, alone: bool = False, pass_size: PassSiz
     # A pass of one user is measured for the user with the largest model.
     first_row = int(clients.mask.sum(1).argmax()) if num_rows == 1 else 0
     rows = tuple(range(first_row, first_row + num_rows))
-    peak_bytes, gradients_bytes = _peak_of_pass(rehearsal, rows, pass_size)
+    step = _largest_step(rehearsal, rows, pass_size)
     # The rehearsal's federation may have fewer users than the run; bytes of its users are multiplied by this.
     user_ratio = (1 if alone else rehearsal.trainers) / len(clients.trainers)
     # Some methods keep the gradients of one phase for another.
@@ -577,9 +583,10 @@ def peak_memory(rehearsal: Rehearsal, *, alone: bool = False, pass_size: PassSiz
         weights_bytes=rehearsal.weights_bytes,
         adapters_bytes=models_bytes + (0 if alone else _server_bytes(rehearsal.federation, user_ratio)),
         moments_bytes=moments_bytes,
-        gradients_bytes=gradients_bytes + kept_gradients_bytes,
-        activations_bytes=peak_bytes - gradients_bytes,
-        allocator_bytes=int(gaps * max(peak_bytes, exchange_bytes)),
+        gradients_bytes=step.gradients + kept_gradients_bytes,
+        activations_bytes=step.passes - step.gradients,
+        update_bytes=step.update - step.gradients,
+        allocator_bytes=int(gaps * max(step.peak, exchange_bytes)),
         data_bytes=rehearsal.data_bytes * (1 if alone else users_with_data) // rehearsal.trainers,
         process_bytes=rehearsal.process_bytes,
         exchange_bytes=exchange_bytes,
@@ -665,8 +672,8 @@ def _server_bytes(federation: InProcess, user_ratio: float) -> int:
     return int(sum(t.nbytes * (user_ratio if name in names_by_user else 1) for name, t in server.kept.items()))
 
 
-def _peak_of_pass(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> tuple[int, int]:
-    """Return the peak bytes of a cohort's largest pass, and the bytes of the gradients in it.
+def _largest_step(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSize) -> StepBytes:
+    """Return the peak bytes of a cohort's largest step.
 
     Measured is a step of the phase that trains the most parameters, as the other phases keep no more activations. An
     evaluation, which has no gradients, is measured too if it may read more data at once than a step, or if the method
@@ -681,15 +688,35 @@ def _peak_of_pass(rehearsal: Rehearsal, rows: tuple[int, ...], pass_size: PassSi
     if (rows, pass_size) not in rehearsal.peaks:
         steps = rehearsal.with_pass_size(pass_size)
         phases = sorted(rehearsal.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
-        largest = step_peak(rehearsal, rows, phases[-1], steps) if phases else (0, 0)
+        largest = step_peak(rehearsal, rows, phases[-1], steps) if phases else StepBytes(0, 0, 0)
         if not phases or steps.batch_source.scores_more:
-            largest = max(largest, (_evaluation_peak(rehearsal, rows, steps), 0))
+            evaluation = _evaluation_peak(rehearsal, rows, steps)
+            largest = largest if largest.peak >= evaluation else StepBytes(evaluation, 0, 0)
         rehearsal.peaks[rows, pass_size] = largest
     return rehearsal.peaks[rows, pass_size]
 
 
-def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
-    """Return the peak bytes of one optimiser step of a phase, and the bytes of its gradients.
+class StepBytes(NamedTuple):
+    """Bytes of an optimiser step beside parameters and moments.
+
+    Args:
+        passes: The most that the forward and backward passes use, with gradients.
+        update: The most that the update of the parameters uses, with gradients.
+        gradients: Bytes of the gradients.
+    """
+
+    passes: int
+    update: int
+    gradients: int
+
+    @property
+    def peak(self) -> int:
+        """The most that the step uses."""
+        return max(self.passes, self.update)
+
+
+def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> StepBytes:
+    """Return the peak bytes of one optimiser step of a phase.
 
     The step consists of at most :data:`TRACED_BATCHES` micro-batches and the update of the parameters. More would not
     raise the peak: from the second one on all micro-batches are alike, as their gradients are added to the same sum.
@@ -712,8 +739,9 @@ def step_peak(rehearsal: Rehearsal, rows: Sequence[int], phase: Phase, steps: St
         else:
             _, gradients = steps.gradient(cohort, batch, phase)  # without the losses
         gradients_bytes = sum(gradient.nbytes for gradient in gradients.values())
+        peak_of_passes, live.peak = live.peak, live.live
         steps.descend(phase, cohort, gradients, 0)  # as in the first local step; the learning rate changes no sizes
-    return live.peak, gradients_bytes
+    return StepBytes(passes=peak_of_passes, update=live.peak, gradients=gradients_bytes)
 
 
 def _private_gradients(cohort: Cohort, phase: Phase, steps: Steps, batch: Tensor, examples: Tensor) -> Tree:

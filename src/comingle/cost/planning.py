@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from comingle.config import Recipe
+from comingle.config import Recipe, parse_recipe
 from comingle.config.settings import ALL_USERS, MEMORY, protects_examples
 from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked, count_users, measured_base, text_load
 from comingle.cost.memory import (
+    CLIENT_BYTES,
     Rehearsal,
     Writes,
     as_text,
@@ -21,10 +24,21 @@ from comingle.cost.memory import (
     peak_memory,
     process_bytes,
     rehearse,
+    storage_bytes,
     store_bytes,
     user_bytes,
 )
-from comingle.cost.records import Account, Difference, MemoryCost, MethodCost, Plan, Sizes, UserCost, table3_columns
+from comingle.cost.records import (
+    Account,
+    Difference,
+    MemoryChoice,
+    MemoryCost,
+    MethodCost,
+    Plan,
+    Sizes,
+    UserCost,
+    table3_columns,
+)
 from comingle.cost.skeleton import bare_mixture, bare_nets, load_skeleton
 from comingle.data.samples.reading import Population
 from comingle.data.samples.samples import SPLITS
@@ -32,12 +46,14 @@ from comingle.data.text.streams import UserData
 from comingle.methods import make, settings_in_comparison
 from comingle.models.base import Base, logger
 from comingle.models.generation import check_context_length
-from comingle.models.hardware import free_bytes
-from comingle.models.quantised import packed_parameters
+from comingle.models.hardware import free_bytes, resolve_device, resolve_dtype
+from comingle.models.layouts import decoder_layers
+from comingle.models.lora import weight_shape
+from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.privacy.accounting import sample_size
 from comingle.runs.api import without_sums
 from comingle.runs.given import NOTHING, USERS_MISSING
-from comingle.runs.session import build, prepare
+from comingle.runs.session import build, memory_limit, prepare, with_settings
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients, batch_size
 from comingle.training.kinds.base import RunData, adapt_base, check_recipe, kind_of
@@ -45,7 +61,7 @@ from comingle.training.kinds.text import TextBatchSource
 from comingle.training.plan import make_plan, planned_releases, server_mechanisms
 from comingle.training.settings import PassSize, pass_size, round_sizes
 from comingle.training.storage.disk import check_storable
-from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.errors import ComingleError, DataError, RecipeError
 
 Participation = float | Sequence[Sequence[str]]
 """Fraction of the users in each round, or the names of each round's participants."""
@@ -385,6 +401,8 @@ def plan(
         BaseModelError: The base cannot be used.
         DataError: The users' names cannot be read, or available text is too short for a run.
     """
+    if recipe.runtime.memory is not None:
+        return _plan_within_memory(recipe, methods, users=users, participants=participants, for_all=for_all)
     participation = recipe.training.participation  # memory and privacy depend on it; the variants have all users
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for variant in recipes:
@@ -551,6 +569,8 @@ def rehearse_text(
     names: tuple[str, ...],
     participation: Participation = ALL_USERS,
     here: Sequence[int] | None = None,
+    *,
+    process: int | None = None,
 ) -> Rehearsal:
     """Return the federation of a language model whose steps run on fake tensors, without weights and text.
 
@@ -560,6 +580,7 @@ def rehearse_text(
         names: Names of the users of all processes.
         participation: Fraction or names of the participants.
         here: Indices in ``names`` of this process's users; None if there is one process.
+        process: Bytes of a process without model and data; None: they are measured.
     """
     federation = federate_bare(recipe, base, names, here)
     num_users = len(names) if here is None else len(here)
@@ -570,7 +591,7 @@ def rehearse_text(
         participants=largest_round(participation, len(names)),  # all may be in this process
         store=recipe.runtime.store,
         checkpointed=recipe.runtime.gradient_checkpointing,
-        process_bytes=process_bytes("text", base.device),
+        process_bytes=process_bytes("text", base.device) if process is None else process,
     )
 
 
@@ -685,3 +706,249 @@ def _rehearse(recipe: Recipe, run_data: RunData, participation: Participation) -
         (text_recipe,) = conversations_as_text(kind, [recipe], own_users)
     assert run_data.base is not None
     return rehearse_text(text_recipe, run_data.base, tuple(all_names), participation, run_data.here)
+
+
+# ---------------------------------------------------------------- a limit of memory
+
+
+RETURNED_GAPS = 0.2
+"""As :data:`comingle.cost.memory.ALLOCATOR_GAPS`, if freed blocks are returned to the system (``runtime.memory``)."""
+
+LIBRARY_BYTES = 60_000_000
+"""Memory that libraries keep on a CPU beside live tensors, mostly the matrix library's; measured with SmolLM2-135M."""
+
+_SLOWER = {"checkpointing": 4 / 3, "halved pass": 1.3, "quantised": 1.05}
+"""Factors of the time of a step. Checkpointing repeats the forward pass, a quarter of the work more. The others are
+measured with SmolLM2-135M on two cores: passes of 128 in place of 512 tokens take 1.75 times the time."""
+
+
+def memory_choices(
+    recipe: Recipe, names: tuple[str, ...], *, here: Sequence[int] | None = None, process: int | None = None
+) -> Iterator[MemoryChoice]:
+    """Yield settings with which a language model needs less memory, those that change the model the least first.
+
+    Smaller passes and checkpointing, which change results by rounding if at all, are ordered by time. Then follow
+    bfloat16 for a base in float32, 8 bits and 4 bits, each with the same passes. Keys that the recipe sets are not
+    changed.
+
+    Args:
+        recipe: The recipe.
+        names: Names of the users of all processes.
+        here: Index in ``names`` of a client's user, if it is on a machine of its own; None in a simulation.
+        process: Bytes of a process without model and data; None: they are measured.
+
+    Raises:
+        RecipeError: The recipe is not for a language model with adapters.
+        BaseModelError: The base cannot be used.
+    """
+    kind = kind_of(recipe)
+    if not kind.needs_base or make(recipe.method.name, **recipe.method.settings).placement.mixture is not None:
+        raise RecipeError(f"runtime.memory: got {recipe.runtime.memory!r}; allowed: for language models with adapters")
+
+    @cache
+    def traces(*changes: tuple[str, Any]) -> _Needs:
+        return _Needs(recipe.with_changes(dict(changes)), names, here=here, process=process)
+
+    for format_changes, bits, slowdown in _number_formats(recipe):
+        choices = []
+        for checkpointing in _checkpointing(recipe):
+            needs, factor = traces(*(format_changes | checkpointing).items()), slowdown
+            factor *= _SLOWER["checkpointing"] if checkpointing else 1
+            changes = format_changes | ({"quantise": bits} if bits else {}) | checkpointing
+            saved = _saved_bytes(recipe.with_changes(changes)) if bits else 0
+            needed = needs.bytes_at(needs.pass_size) - saved
+            choices.append(MemoryChoice(changes=changes, needed_bytes=needed, slowdown=factor))
+            for size in _halved_passes(needs.pass_size) if _is_free(recipe, "micro_batch") else ():
+                factor *= _SLOWER["halved pass"]
+                of_pass = {"runtime.micro_batch": size.sequences}
+                if here is None:  # a client trains one user at a time anyway
+                    of_pass["runtime.users_per_step"] = size.users
+                needed = needs.bytes_at(size) - saved
+                choices.append(MemoryChoice(changes=changes | of_pass, needed_bytes=needed, slowdown=factor))
+        yield from sorted(choices, key=lambda choice: choice.slowdown)
+
+
+def _is_free(recipe: Recipe, key: str) -> bool:
+    """Return whether the recipe leaves a key of ``runtime`` to :func:`memory_choices`."""
+    return key not in recipe.runtime.model_fields_set
+
+
+def _checkpointing(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield the changes for passes without gradient checkpointing and, unless the recipe decides that, with it."""
+    yield {}
+    if _is_free(recipe, "gradient_checkpointing"):
+        yield {"runtime.gradient_checkpointing": True}
+
+
+def _number_formats(recipe: Recipe) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """Yield changes of the number format with the format of quantised weights, and factors of time.
+
+    They go from the recipe's own to the smallest. The format of quantised weights is empty where they stay as they are.
+    """
+    device = resolve_device(recipe.runtime.device)
+    dtype = resolve_dtype(recipe.runtime.dtype, device)
+    changes: dict[str, Any] = {}
+    if _is_free(recipe, "native_code") and device.type == "cpu":  # native code keeps fewer tensors
+        changes["runtime.native_code"] = True
+    if _is_free(recipe, "compile"):  # the compiler alone takes 70 MB
+        changes["runtime.compile"] = False
+    yield changes, "", 1.0
+    if _is_free(recipe, "dtype") and dtype == torch.float32 and device.type in ("cpu", "cuda"):
+        changes = changes | {"runtime.dtype": "bfloat16"}
+        yield changes, "", 1.0
+    if "quantise" not in recipe.model_fields_set:
+        for bits in CODES:
+            yield changes, bits, _SLOWER["quantised"]
+
+
+def _saved_bytes(recipe: Recipe) -> int:
+    """Return the bytes that a base needs less when it is quantised as in the recipe.
+
+    One weight at a time is unpacked.
+    """
+    runtime = recipe.runtime
+    load = partial(load_skeleton, recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+    base, packed = load(), load(quantise=recipe.quantise)
+    unpacked = max(weight_shape(m).numel() for m in packed.model.modules() if isinstance(m, QuantisedLinear))
+    return storage_bytes(base.model) - storage_bytes(packed.model) - unpacked * base.dtype.itemsize
+
+
+_TRACED_LAYERS = (1, 2)
+"""Numbers of decoder layers that are traced. As layers are alike, the peak of the passes and that of the update are
+affine in their number."""
+
+
+class _Needs:
+    """Memory that a recipe needs by the size of a pass, if freed blocks are returned to the system.
+
+    A trace of 30 layers takes ten seconds, so the memory follows from traces of few.
+    """
+
+    def __init__(self, recipe: Recipe, names: tuple[str, ...], *, here: Sequence[int] | None, process: int | None):
+        """Prepare the traces.
+
+        Args:
+            recipe: The recipe.
+            names: Names of the users of all processes.
+            here: Index of a client's user, as in :func:`memory_choices`.
+            process: Bytes of a process without model and data; None: they are measured.
+        """
+        runtime = recipe.runtime
+        settings: dict[str, Any] = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+        load = partial(load_skeleton, recipe.base, **settings, quantise=recipe.quantise)
+        self._num_layers = len(decoder_layers(load().model))
+        traced = _TRACED_LAYERS if self._num_layers > max(_TRACED_LAYERS) else (self._num_layers,)
+        (text_recipe,), _, _ = kind_of(recipe).as_text([recipe], len(names))
+        text_recipe = with_method(text_recipe, recipe.method.name)
+        self._num_users = len(names) if here is None else len(here)
+        self._alone, self._device = here is not None, resolve_device(runtime.device)
+        self._rehearsals = {
+            layers: rehearse_text(text_recipe, load(layers=layers), names, here=here, process=process)
+            for layers in traced
+        }
+
+    @property
+    def pass_size(self) -> PassSize:
+        """The size of a pass by the recipe's own settings, with no more users than there are."""
+        size = next(iter(self._rehearsals.values())).steps.pass_size
+        return replace(size, users=min(size.users, self._num_users))
+
+    def bytes_at(self, size: PassSize) -> int:
+        """Return the memory that the run needs with passes of ``size``."""
+        costs = [peak_memory(traced, alone=self._alone, pass_size=size) for traced in self._rehearsals.values()]
+        cost = costs[0]
+        if len(costs) > 1:
+            few, more = self._rehearsals
+            layers_beyond, layers_apart = self._num_layers - few, more - few
+            fields = zip(*(asdict(cost).items() for cost in costs), strict=True)
+            cost = MemoryCost(
+                **{name: low + layers_beyond * (high - low) // layers_apart for (name, low), (_, high) in fields}
+            )
+        if self._device.type != "cpu":
+            return cost.total_bytes
+        return cost.total_bytes - cost.allocator_bytes + int(RETURNED_GAPS * cost.pass_bytes) + LIBRARY_BYTES
+
+
+def choose_within(
+    recipe: Recipe, limit: int, names: tuple[str, ...], *, here: Sequence[int] | None = None, process: int | None = None
+) -> MemoryChoice:
+    """Return the first settings with which a run fits into a limit.
+
+    Args:
+        recipe: The recipe.
+        limit: Memory that the run may use, in bytes.
+        names: Names of the users of all processes.
+        here: Index of a client's user, as in :func:`memory_choices`.
+        process: Bytes of a process without model and data; None: they are measured.
+
+    Raises:
+        RecipeError: None fits, or the recipe is not for a language model with adapters.
+        BaseModelError: The base cannot be used.
+    """
+    tried: list[MemoryChoice] = []
+    for choice in memory_choices(recipe, names, here=here, process=process):
+        if choice.needed_bytes <= limit:
+            return choice
+        tried.append(choice)
+    smallest = min(tried, key=lambda choice: choice.needed_bytes)
+    raise RecipeError(
+        f"runtime.memory: got {recipe.runtime.memory!r}; the smallest settings are {smallest.describe(limit)}; "
+        "use a smaller base, training.context or adapters.rank"
+    )
+
+
+def _plan_within_memory(
+    recipe: Recipe,
+    methods: Sequence[str],
+    *,
+    users: int | None,
+    participants: Sequence[str],
+    for_all: Mapping[str, object],
+) -> Plan:
+    """Return the costs of a recipe with the settings that ``runtime.memory`` chooses, and all settings to choose from.
+
+    If none fits, the costs are those of the smallest. Arguments and exceptions are those of :func:`plan`.
+    """
+    if len(methods) > 1:
+        got = f"runtime.memory: got {recipe.runtime.memory!r} with {len(methods)} methods"
+        raise RecipeError(f"{got}; allowed: with one, as settings are chosen for each")
+    variant = with_method(recipe, methods[0] if methods else recipe.method.name, for_all)
+    check_recipe(variant)
+    names = tuple(participants) or user_names(recipe, users)
+    here = [_largest_user(variant, len(names))] if participants else None
+    process = CLIENT_BYTES if participants else None
+    limit, choices = memory_limit(recipe), tuple(memory_choices(variant, names, here=here, process=process))
+    fitting = (choice for choice in choices if choice.needed_bytes <= limit)
+    settings = next(fitting, min(choices, key=lambda choice: choice.needed_bytes))
+    chosen_recipe = with_settings(recipe, settings.changes | {"runtime.memory": None})
+    costs = plan(chosen_recipe, methods, users=users, participants=participants, for_all=for_all)
+    return replace(costs, limit=limit, choices=choices)
+
+
+def _largest_user(recipe: Recipe, num_users: int) -> int:
+    """Return the index of the user with the most parameters: the most specialists, and of these the largest rank."""
+    specialists = make(recipe.method.name, **recipe.method.settings).placement.specialists
+    settings = (specialists, recipe.adapters.rank)
+    by_user = [[value] * num_users if isinstance(value, int) else value for value in settings]
+    return max(range(num_users), key=lambda user: [values[user] for values in by_user])
+
+
+def main() -> None:
+    """Choose settings for the recipe on standard input, and print them: for a client, which stays small itself.
+
+    Input and output are JSON: the recipe, the limit, the users, the client's index and the bytes of its process; and a
+    :class:`MemoryChoice`, or an error.
+    """
+    asked = json.load(sys.stdin)
+    try:
+        recipe = parse_recipe(asked["recipe"])
+        choice = choose_within(
+            recipe, asked["limit"], tuple(asked["names"]), here=asked["here"], process=asked["process"]
+        )
+        print(json.dumps(asdict(choice) | {"text": choice.describe(asked["limit"])}))
+    except ComingleError as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -459,6 +459,7 @@ class MemoryCost:
         moments_bytes: Optimiser moments, of the same users.
         gradients_bytes: Gradients of the users of one pass.
         activations_bytes: Everything else that a pass allocates.
+        update_bytes: What the update of the parameters allocates beside gradients; no pass runs at that time.
         allocator_bytes: Gaps of the memory allocator.
         data_bytes: Samples.
         process_bytes: Python and its libraries.
@@ -474,11 +475,12 @@ class MemoryCost:
     data_bytes: int = 0
     process_bytes: int = 0
     exchange_bytes: int = 0
+    update_bytes: int = 0
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that a pass allocates at its peak."""
-        return self.gradients_bytes + self.activations_bytes
+        """Bytes that a step, passes and update, allocates at its peak."""
+        return self.gradients_bytes + max(self.activations_bytes, self.update_bytes)
 
     @property
     def fixed_bytes(self) -> int:
@@ -494,6 +496,41 @@ class MemoryCost:
     def as_dict(self) -> dict[str, int]:
         """Return the bytes by name, with totals."""
         return asdict(self) | {"pass_bytes": self.pass_bytes, "total_bytes": self.total_bytes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """Settings of a run, and what it needs with them.
+
+    Args:
+        changes: Values by recipe key; keys that the recipe sets are not among them.
+        needed_bytes: Memory at the peak.
+        slowdown: Estimated time of a step, divided by the time with the first choice.
+    """
+
+    changes: dict[str, Any]
+    needed_bytes: int
+    slowdown: float
+
+    @property
+    def settings(self) -> str:
+        """The settings that affect speed or results, separated by commas."""
+        changes = {key.removeprefix("runtime."): value for key, value in self.changes.items()}
+        shown = [
+            key if value is True else f"{key} {value}"
+            for key, value in changes.items()
+            if key not in ("native_code", "compile")
+        ]
+        return ", ".join(shown) or "full passes"
+
+    def describe(self, limit: int) -> str:
+        """Return the settings, memory and time in one line.
+
+        Args:
+            limit: Bytes that the run may use.
+        """
+        memory = f"needs {self.needed_bytes / 1e6:,.0f} of {limit / 1e6:,.0f} MB"
+        return f"{self.settings}; {memory}, {self.slowdown:.1f} times the time of full passes"
 
 
 _COUNTS_AND_ADVICE = ("exchanges", "users_per_step", "micro_batch", "fits", "advice", "store_bytes")
@@ -555,7 +592,8 @@ class Plan:
 
     ``base_flops`` is one token's forward pass through the frozen base alone. For samples the base is the net, ``unit``
     is "sample", ``local_steps`` is the largest of all users, and there is neither a context nor a Table 3. ``note``
-    says what the numbers leave out.
+    says what the numbers leave out. With ``runtime.memory``, which is ``limit`` bytes, ``choices`` are the settings
+    that it may choose, and the other costs are those with the chosen settings.
     """
 
     base: str
@@ -573,12 +611,15 @@ class Plan:
     table3: tuple[Difference, ...]
     unit: str = "token"
     note: str = ""
+    limit: int | None = None
+    choices: tuple[MemoryChoice, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """Return nested dictionaries, for JSON.
 
-        Keys are the names of the fields, with two exceptions: the base's FLOPs have their unit in the key, and Table 3
-        of the CoMiGS paper is ``comigs_1g1s_minus_fedavg``, a dictionary for each of its columns.
+        Keys are the names of the fields, with three exceptions: the base's FLOPs have their unit in the key, Table 3
+        of the CoMiGS paper is ``comigs_1g1s_minus_fedavg``, a dictionary for each of its columns, and ``memory``, with
+        the limit and the choices, is there if the recipe sets ``runtime.memory``.
         """
         plain = {
             key: getattr(self, key)
@@ -587,9 +628,12 @@ class Plan:
                 "free_bytes", "unit", "note",
             )
         }  # fmt: skip
+        choices = [{"settings": choice.settings, **asdict(choice)} for choice in self.choices]
+        memory = {} if self.limit is None else {"memory": {"limit_bytes": self.limit, "choices": choices}}
         return {
             **plain,
             f"base_forward_flops_per_{self.unit}": self.base_flops,
             "methods": [method.as_dict(self.rounds) for method in self.methods],
             "comigs_1g1s_minus_fedavg": [asdict(column) for column in self.table3],
+            **memory,
         }

@@ -20,6 +20,7 @@ from comingle.models.floral.model import FloralModel, roles
 from comingle.models.floral.wrapper import floral
 from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
+from comingle.models.layouts import decoder_layers
 from comingle.models.loading import ALIASES, backbone, is_hub_reachable, lm_head, locate
 from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
@@ -38,7 +39,13 @@ from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
 
 
 def load_skeleton(
-    name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", quantise: str = "none"
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    quantise: str = "none",
+    layers: int | None = None,
 ) -> Base:
     """Load a base without weights and tokenizer, to count costs from the shapes of its tensors.
 
@@ -51,6 +58,7 @@ def load_skeleton(
         device: ``runtime.device`` of the recipe.
         attention: ``runtime.attention`` of the recipe.
         quantise: ``quantise`` of the recipe.
+        layers: Number of decoder layers that are kept; None for all.
 
     Raises:
         BaseModelError: As :func:`comingle.models.loading.load_base`.
@@ -65,6 +73,9 @@ def load_skeleton(
         else:
             model = _model_of_config(name, run_dtype, implementation)
     freeze(model, None)  # there is no tokenizer
+    if layers is not None:
+        del decoder_layers(model)[layers:]
+        model.config.num_hidden_layers = layers
     bits: Any = "" if quantise == "none" else quantise
     if bits:
         quantise_shapes(model, bits, torch.device("meta"))

@@ -22,8 +22,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -57,7 +60,7 @@ from comingle.federation.public import (
 )
 from comingle.methods import own_errors
 from comingle.models.base import Base, digests_of
-from comingle.models.hardware import resolve_device, resolve_dtype, return_freed_memory
+from comingle.models.hardware import private_bytes, resolve_device, resolve_dtype, return_freed_memory
 from comingle.models.kernels import expert_mlp
 from comingle.models.loading import is_public
 from comingle.privacy.secure_client import (
@@ -73,7 +76,7 @@ from comingle.privacy.secure_sum import VECTOR, as_words
 from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
-from comingle.runs.session import check_and_set_up, describe, prepare
+from comingle.runs.session import check_and_set_up, describe, memory_limit, prepare, with_choice
 from comingle.training.client import finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
@@ -85,6 +88,7 @@ from comingle.utils.errors import (
     DataError,
     DivergenceError,
     MessageError,
+    RecipeError,
     RunError,
     list_names,
 )
@@ -179,7 +183,13 @@ def _terms(store: ClientStore, task: Task) -> Terms:
     return terms_of(clients.plan, task.run, task.round + 1, num_entries)  # Tasks count rounds from 0, terms from 1.
 
 
-def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | None = None) -> ClientStore:
+def open_store(
+    folder: Path,
+    own: Own,
+    public: Public,
+    bases: dict[Any, Base] | None = None,
+    say: Say = lambda line: None,
+) -> ClientStore:
     """Open the user's part of a run, in its state after the last task.
 
     Reads the user's data and base model, and checks that recipe, base, and shapes and labels are those of the server.
@@ -190,6 +200,7 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
         public: Public part of the federation.
         bases: Base models that the clients of this process share, by name, quantisation, dtype, device and kind of
             attention; a base that is loaded here is added. None shares nothing.
+        say: Called with each line to show to the user.
 
     Raises:
         MessageError: Server and user do not agree on the federation; names both values.
@@ -198,6 +209,8 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    recipe = _within_memory(folder, recipe, public, own, say)
     # Freed memory is returned to the system, as the device has other work between rounds.
     method = check_and_set_up(recipe, keeps_memory=False)
     date_in_prompts = str(public.settings.get(DATE, ""))  # that of the run's start; "" if no template writes a date
@@ -206,7 +219,6 @@ def open_store(folder: Path, own: Own, public: Public, bases: dict[Any, Base] | 
     run_data = _data_of_run(own, public, recipe, read)
     _check_settings(own, public, read)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
@@ -337,8 +349,65 @@ def _lighter_runtime(recipe: Recipe) -> dict[str, Any]:
     has_native_code = expert_mlp.fits(device, dtype)  # only on a CPU, and for some dtypes
     if not has_native_code or dtype.itemsize > 2:
         return {}
+    if runtime.memory is not None:  # it chooses both
+        return {}
     lighter = {"native_code": True, "micro_batch": max(1, LIGHT_TOKENS // recipe.training.context)}
     return {f"runtime.{key}": value for key, value in lighter.items() if key not in runtime.model_fields_set}
+
+
+TOKENIZER_BYTES = 50_000_000
+"""Memory of a tokenizer, of the user's data and of what is imported for them; measured with SmolLM2-135M."""
+
+CHOICE = "memory.json"
+"""File with the settings that were chosen for ``runtime.memory``, and with what they depend on."""
+
+
+def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
+    """Choose settings with which the client fits into ``runtime.memory``.
+
+    They are kept in the folder of the run, so that a client that is restarted computes the same. They are chosen in
+    another process, as this one would keep what it imports for that.
+
+    Args:
+        folder: Folder of the run.
+        recipe: The user's recipe.
+        public: Public part of the federation, with the names of all users.
+        own: The user's own settings.
+        say: Called with each line to show to the user.
+
+    Returns:
+        The recipe with the chosen settings; unchanged without ``runtime.memory``.
+
+    Raises:
+        RecipeError: No settings fit.
+        RunError: The other process fails.
+    """
+    if recipe.runtime.memory is None:
+        return recipe
+    path = folder / CHOICE
+    depends_on = {"recipe": public.digest, "base": recipe.base, "runtime": own.runtime}
+    with suppress(OSError, ValueError, KeyError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["depends_on"] == depends_on:
+            return with_choice(recipe, kept["changes"], kept["text"], say)
+    asked = {
+        "recipe": recipe.model_dump(mode="json", exclude_unset=True),
+        "limit": memory_limit(recipe),
+        "names": list(public.users),
+        "here": [public.users.index(own.name)],
+        "process": private_bytes() + TOKENIZER_BYTES,
+    }
+    say(f"choosing settings for runtime.memory {recipe.runtime.memory}, once; this takes up to a minute")
+    command = [sys.executable, "-m", "comingle.cost.planning"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    if done.returncode:
+        problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise RunError(f"runtime.memory: got {recipe.runtime.memory!r}; settings could not be chosen: {problem}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise RecipeError(f"user {own.name!r}: {answer['error']}")
+    write_json(path, {"depends_on": depends_on, **answer})
+    return with_choice(recipe, answer["changes"], answer["text"], say)
 
 
 def _check_base_name(name: str) -> None:
@@ -606,7 +675,7 @@ class Client:
 
     def _enter(self, run: str, public: Public) -> ClientStore:
         if self._store is None or self._run != run:
-            self._store, self._run = open_store(self._folder(run), self.own, public, self._bases), run
+            self._store, self._run = open_store(self._folder(run), self.own, public, self._bases, self.say), run
         return self._store
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe
+from comingle.config.settings import AUTO
 from comingle.federation.files import save_plan, split_recipe
 from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.certificates import make_key, read_certificates
@@ -146,6 +147,8 @@ def federate(
         ComingleError: The recipe needs all users' data in one place, the folder cannot be used, or the server or a
             client fails.
     """
+    if recipe.runtime.memory == AUTO:
+        raise RecipeError("runtime.memory: got 'auto' for clients that share this machine; allowed: a size for each")
     recipe = with_bos_of_run(folder, recipe, resume=resume)  # begin-of-text tokens as in the run to resume
     plan, settings_of_users = split_recipe(recipe, network)
     # The recipe without data sources; it does not depend on the base, which is not loaded here.

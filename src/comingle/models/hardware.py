@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -17,11 +18,33 @@ from comingle.utils.errors import BaseModelError, RecipeError
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 ATTENTIONS = ("eager", "sdpa")
 
-# Files with the memory limit of a container and its use: cgroups version 2 and 1.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
+
+class _CgroupFiles(NamedTuple):
+    """Root of the control groups that limit memory, and the names of their files and of a statistic.
+
+    Args:
+        root: Folder of the root group.
+        limit: File with the largest memory.
+        used: File with the memory in use, cached files included.
+        cached: Name in ``memory.stat`` of the bytes of cached files that were not read lately.
+    """
+
+    root: Path
+    limit: str
+    used: str
+    cached: str
+
+
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+"""File with the control groups of this process."""
+
+# By whether the groups are of version 1, which name their controllers.
+_CGROUP_FILES = {
+    False: _CgroupFiles(Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    True: _CgroupFiles(
+        Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    ),
+}
 
 
 @contextmanager
@@ -181,14 +204,48 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = int(psutil.virtual_memory().available)
-    for limit, used in _CGROUPS:
+    for folder, names in _cgroups():
         with suppress(OSError, ValueError):  # no such file, or "max": no limit
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
+            limit, used = (int((folder / name).read_text()) for name in (names.limit, names.used))
+            free = min(free, limit - used + _droppable_bytes(folder / "memory.stat", names.cached))
     return free
 
 
+def private_bytes() -> int:
+    """Return the memory of this process that it does not share with others and that the system cannot drop.
+
+    Mapped files, such as libraries, are not counted where the system tells them apart.
+    """
+    info = psutil.Process().memory_info()
+    return info.rss - getattr(info, "shared", 0)
+
+
+def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
+    """Yield the folders of this process's memory control groups, from its own to the root, and their files' names."""
+    with suppress(OSError):
+        for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, place = line.split(":", 2)
+            if "memory" not in controllers.split(",") and controllers:
+                continue
+            files = _CGROUP_FILES[bool(controllers)]
+            # In a container the path may be that of the host; then only the root exists.
+            inner = files.root / place.lstrip("/")
+            yield from ((folder, files) for folder in (inner, *inner.parents) if folder.is_relative_to(files.root))
+
+
+def _droppable_bytes(path: Path, key: str) -> int:
+    """Return the bytes of cached files that the system drops when memory is needed.
+
+    Args:
+        path: File with the statistics of a control group.
+        key: Name of the number of these bytes.
+    """
+    entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+    return int(entries.get(key, 0))
+
+
 # glibc's mallopt parameters (malloc.h)
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8
 
 
 def keep_buffers() -> bool:
@@ -208,6 +265,22 @@ def keep_buffers() -> bool:
         return False
     # No separate mappings for large blocks, no trimming of the heap, and growth in steps of 64 MiB.
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20}
+    return all(mallopt(key, value) == 1 for key, value in settings.items())
+
+
+def return_buffers() -> bool:
+    """Make glibc return large freed buffers to the system at once, which takes less memory and more time.
+
+    Returns:
+        Whether the allocator accepted the settings.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # musl has no mallopt
+        return False
+    settings = {_M_MMAP_MAX: 1 << 20, _M_MMAP_THRESHOLD: 64 << 10, _M_TRIM_THRESHOLD: 1 << 20, _M_ARENA_MAX: 1}
     return all(mallopt(key, value) == 1 for key, value in settings.items())
 
 

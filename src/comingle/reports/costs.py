@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from rich.text import Text
 
@@ -79,7 +79,23 @@ class DifferenceRecord(TypedDict):
     why: str
 
 
-class PlanRecord(TypedDict):
+class ChoiceRecord(TypedDict):
+    """Settings that ``runtime.memory`` may choose, as :class:`comingle.cost.records.MemoryChoice`."""
+
+    settings: str
+    changes: Mapping[str, Any]
+    needed_bytes: int
+    slowdown: float
+
+
+class ChoicesRecord(TypedDict):
+    """All settings that ``runtime.memory`` may choose, the first that fits within the limit is chosen."""
+
+    limit_bytes: int
+    choices: Sequence[ChoiceRecord]
+
+
+class _Plan(TypedDict):
     """A plan as JSON, as :meth:`comingle.cost.records.Plan.as_dict` returns it."""
 
     base: str
@@ -96,6 +112,12 @@ class PlanRecord(TypedDict):
     note: str
     methods: Sequence[MethodCostRecord]
     comigs_1g1s_minus_fedavg: Sequence[DifferenceRecord]
+
+
+class PlanRecord(_Plan, total=False):
+    """A plan as JSON; the choices of ``runtime.memory`` are there if the recipe sets it."""
+
+    memory: ChoicesRecord
 
 
 class TimeRow(TypedDict):
@@ -165,6 +187,9 @@ def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
     for table in (_parameters_table(plan), _compute_table(plan), _memory_table(plan)):
         yield table
         yield ""
+    if "memory" in plan:
+        yield _choices_table(plan["memory"])
+        yield ""
     yield from _store_lines(plan)
     if any("privacy" in method for method in plan["methods"]):
         yield from _privacy_lines(plan)
@@ -176,8 +201,16 @@ def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
 def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
     """Yield for each method a line on whether it fits into the memory of this machine, and the answer as a boolean.
 
-    The line of a method that does not fit names settings to try, or says that there are none.
+    The line of a method that does not fit names settings to try, or says that there are none. With ``runtime.memory``
+    there is one line, on its limit.
     """
+    if "memory" in plan:
+        limit, chosen = _megabytes_number(plan["memory"]["limit_bytes"]), _chosen(plan["memory"])
+        if chosen is None:
+            yield f"runtime.memory {limit} MB: none of the settings fits", False
+        else:
+            yield f"runtime.memory {limit} MB: {chosen['settings']}", True
+        return
     free = plan["free_bytes"]
     for method in plan["methods"]:
         needs = f"needs {_gigabytes(method['machine']['total_bytes'])}, {_gigabytes(free)} free on {plan['device']}"
@@ -374,6 +407,26 @@ def _memory_table(plan: PlanRecord) -> Table:
         here, pass_here = f"here, {len(plan['users'])} users", f"{method['users_per_step']} x {method['micro_batch']}"
         table.add_row(method["method"], here, pass_here, *cells(method["machine"]))
         table.add_row("", "a device of one user", f"1 x {method['micro_batch']}", *cells(method["own_device"]))
+    return table
+
+
+def _chosen(memory: ChoicesRecord) -> ChoiceRecord | None:
+    """Return the first settings that fit; None if none do."""
+    return next((choice for choice in memory["choices"] if choice["needed_bytes"] <= memory["limit_bytes"]), None)
+
+
+def _choices_table(memory: ChoicesRecord) -> Table:
+    """Return the table of the settings that ``runtime.memory`` may choose, with the first that fits marked."""
+    table = _captioned_table(
+        f"runtime.memory: {_megabytes_number(memory['limit_bytes'])} MB",
+        "time of a step relative to full passes; quantised bases are other models; * chosen",
+    )
+    _add_columns(table, "settings", "memory MB", "time", left=1)
+    chosen = _chosen(memory)
+    for choice in memory["choices"]:
+        mark = " *" if choice is chosen else ""
+        needed, slowdown = _megabytes_number(choice["needed_bytes"]), f"{choice['slowdown']:.1f}"
+        table.add_row(choice["settings"] + mark, needed, slowdown)
     return table
 
 

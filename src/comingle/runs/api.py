@@ -40,6 +40,7 @@ from comingle.runs.session import (
     prepare,
     run_in,
     warn_unread,
+    within_memory,
 )
 from comingle.training.checkpoints import Progress
 from comingle.training.client import STORES, Clients
@@ -236,6 +237,10 @@ def run(
         if folder is not None:
             # The default of data.add_bos_token has changed; a run that began with the old default keeps it.
             full_recipe = with_bos_of_run(folder, full_recipe, resume=resume)
+        full_recipe = within_memory(
+            full_recipe, reporter.say, resumed=folder if resume else None, is_loaded=run_data is not None
+        )
+        if folder is not None:
             check_folder(folder, full_recipe, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to resume")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,16 +12,24 @@ from typing import Any
 
 import torch
 
-from comingle.config import Recipe
+from comingle.config import Recipe, load_recipe
 from comingle.config.files import changed_settings
-from comingle.config.settings import AUTO, MEMORY
+from comingle.config.settings import AUTO, MEMORY, parse_bytes
 from comingle.data.populations import digest_names
 from comingle.data.samples.samples import SPLITS
 from comingle.data.sources import check_sources
 from comingle.methods import make, own_errors, settings_of
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of, with_date
-from comingle.models.hardware import keep_buffers, torch_defaults
+from comingle.models.hardware import (
+    free_bytes,
+    keep_buffers,
+    private_bytes,
+    resolve_device,
+    return_buffers,
+    torch_defaults,
+)
+from comingle.models.loading import GIVEN
 from comingle.models.scoring import CROSS_ENTROPY
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
@@ -58,6 +66,7 @@ from comingle.utils.inputs import POPULATION, Inputs, UserInputs
 from comingle.utils.records import JsonObject, finite, read_evaluations, read_metrics, write_text
 from comingle.utils.registry import load_object
 
+_CHOOSE = "comingle.cost.planning:choose_within"
 _FIT = "comingle.cost.planning:fit"
 """The search for the largest pass that fits; imported by name, because it imports this module."""
 
@@ -80,6 +89,101 @@ def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
     return recipe.with_changes(
         {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
     )
+
+
+_CHOSEN = ("dtype", "native_code", "compile", "gradient_checkpointing", "micro_batch", "users_per_step")
+"""Keys of ``runtime`` that ``runtime.memory`` may choose; it also chooses ``quantise``."""
+
+
+def needs_choice(recipe: Recipe) -> bool:
+    """Return whether ``runtime.memory`` is set and some settings are still to be chosen for it.
+
+    In the recipe of a run folder all are.
+    """
+    is_open = not recipe.runtime.model_fields_set.issuperset(_CHOSEN) or "quantise" not in recipe.model_fields_set
+    return recipe.runtime.memory is not None and is_open
+
+
+def with_settings(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with the settings that ``runtime.memory`` has chosen; nothing is left to choose.
+
+    Args:
+        recipe: The recipe.
+        changes: Values by recipe key.
+    """
+    unchanged = {f"runtime.{key}": getattr(recipe.runtime, key) for key in _CHOSEN} | {"quantise": recipe.quantise}
+    return recipe.with_changes({**unchanged, **changes}, where="runtime.memory")
+
+
+def within_memory(
+    recipe: Recipe,
+    say: Callable[[str], None],
+    *,
+    resumed: Path | None = None,
+    processes: int = 1,
+    is_loaded: bool = False,
+) -> Recipe:
+    """Choose settings with which the run fits into ``runtime.memory``, and make the process return freed memory.
+
+    Args:
+        recipe: The recipe.
+        say: Called with a line on what was chosen.
+        resumed: Folder of the run that is resumed; it keeps the settings that were chosen at its start.
+        processes: Number of processes of the run.
+        is_loaded: Whether base and data are loaded already, with the recipe's own settings.
+
+    Returns:
+        The recipe with the chosen settings; unchanged without ``runtime.memory``.
+
+    Raises:
+        RecipeError: No settings fit, there are several processes, or the base is not a language model that is loaded by
+            name.
+    """
+    if recipe.runtime.memory is None:
+        return recipe
+    got = f"runtime.memory: got {recipe.runtime.memory!r}"
+    if is_loaded or recipe.data.given or recipe.base == GIVEN:
+        raise RecipeError(f"{got}; allowed: with a base and users that the recipe names")
+    if processes > 1:
+        raise RecipeError(f"{got} and {processes} processes; allowed: in one process")
+    if resumed is not None and (resumed / "recipe.yaml").exists():
+        before = load_recipe(resumed)
+        changes = {f"runtime.{key}": getattr(before.runtime, key) for key in _CHOSEN}
+        return with_choice(recipe, changes | {"quantise": before.quantise}, "as in the run that is resumed", say)
+    limit = memory_limit(recipe)
+    choice = load_object(_CHOOSE)(recipe, limit, kind_of(recipe).names_of(recipe))
+    return with_choice(recipe, choice.changes, choice.describe(limit), say)
+
+
+def memory_limit(recipe: Recipe) -> int:
+    """Return the bytes that a process may use by ``runtime.memory``, which is set."""
+    assert recipe.runtime.memory is not None
+    if recipe.runtime.memory != AUTO:
+        return parse_bytes(recipe.runtime.memory)
+    device = resolve_device(recipe.runtime.device)
+    used = private_bytes() if device.type == "cpu" else 0  # it is not free, but counts as needed
+    return free_bytes(device) + used
+
+
+def with_choice(recipe: Recipe, changes: Mapping[str, Any], text: str, say: Callable[[str], None]) -> Recipe:
+    """Return the recipe with the settings that ``runtime.memory`` has chosen, and make the process return freed memory.
+
+    Args:
+        recipe: The recipe.
+        changes: Values by recipe key.
+        text: The choice, and what it needs, in one line.
+        say: Called with a line on what was chosen.
+    """
+    return_buffers()
+    say(f"runtime.memory {recipe.runtime.memory}: {text}")
+    chosen = with_settings(recipe, changes)
+    if chosen.quantise != recipe.quantise:
+        logger.warning(
+            "quantise: %s, chosen for runtime.memory: %s; results differ from those of the unquantised base",
+            chosen.quantise,
+            recipe.runtime.memory,
+        )
+    return chosen
 
 
 def run_trackers(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
@@ -223,7 +327,12 @@ def check_and_set_up(recipe: Recipe, *, keeps_memory: bool = True) -> Method:
         RecipeError: As :func:`check_recipe`.
     """
     method = check_recipe(recipe)
-    if keeps_memory:  # each step needs the same large buffers, which the system would map again
+    if needs_choice(recipe):
+        raise RecipeError(
+            f"runtime.memory: got {recipe.runtime.memory!r}; allowed: null for this command; `comingle cost` shows "
+            "settings that fit"
+        )
+    if keeps_memory and recipe.runtime.memory is None:  # steps need the same large buffers again and again
         keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
