@@ -41,6 +41,7 @@ _LIMIT_SECONDS = 1800.0
 def main() -> None:
     """Measure this checkout, and another commit if one is named."""
     asked = _arguments()
+    measure = measure_all if asked.federate else measure_first
     with tempfile.TemporaryDirectory() as metadata, tempfile.TemporaryDirectory() as other_metadata:
         own = environment(HERE, Path(metadata))
         print(json.dumps({"benchmark": "device", "commit": "here", **measure(asked, own)}), flush=True)
@@ -50,7 +51,36 @@ def main() -> None:
                 print(json.dumps({"benchmark": "device", "commit": asked.other, **measure(asked, other)}), flush=True)
 
 
-def measure(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
+def measure_all(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Run ``comingle federate`` and return what the server and all clients need on one machine.
+
+    Args:
+        asked: Options of the command line.
+        variables: Environment of the command, which decides the commit.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        users = _write_files(asked, folder)
+        recipe = yaml.safe_load((folder / "federation.yaml").read_text(encoding="utf-8"))
+        recipe = {key: value for key, value in recipe.items() if key not in ("participants", "network")}
+        recipe["data"] = {"users": {name: str(path) for name, path in users.items()}, "max_test_tokens": 1024}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        began = time.monotonic()
+        line = ("federate", folder / "recipe.yaml", "--out", folder / "run")
+        with _command(folder, "federate", line, variables) as process, Monitor(process.pid) as monitor:
+            if process.wait(_LIMIT_SECONDS):
+                raise SystemExit(f"device: it failed\n{_text(folder, 'federate')}")
+            peak = monitor.reset_peak()
+        return {
+            "base": Path(asked.base).name,
+            "users": len(users),
+            "quantise": asked.quantise,
+            "seconds": round(time.monotonic() - began, 1),
+            "peak_mib": peak,
+        }
+
+
+def measure_first(asked: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
     """Run a federation and return what its first participant needs.
 
     Args:
@@ -215,7 +245,7 @@ def _write_files(asked: argparse.Namespace, folder: Path) -> dict[str, Path]:
     """Write the server's file and the users' texts (files of Python's library); return the texts by user."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    users = {name: folder / f"{name}.txt" for name in ("ada", "ben", "cleo", "dan")[: asked.users]}
+    users = {f"user{number}": folder / f"user{number}.txt" for number in range(asked.users)}
     for number, path in enumerate(users.values()):
         path.write_text(text[number * CHARACTERS : (number + 1) * CHARACTERS], encoding="utf-8")
     plan = {
@@ -243,6 +273,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--memory", help="runtime.memory of the clients, such as 650MiB.")
     parser.add_argument("--cgroup-mib", type=int, help="Limit of a control group for each client; as root.")
     parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--federate", action="store_true", help="Measure server and clients of comingle federate.")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--method", default="comigs-1g1s")
