@@ -102,6 +102,15 @@ def test_text_with_ranks_and_local_models(name: str, tmp_path: Path) -> None:
     assert_equal(text_recipe(tmp_path, method(name), **ranks), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("comigs-1g1s", marks=pytest.mark.slow)])
+def test_text_with_own_steps_and_batch_sizes_by_name(name: str, tmp_path: Path) -> None:
+    """The schedule follows the largest number of steps, which is another user's."""
+    steps = {"dan": 1, "ann": 2, "cem": 3, "bob": 1}
+    sizes = {"bob": 3, "ann": 1, "dan": 2, "cem": 2}
+    own = {**PART, "training.local_steps": steps, "training.batch_size": sizes, "adapters.rank": {**steps, "bob": 2}}
+    assert_equal(text_recipe(tmp_path, method(name), **own), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("form", "name"),
     [pytest.param("int8", "comigs-1g1s", marks=pytest.mark.slow), ("int8", "hetlora"), ("bfloat16", "fedmerge")],

@@ -315,7 +315,10 @@ _PLAIN_TYPES = ("str", "int", "float", "bool")
 _NAMED = "a name, or a mapping with name"
 _ACCEPTED = {
     "method": _NAMED,
-    "adapters.rank": "a whole number from 1, or a list with one for each user",
+    **dict.fromkeys(
+        ("adapters.rank", "training.local_steps", "training.batch_size"),
+        "a whole number from 1, or a list or a mapping with one for each user",
+    ),
     "training.participation": "a number above 0 and up to 1, or a list with the names of each round",
     "runtime.compile": "auto, true or false",
     "runtime.native_code": "auto, true or false",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -29,6 +29,7 @@ from comingle.config.settings import (
     expand_plain_name,
     number_in,
     section_of,
+    values_in_order,
 )
 from comingle.utils.errors import RecipeError
 
@@ -68,6 +69,9 @@ class FloralSection(Section):
     batch_nora: bool = False
     """BatchNorA's reparameterisation on batch norms."""
 
+
+VALUES_OF_USERS = ("adapters.rank", "method.specialists", "training.local_steps", "training.batch_size")
+"""Keys whose value may be one for all users, a list in the order of the users, or a mapping by user."""
 
 _LATER_DATA_KEYS = {
     "train_on_valid": False,
@@ -163,6 +167,15 @@ class Recipe(Section):
         settings = named.get("settings", {})
         return {**named, "settings": {**settings, **beside} if isinstance(settings, Mapping) else settings}
 
+    @model_validator(mode="after")
+    def _check_names_of_values(self) -> Recipe:
+        """Check that mappings by user have exactly the recipe's users, if it names them."""
+        if names := self.data.names:
+            for key, values in self.values_of_users().items():
+                if isinstance(values, Mapping):
+                    values_in_order(values, names, key)
+        return self
+
     @field_validator("aggregation", mode="before")
     @classmethod
     def _normalise_aggregation(cls, aggregation: object) -> object:
@@ -199,10 +212,39 @@ class Recipe(Section):
                 content["data"].pop(key, None)
         if self.quantise == "none":
             del content["quantise"]
-        for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
-            if key in section:
-                section[key] = self._by_name(section[key])
+        sections = {**content, "method": content["method"]["settings"]}
+        for dotted_key in VALUES_OF_USERS:
+            section, _, key = dotted_key.partition(".")
+            if key in sections[section]:
+                sections[section][key] = self._by_name(sections[section][key])
         return content
+
+    def values_of_users(self) -> dict[str, Any]:
+        """Return the values of :data:`VALUES_OF_USERS` that are lists or mappings, by dotted key."""
+        sections = {"adapters": self.adapters, "training": self.training}
+        values = {"method.specialists": self.method.settings.get("specialists")}
+        for dotted_key in VALUES_OF_USERS:
+            section, _, key = dotted_key.partition(".")
+            if section in sections:
+                values[dotted_key] = getattr(sections[section], key)
+        return {key: value for key, value in values.items() if isinstance(value, list | tuple | Mapping)}
+
+    def for_users(self, names: Sequence[str]) -> Recipe:
+        """Return the recipe with lists in the order of the users, in place of mappings by user.
+
+        Args:
+            names: Names of the users, in order. The recipe's data may name further users, who were left out.
+
+        Raises:
+            RecipeError: A mapping names an unknown user, or lacks one.
+        """
+        mappings = {key: values for key, values in self.values_of_users().items() if isinstance(values, Mapping)}
+        if not mappings:
+            return self
+        known = self.data.names
+        return self.with_changes(
+            {key: values_in_order(values, names, key, known=known) for key, values in mappings.items()}
+        )
 
     def _by_name(self, value: object) -> object:
         """Convert a list with a value per named user to a mapping by name; return other values unchanged."""

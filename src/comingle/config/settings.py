@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import (
@@ -22,6 +22,7 @@ from typing import (
     Literal,
     Protocol,
     TypeVar,
+    cast,
     runtime_checkable,
 )
 
@@ -29,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from comingle.protocol import Format
 from comingle.utils import registry
-from comingle.utils.errors import LARGEST, PluginError
+from comingle.utils.errors import LARGEST, PluginError, RecipeError, did_you_mean, list_names
 from comingle.utils.names import name_problem
 from comingle.utils.registry import Registry, load_object
 
@@ -47,6 +48,37 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Source = Annotated[str, Field(min_length=1)]
 TokenLimit = Count | dict[str, Count] | None
 """Number of tokens to keep of a split: one number for all users, or a number per named user."""
+
+V = TypeVar("V")
+
+
+def values_in_order(
+    values: Mapping[str, V], names: Sequence[str], where: str, *, known: Collection[str] = ()
+) -> list[V]:
+    """Return users' values in the order of the users.
+
+    Args:
+        values: A value for each user, by name.
+        names: Names of the users, in order.
+        where: The recipe's key, for the error.
+        known: Names of further users, whose values are left out.
+
+    Raises:
+        RecipeError: The mapping names an unknown user, or lacks one.
+    """
+    allowed = set(names) | set(known)
+    if (unknown := next((name for name in values if name not in allowed), None)) is not None:
+        raise RecipeError(f"{where}: no user {unknown!r}; allowed: {list_names(names)}.{did_you_mean(unknown, names)}")
+    if missing := [name for name in names if name not in values]:
+        raise RecipeError(f"{where}: no value for {list_names(missing)}; give one for each user, or one for all")
+    return [values[name] for name in names]
+
+
+def values_in(setting: V | Sequence[V] | Mapping[str, V]) -> list[V]:
+    """Return the values of a setting that is one value for all users, a list, or a mapping by user."""
+    if isinstance(setting, Mapping):
+        return list(setting.values())
+    return list(setting) if isinstance(setting, list | tuple) else [cast(V, setting)]
 
 
 class Section(BaseModel):
@@ -394,10 +426,10 @@ class AdaptersSection(Section):
     LoRAs of users with a smaller rank than others are padded and masked.
     """
 
-    rank: Count | list[Count] = RANK
-    """Rank of every LoRA: one number, or a list with one for each user in the recipe's order. A rank above the smaller
-    side of a weight has no further effect and causes a warning; one above both sides of the largest weight together is
-    refused.
+    rank: Count | list[Count] | dict[str, Count] = RANK
+    """Rank of every LoRA: one number, a mapping such as ``{ada: 8, ben: 2}``, or a list with one for each user in the
+    recipe's order. A rank above the smaller side of a weight has no further effect and causes a warning; one above both
+    sides of the largest weight together is refused.
     """
     alpha: Positive = 16.0
     """The scale of the LoRA is alpha / sqrt(rank)."""
@@ -726,12 +758,14 @@ class TrainingSection(Section):
 
     rounds: Steps = 20
     """Rounds: local steps, then one exchange."""
-    local_steps: Steps = 10
-    """Local steps of a user in a round; for text."""
+    local_steps: Steps | list[Steps] | dict[str, Steps] = 10
+    """Local steps of a user in a round, for text: one number, a mapping such as ``{ada: 20, ben: 5}``, or a list in the
+    recipe's order. Learning rates follow the largest number.
+    """
     local_epochs: Steps = 1
     """Passes of a user over its samples or conversations in a round; not for text."""
-    batch_size: Count = 64
-    """Sequences or samples of a user in one step."""
+    batch_size: Count | list[Count] | dict[str, Count] = 64
+    """Sequences or samples of a user in one step; for text, also a mapping or a list with one for each user."""
     context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
     """Tokens of a sequence, at most those that the base supports."""
     experts: OptimizerSection = EXPERTS_OPTIMIZER
@@ -750,6 +784,16 @@ class TrainingSection(Section):
     """Number format of uploads. ``int8`` has a scale for each row, and adds the rounding error to the user's next
     upload. Not for ``pcl``.
     """
+
+    @property
+    def most_local_steps(self) -> int:
+        """Largest number of local steps of a user in a round; for text."""
+        return max(values_in(self.local_steps))
+
+    @property
+    def largest_batch_size(self) -> int:
+        """Largest number of sequences or samples of a user in one step."""
+        return max(values_in(self.batch_size))
 
     @field_validator("router", mode="before")
     @classmethod

@@ -165,7 +165,7 @@ def _user_cost(
     clients, plan, method = shape.clients, shape.clients.plan, shape.clients.method
     # In a sweep, users that choose among several models compute the loss of each, on as much text as they train on.
     num_models = method.server.server_models if method.client.sweeps else 0
-    flops = shape.forward() * (num_models * plan.training.local_steps)
+    flops = shape.forward() * (num_models * plan.training.most_local_steps)
     for phase in clients.phases:
         # Mean steps per round: a phase takes `steps` steps at every `every`-th of the run's local steps
         # (`plan.iterations`), in some of the rounds.
@@ -179,7 +179,7 @@ def _user_cost(
         upload_bytes=upload_bytes,
         download_bytes=download_bytes,
         forward=shape.forward(),
-        training=flops * (1 / plan.training.local_steps),  # mean of a token in the local steps
+        training=flops * (1 / plan.training.most_local_steps),  # mean of a token in the local steps
         round=flops * (clients.batch_size * plan.training.context),
     )
 
@@ -406,7 +406,7 @@ def text_load(clients: Clients) -> Load:
     epoch of one batch. Some methods also compute losses on training data without training; such a sweep reads as much
     text as the local steps.
     """
-    steps, size = clients.plan.training.local_steps, clients.batch_size
+    steps, size = clients.plan.training.most_local_steps, clients.batch_size
     context = clients.plan.training.context
     return Load(sizes=(size,), epochs=steps, sweep_batches=steps, sweep_items=steps * size, unit=context)
 

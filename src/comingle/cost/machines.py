@@ -452,11 +452,9 @@ def _check_single_values(recipe: Recipe) -> None:
     Raises:
         RecipeError: A setting has such a list.
     """
-    settings = {"adapters.rank": recipe.adapters.rank, **recipe.method.settings}
-    for key, value in settings.items():
-        if isinstance(value, list):
-            why = "which does not scale to larger populations"
-            raise RecipeError(f"--machines: {key} has a value for each user, {why}; give one value")
+    for key in recipe.values_of_users():
+        why = "which does not scale to larger populations"
+        raise RecipeError(f"--machines: {key} has a value for each user, {why}; give one value")
 
 
 def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
@@ -481,7 +479,7 @@ def _shorten(recipe: Recipe, max_steps: int) -> tuple[Recipe, float]:
         changes["runtime.users_per_step"] = None  # the default, without a measurement of memory
     if not kind_of(recipe).needs_base:
         return recipe.with_changes(changes), 1.0
-    local_steps = recipe.training.local_steps
+    local_steps = recipe.training.most_local_steps
     measured_steps = min(max_steps, local_steps)
     changes["training.local_steps"] = measured_steps
     return recipe.with_changes(changes), local_steps / measured_steps

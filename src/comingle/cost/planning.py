@@ -47,11 +47,12 @@ from comingle.methods import make, settings_in_comparison
 from comingle.models.base import Base, logger
 from comingle.models.generation import check_context_length
 from comingle.models.hardware import free_bytes, resolve_device, resolve_dtype
+from comingle.models.injection import ranks_of
 from comingle.models.layouts import decoder_layers
 from comingle.models.lora import weight_shape
 from comingle.models.quantised import CODES, QuantisedLinear, packed_parameters
 from comingle.privacy.accounting import sample_size
-from comingle.runs.api import without_sums
+from comingle.runs.api import of_one_user
 from comingle.runs.given import NOTHING, USERS_MISSING
 from comingle.runs.session import build, memory_limit, prepare, with_settings
 from comingle.training.backends.local import InProcess, federate
@@ -274,7 +275,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
         users=names,
         rounds=clients.plan.training.rounds,
         local_steps=max(load.steps for load in loads_of(clients, population).values()),
-        batch_size=clients.plan.training.batch_size,
+        batch_size=clients.plan.training.largest_batch_size,
         context=0,  # samples are no sequences
         base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
@@ -435,8 +436,8 @@ def plan(
         device=str(base.device),
         users=names,
         rounds=training.rounds,
-        local_steps=training.local_steps,
-        batch_size=training.batch_size,
+        local_steps=training.most_local_steps,
+        batch_size=training.largest_batch_size,
         context=training.context,
         base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
@@ -511,13 +512,14 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         here: Indices in ``names`` of this process's users; None if there is one process. The adapters of all users are
             padded to the largest, so those of other processes determine the width here, too.
     """
+    recipe = recipe.for_users(names)
     method = make(recipe.method.name, **recipe.method.settings)
     plan = make_plan(recipe, method, names).updated("runtime", store=MEMORY)
     placement = method.placement
     are_alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
     indices = range(len(names)) if here is None else here
     if are_alike and not placement.pooled:
-        indices = indices[: pass_size(plan, base.device, plan.training.batch_size).users]
+        indices = indices[: pass_size(plan, base.device, plan.training.largest_batch_size).users]
     users = [_user_without_text(names[index]) for index in indices]
     trainers = [_user_without_text("everyone")] if placement.pooled else users
     if placement.mixture is not None and not placement.mixture.trains_independently:
@@ -526,7 +528,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequ
         # Users with different adapters are built for all processes, for the padding, and then reduced to those here.
         are_padded = not are_alike and not placement.pooled
         num_adapted = len(names) if are_padded else len(trainers)
-        trained_tokens = num_adapted * plan.iterations * plan.training.batch_size * plan.training.context
+        trained_tokens = num_adapted * plan.iterations * plan.training.largest_batch_size * plan.training.context
         model = adapt_base(recipe, base, method, num_adapted, trained_tokens)
         model = model.only(indices) if are_padded else model
     batch_source = TextBatchSource(trainers, plan, batch_size(plan, len(users)))
@@ -610,7 +612,7 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
         Function from a user's local work, which is the same for all users of a language model and is ignored, to the
         FLOPs of one token's forward pass and of a round.
     """
-    fedavg = with_method(without_sums(recipe), "fedavg")  # a single user has no secure sum
+    fedavg = with_method(of_one_user(recipe, max), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
     num_models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
@@ -631,12 +633,11 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
         recipe: The recipe; its method is replaced.
         base: The base; weights are not needed.
     """
-    recipe, rank = without_sums(recipe), recipe.adapters.rank  # a single user has no secure sum
-    one_rank = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
+    recipe = of_one_user(recipe, max)
     costs: dict[str, UserCost] = {}
     accounts: dict[str, Account] = {}
     for method in ("fedavg", "comigs-1g1s"):
-        federation = federate_bare(with_method(one_rank, method), base, ("anybody",))
+        federation = federate_bare(with_method(recipe, method), base, ("anybody",))
         (cost,) = count_users(federation, ("anybody",))
         costs[method] = cost
         accounts[method] = Account(
@@ -915,7 +916,7 @@ def _plan_within_memory(
     variant = with_method(recipe, methods[0] if methods else recipe.method.name, for_all)
     check_recipe(variant)
     names = tuple(participants) or user_names(recipe, users)
-    here = [_largest_user(variant, len(names))] if participants else None
+    here = [_largest_user(variant, names)] if participants else None
     process = CLIENT_BYTES if participants else None
     limit, choices = memory_limit(recipe), tuple(memory_choices(variant, names, here=here, process=process))
     fitting = (choice for choice in choices if choice.needed_bytes <= limit)
@@ -925,12 +926,12 @@ def _plan_within_memory(
     return replace(costs, limit=limit, choices=choices)
 
 
-def _largest_user(recipe: Recipe, num_users: int) -> int:
+def _largest_user(recipe: Recipe, names: Sequence[str]) -> int:
     """Return the index of the user with the most parameters: the most specialists, and of these the largest rank."""
-    specialists = make(recipe.method.name, **recipe.method.settings).placement.specialists
-    settings = (specialists, recipe.adapters.rank)
-    by_user = [[value] * num_users if isinstance(value, int) else value for value in settings]
-    return max(range(num_users), key=lambda user: [values[user] for values in by_user])
+    recipe = recipe.for_users(names)
+    specialists = make(recipe.method.name, **recipe.method.settings).placement.specialists_of(len(names))
+    ranks = ranks_of(recipe.adapters, len(names)).tolist()
+    return max(range(len(names)), key=lambda user: (specialists[user], ranks[user]))
 
 
 def main() -> None:

@@ -273,7 +273,7 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follo
         raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_needed}")
     _check_number("round", task.round, plan.training.rounds)
     _check_number("done", task.arguments.get("done", 0), plan.training.rounds)
-    local_steps, in_recipe = task.arguments.get("local_steps", 0), plan.training.local_steps
+    local_steps, in_recipe = task.arguments.get("local_steps", 0), plan.training.most_local_steps
     _check_number("local_steps", local_steps, _MOST_STEPS)
     if not steps_follow_from_data and local_steps not in (0, in_recipe):  # 0 if the task does not say
         raise MessageError(f"task: local_steps is {local_steps}; allowed: {in_recipe}, as in the recipe")

@@ -11,7 +11,7 @@ from typing import Any
 from comingle import __version__
 from comingle.config import Recipe, parse_recipe
 from comingle.config.sections import complete_older
-from comingle.config.settings import MEMORY
+from comingle.config.settings import MEMORY, values_in
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
@@ -128,10 +128,10 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
         base: The base; None if users train networks from scratch.
 
     Raises:
-        RecipeError: The recipe needs all users' data in one place.
+        RecipeError: The recipe needs all users' data in one place, or values by user name an unknown user or lack one.
     """
     check_remote_clients(recipe)
-    content = without_data(recipe)
+    content = without_data(recipe.for_users(users))  # lists, as a client's own recipe names a single user
     data = {key: value for key, value in content["data"].items() if key != BOS}
     # The key of begin-of-text tokens is included only if it is on, so that older federations keep their digests.
     if getattr(recipe.data, BOS, False):
@@ -248,13 +248,14 @@ class ServerContext:
     def most_steps(self, max_samples: int) -> int:
         """Return the largest number of local steps per round that a user with at most ``max_samples`` samples takes.
 
-        For text it is ``local_steps`` of the recipe. For samples and conversations a user takes ``local_epochs`` passes
-        over its data, each of ``ceil(max_samples / batch_size)`` steps, at least one.
+        For text it is the largest ``local_steps`` of the recipe. For samples and conversations a user takes
+        ``local_epochs`` passes over its data, each of ``ceil(max_samples / batch_size)`` steps, at least one.
         """
         training = self.plan.training
         if not counts_samples(self.recipe):
-            return training.local_steps
-        steps_per_epoch = max(1, -(-max_samples // training.batch_size))  # rounded up
+            return training.most_local_steps
+        smallest_batch = min(values_in(training.batch_size))
+        steps_per_epoch = max(1, -(-max_samples // smallest_batch))  # rounded up
         return training.local_epochs * steps_per_epoch
 
     def check_steps(self, steps: int, max_samples: int) -> None:
@@ -288,7 +289,12 @@ class ServerContext:
             examples: Number of examples by user.
         """
         return {
-            # A user with this many examples takes exactly the largest number of local steps that they allow.
-            name: work_of(self.plan, name, examples=count, iterations=self.most_steps(count))
+            # A user with this many samples takes exactly the largest number of local steps that they allow.
+            name: work_of(
+                self.plan,
+                name,
+                examples=count,
+                iterations=self.most_steps(count) if counts_samples(self.recipe) else self.plan.local_steps_of(name),
+            )
             for name, count in examples.items()
         }

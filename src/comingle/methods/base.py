@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.config.settings import Gating
+from comingle.config.settings import Gating, values_in, values_in_order
 from comingle.methods.server import Reported, Server
 from comingle.models.routers import ClientMixture, Powers
 from comingle.utils.errors import RecipeError
@@ -480,8 +480,8 @@ class Placement:
     shared: frozenset[str] = field(default_factory=frozenset)
     received: frozenset[str] | None = None
     generalists: int = 1
-    specialists: int | tuple[int, ...] = 0
-    """Local experts in each MLP: one number for all users, or one for each."""
+    specialists: int | tuple[int, ...] | Mapping[str, int] = 0
+    """Local experts in each MLP: one number for all users, or one for each, in their order or by name."""
     routed: bool = False
     """Whether a router mixes the experts, token by token."""
     gating: Gating | None = None
@@ -502,12 +502,34 @@ class Placement:
     needs: frozenset[str] = field(default_factory=frozenset)
     """Roles that the model must have; without them the method would reduce to another one."""
 
+    @property
+    def most_specialists(self) -> int:
+        """Largest number of specialists of a user."""
+        return max(values_in(self.specialists))
+
+    def for_users(self, names: Sequence[str], *, known: Collection[str] = ()) -> Placement:
+        """Return the placement with numbers of specialists in the order of the users instead of by name.
+
+        Args:
+            names: Names of the users, in order.
+            known: Names of further users, who were left out.
+
+        Raises:
+            RecipeError: The numbers name an unknown user, or lack one.
+        """
+        if not isinstance(self.specialists, Mapping):
+            return self
+        return replace(
+            self, specialists=tuple(values_in_order(self.specialists, names, "method.specialists", known=known))
+        )
+
     def specialists_of(self, users: int) -> tuple[int, ...]:
         """Return the number of specialists of each of ``users`` users.
 
         Raises:
             RecipeError: The list of specialists is not as long as there are users.
         """
+        assert not isinstance(self.specialists, Mapping), "Placement.for_users was not called"
         if isinstance(self.specialists, int):
             return (self.specialists,) * users
         if len(self.specialists) != users:

@@ -9,6 +9,8 @@ gradients zeroed, so the validation text of the routers' steps also trains the e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from comingle.methods.base import Client, Method, Phase, Placement, Stream, alternating
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Count, Experts, ExpertsOfUsers
@@ -38,7 +40,8 @@ def comigs(
 
     Args:
         generalists: Shared experts in each MLP; with 0 nothing is shared, not even attention.
-        specialists: Local experts in each MLP: one number, or a list with one for each user in the recipe's order.
+        specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, or a list with one
+            for each user in the recipe's order.
         router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
             warns.
         router_steps: Optimiser steps of a router phase, each on a fresh batch.
@@ -60,13 +63,13 @@ def _comigs_method(
         name: Name of the method.
         phases: Phases of a round, on experts and on routers.
         generalists: Shared experts per MLP.
-        specialists: Local experts per MLP: one number, or one for each user.
+        specialists: Local experts per MLP: one number, or one for each user, as a list or by name.
     """
     return Method(
         name=name,
         placement=Placement(
             generalists=generalists,
-            specialists=specialists if isinstance(specialists, int) else tuple(specialists),
+            specialists=specialists if isinstance(specialists, int | Mapping) else tuple(specialists),
             routed=True,
             shared=frozenset({ATTENTION, GENERALIST}) if generalists else frozenset(),
         ),
@@ -151,7 +154,8 @@ def comigs_1gxs(
     computed from the router's own input.
 
     Args:
-        specialists: Local experts in each MLP: one number, or a list with one for each user in the recipe's order. The
+        specialists: Local experts in each MLP: one number, a mapping such as ``{ada: 3, ben: 0}``, or a list with one
+            for each user in the recipe's order. The
             number is ``n_i - 1`` in the paper's notation, which counts the generalist.
         router_every: Local steps of a user between two router phases. A run of fewer local steps trains no router and
             warns.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from comingle.config.settings import values_in
 from comingle.utils.errors import LARGEST, did_you_mean, is_number
 
 
@@ -53,8 +54,8 @@ Models = Annotated[int, Range(least=1, most=10_000)]
 """Number of components or models of a federation."""
 Experts = Annotated[int, Range(least=0, most=1_000)]
 """Number of experts in each block."""
-ExpertsOfUsers = Annotated[int | Sequence[int], Range(least=0, most=1_000)]
-"""Number of experts in each block: one for all users, or a list with one for each."""
+ExpertsOfUsers = Annotated[int | Sequence[int] | Mapping[str, int], Range(least=0, most=1_000)]
+"""Number of experts in each block: one for all users, or a list or a mapping with one for each."""
 NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(least=0, above=True)]
 BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
@@ -109,7 +110,7 @@ def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
     if limit is None:
         return allowed_by_type(plain)
     kinds = get_args(plain) or (plain,)  # the types of a union, or the single type
-    # With several kinds, such as int | Sequence[int], a list is allowed too: one number for each user.
+    # With several kinds, such as int | Sequence[int], a list or a mapping is allowed too: one number for each user.
     kind, accepts_lists = int if int in kinds else float, len(kinds) > 1
     return limit.describe(kind), lambda v: _fits(limit, kind, v, accepts_lists)
 
@@ -117,15 +118,15 @@ def _allowed_by_annotation(hint: Any) -> tuple[str, Fits]:
 def _fits(limit: Range, kind: type, value: object, accepts_lists: bool) -> bool:
     """Return whether a setting's value is within a range.
 
-    A list fits if it has an element and all elements are within the range.
+    A list or a mapping fits if it has an element and all elements are within the range.
 
     Args:
         limit: The range.
         kind: Type of the numbers: int or float.
         value: The setting's value.
-        accepts_lists: Whether the setting also accepts a list of numbers.
+        accepts_lists: Whether the setting also accepts a list of numbers, or a mapping from users to numbers.
     """
-    values = list(value) if accepts_lists and isinstance(value, list | tuple) else [value]
+    values = values_in(value) if accepts_lists else [value]
     return bool(values) and all(limit.fits(kind, each) for each in values)
 
 

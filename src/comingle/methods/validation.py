@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.config.settings import values_in
 from comingle.methods.base import ROUTERS, ClientHook, Method
 from comingle.models.lora import RESIDUAL
 from comingle.utils.errors import PluginError, RecipeError, did_you_mean, run_checks
@@ -46,9 +47,7 @@ def check_method(name: str, method: Method) -> None:
         RecipeError: A user has no expert, a role does not exist, a phase trains a router that the placement does not
             have, or nothing trains the router that it has.
     """
-    specialists = method.placement.specialists
-    fewest_specialists = specialists if isinstance(specialists, int) else min(specialists)
-    if method.placement.generalists + fewest_specialists < 1:
+    if method.placement.generalists + min(values_in(method.placement.specialists)) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
     run_checks(*(_role_check(f"method {name}: {place}", roles) for place, roles in _all_roles(method)))
     _require_router(name, method)

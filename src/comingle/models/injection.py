@@ -711,6 +711,7 @@ def ranks_of(settings: AdaptersSection, users: int) -> Int[Tensor, " users"]:
     Raises:
         RecipeError: The recipe has a list of ranks whose length is not the number of users.
     """
+    assert not isinstance(settings.rank, dict), "Recipe.for_users was not called"
     ranks = (settings.rank,) * users if isinstance(settings.rank, int) else settings.rank
     if len(ranks) != users:
         raise RecipeError(f"adapters.rank: {len(ranks)} numbers for {users} users; give one, or one per user")

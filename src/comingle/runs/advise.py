@@ -122,7 +122,7 @@ def _warn_of_short_runs(recipe: Recipe, run_data: RunData, unit: str) -> Iterato
     trains_in_epochs = "training.local_steps" in recipe.data.unread  # such data ignores the number of local steps
     if unit != "tokens" or trains_in_epochs:
         return
-    tokens_read = training.rounds * training.local_steps * training.batch_size * training.context
+    tokens_read = training.rounds * training.most_local_steps * training.largest_batch_size * training.context
     train_tokens = median(len(user.train) for user in run_data.users)
     if tokens_read < _MIN_SHARE_READ * train_tokens:
         tokens_per_round = tokens_read / training.rounds
@@ -199,10 +199,11 @@ def advise_runs(
                 run_data = prepare(recipes[LOCAL, seed], base=run_data.base, validates=validates, given=given)
         for name in (LOCAL, *compared):
             metrics[name][seed] = _run_and_measure(recipes[name, seed], run_data, reporter, f"{name}, seed {seed}")
+        group_recipe_of_all = recipes[group_method, seed].for_users(run_data.users.names)
         for numbers in groups_of(len(run_data.users)):
             group_data = of_users(run_data, numbers)
             user_names = tuple(user.name for user in group_data.users)
-            group_recipe = _recipe_of_group(recipes[group_method, seed], numbers)
+            group_recipe = _recipe_of_group(group_recipe_of_all, numbers)
             title = f"{group_method} of {len(user_names)} users, seed {seed}"
             result = _run_and_measure(group_recipe, group_data, reporter, title)
             group_metrics.setdefault(user_names, {})[seed] = result

@@ -63,8 +63,8 @@ def of_one_user(recipe: Recipe, select: SelectUsers) -> Recipe:
 
     Args:
         recipe: A recipe of several users.
-        select: Returns the user's value, given a list with a value for each user. The recipe may have such lists for
-            the ranks of adapters and the numbers of specialists.
+        select: Returns the user's value, given a list with a value for each user, for each key of the recipe that has
+            such a list.
     """
     for_one_user = {"evaluation.select": "last", "aggregation": "mean"}
     return without_sums(recipe).with_changes({**changes_for_users(recipe, select), **for_one_user})
@@ -88,15 +88,11 @@ def changes_for_users(recipe: Recipe, select: SelectUsers) -> dict[str, Any]:
     If the recipe lists the participants of its rounds by name, all of these users participate in every round instead.
 
     Args:
-        recipe: A recipe of more users.
-        select: Selects the values of the remaining users from the recipe's lists of ranks and specialists.
+        recipe: A recipe of more users, with lists in their order instead of mappings by user.
+        select: Selects the values of the remaining users from the recipe's lists with a value per user.
     """
-    changes: dict[str, Any] = {}
-    if isinstance(recipe.adapters.rank, list):
-        changes["adapters.rank"] = select(recipe.adapters.rank)
-    specialists = recipe.method.settings.get("specialists")
-    if isinstance(specialists, list):
-        changes["method.settings.specialists"] = select(specialists)
+    lists = recipe.values_of_users()
+    changes: dict[str, Any] = {key: select(list(values)) for key, values in lists.items()}
     if isinstance(recipe.training.participation, list):
         changes["training.participation"] = 1.0
     return changes

@@ -142,7 +142,8 @@ def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, l
     passed = None if isinstance(data, str | os.PathLike) else {name: data}
     if passed is not None:
         kind_of_users(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
-    recipe = of_one_user(run.recipe, max)  # the newcomer gets the largest rank and number of specialists of all users
+    # The newcomer gets the largest rank, number of specialists and so on of all users.
+    recipe = of_one_user(run.recipe.for_users(run.users), max)
     num_rounds = (rounds or recipe.training.rounds) + int(local_step)
     changes = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
     return Newcomer(

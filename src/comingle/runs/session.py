@@ -72,17 +72,18 @@ _FIT = "comingle.cost.planning:fit"
 
 
 def fitted(recipe: Recipe, run_data: RunData) -> Recipe:
-    """Replace ``runtime.users_per_step: auto`` by the largest pass that fits into memory.
+    """Put values by user in the order of the users, and replace ``runtime.users_per_step: auto`` by a number.
 
-    A pass is one forward and backward computation of several users; its size is ``runtime.users_per_step`` users with
-    ``runtime.micro_batch`` sequences each.
+    The number is that of the largest pass that fits into memory. A pass is one forward and backward computation of
+    several users; its size is ``runtime.users_per_step`` users with ``runtime.micro_batch`` sequences each.
 
     Returns:
-        The recipe with both keys set. A recipe with another value than ``auto`` is returned unchanged.
+        The recipe, with both keys of a pass set if it was ``auto``.
 
     Raises:
-        RecipeError: No pass fits.
+        RecipeError: No pass fits, or values by user name an unknown user or lack one.
     """
+    recipe = recipe.for_users(run_data.users.names)
     if recipe.runtime.users_per_step != AUTO:
         return recipe
     chosen = load_object(_FIT)(recipe, run_data)  # loaded by name, since its module imports this one
@@ -396,12 +397,9 @@ def describe(run_data: RunData, recipe: Recipe) -> Inputs:
         names = digest_names(run_data.users.names)
         population = {"users": len(run_data.users), "names": names, "data": run_data.users.digest}
         return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: population})
-    # Settings that may be a number for all users or a list with a value for each user, in the order of the users.
-    settings_of_users = {
-        "adapters.rank": recipe.adapters.rank,
-        "specialists": recipe.method.settings.get("specialists"),
-    }
-    lists = {key: values for key, values in settings_of_users.items() if isinstance(values, list)}
+    lists = recipe.for_users(run_data.users.names).values_of_users()
+    if "method.specialists" in lists:
+        lists["specialists"] = lists.pop("method.specialists")  # the key in records of earlier versions
     users: dict[str, UserInputs] = {}
     # In a run of several processes, each one has the data of some users (`present`), whose numbers among all users are
     # `numbers`.

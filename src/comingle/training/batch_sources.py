@@ -131,6 +131,15 @@ class BatchSource(Batches, BatchShapes):
     def steps(self, trainer: int) -> int:
         """Return the number of local steps of a trainer in one round."""
 
+    @property
+    def most_steps(self) -> int:
+        """Largest number of local steps of a trainer in one round."""
+        return max(self.steps(trainer) for trainer in self.trainers.largest_users)
+
+    def size_of(self, trainer: int) -> int:
+        """Return the number of windows or samples of a trainer in one local step; a last batch may be smaller."""
+        return self.batch_size
+
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
         """Yield batches that represent the whole training data of each trainer."""

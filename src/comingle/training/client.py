@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.config.settings import MEMORY
+from comingle.config.settings import MEMORY, values_in
 from comingle.data.populations import UserNumbers, as_users, draw_users
 from comingle.methods.base import ClientHook, Method
 from comingle.models.hardware import require_bytes
@@ -108,11 +108,14 @@ STORES: Registry[Store] = Registry(
 
 
 def batch_size(plan: RunPlan, users: int) -> int:
-    """Return the number of sequences or samples in one local step.
+    """Return the largest number of sequences or samples of a trainer in one local step.
 
     The one trainer of pooled data takes as many as its users would take together.
     """
-    return plan.training.batch_size * (users if plan.method.placement.pooled else 1)
+    sizes = plan.training.batch_size
+    if plan.method.placement.pooled:
+        return sum(values_in(sizes)) if isinstance(sizes, Mapping) else plan.training.largest_batch_size * users
+    return plan.training.largest_batch_size
 
 
 class Roster:
@@ -658,7 +661,11 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
 
     # Some methods compare each copy with the first one as it was before this round.
     first_copies = clients.state.rows_of(members) if method.client.looks_across else None
-    groups = cohorts(all_rows, clients.pass_size.users)
+    # A cohort has equal batch sizes, so that no batch is padded and users train exactly as they would alone.
+    rows_by_size: dict[int, list[int]] = {}
+    for row, owner in zip(all_rows, clients.owners(all_rows), strict=True):
+        rows_by_size.setdefault(clients.batch_source.size_of(owner), []).append(row)
+    groups = [group for rows in rows_by_size.values() for group in cohorts(rows, clients.pass_size.users)]
     for rows, next_rows in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)

@@ -386,7 +386,8 @@ class Cohort(CohortTensors):
         # The label gives these batches a random stream that no phase of training uses.
         batch_source, phase, num_before = self.steps.batch_source, Phase(roles=frozenset(), label="instances"), 0
         first_step = 0  # all batches belong to one step; ``repeat`` tells them apart
-        for repeat in range(-(-count // batch_source.batch_size)):  # rounded up
+        smallest_batch = min(map(batch_source.size_of, owners))
+        for repeat in range(-(-count // smallest_batch)):  # rounded up
             drawn = batch_source.draw(owners, phase, self.round_number, first_step, repeat).to(self.part.rows.device)
             instance_number = num_before + (drawn != PAD).any(-1).cumsum(1)  # counted from 1
             num_before = instance_number[:, -1:]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from comingle.config import Recipe
-from comingle.config.settings import KEY, AggregationSection, Terms
+from comingle.config.settings import KEY, AggregationSection, Terms, TrainingSection
 from comingle.methods.base import Method
 from comingle.privacy.accounting import most_releases
 from comingle.privacy.base import PrivacyMechanism
@@ -29,6 +29,9 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
     Raises:
         RecipeError: ``participation`` names an unknown user, or no amount of noise is enough.
     """
+    recipe = recipe.for_users(names)
+    placement = method.placement.for_users(names, known=recipe.data.names)  # made before the names were known
+    method = method if placement is method.placement else replace(method, placement=placement)
     participation = recipe.training.participation
     if isinstance(participation, list):  # names of the participants of each round
         for name in (name for names_of_round in participation for name in names_of_round):
@@ -37,7 +40,7 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
         participation = tuple(tuple(map(names.index, names_of_round)) for names_of_round in participation)
     plan = RunPlan(
         method=method,
-        training=recipe.training,
+        training=training_by_name(recipe.training, names, pooled=placement.pooled),
         evaluation=recipe.evaluation,
         checkpoints=recipe.checkpoints,
         runtime=recipe.runtime,
@@ -48,6 +51,32 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
         test_limit=test_limit_of(recipe),
     )
     return with_sums(with_noise(plan, names), names)
+
+
+def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled: bool) -> TrainingSection:
+    """Return the section with users' values by name instead of in their order.
+
+    The one trainer of pooled data takes the largest number of local steps.
+
+    Args:
+        training: The section, in which a value is one for all users or a list.
+        names: Names of the users, in order.
+        pooled: Whether the method pools all users' data.
+
+    Raises:
+        RecipeError: A list is not as long as there are users.
+    """
+    by_name: dict[str, object] = {}
+    for key in ("local_steps", "batch_size"):
+        values = getattr(training, key)
+        if not isinstance(values, list):
+            continue
+        if len(values) != len(names):
+            raise RecipeError(
+                f"training.{key}: {len(values)} numbers for {len(names)} users; give one, or one per user"
+            )
+        by_name[key] = max(values) if pooled and key == "local_steps" else dict(zip(names, values, strict=True))
+    return training.model_copy(update=by_name) if by_name else training
 
 
 def test_limit_of(recipe: Recipe) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("comingle")
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """Settings of a run: sections of the recipe, and values that follow from them and from the users.
 
     Args:
         method: Method of the recipe, made once.
-        training: Section of the recipe.
+        training: Section of the recipe; values of users are by name.
         evaluation: Section of the recipe; ``every`` is a number once the users' data is known.
         checkpoints: Section of the recipe.
         runtime: Section of the recipe.
@@ -78,12 +81,26 @@ class RunPlan:
 
     @property
     def iterations(self) -> int:
-        """Local steps of a user who takes part in every round."""
-        return self.training.rounds * self.training.local_steps
+        """Largest number of local steps of a user who takes part in every round."""
+        return self.training.rounds * self.training.most_local_steps
+
+    def local_steps_of(self, user: str) -> int:
+        """Return the number of local steps of a trainer, by name, in a round; for text."""
+        return _value_of(self.training.local_steps, user)
+
+    def batch_size_of(self, user: str) -> int:
+        """Return the number of sequences or samples of a user, by name, in one step."""
+        return _value_of(self.training.batch_size, user)
 
     def updated(self, section: str, **values: object) -> RunPlan:
         """Return a copy with values of one section replaced."""
         return replace(self, **{section: getattr(self, section).model_copy(update=values)})
+
+
+def _value_of(setting: T | Sequence[T] | Mapping[str, T], user: str) -> T:
+    """Return a user's value of a setting of a plan: one value for all users, or a mapping by name."""
+    assert not isinstance(setting, list), "a plan has values by name: see make_plan"
+    return cast(T, setting[user] if isinstance(setting, Mapping) else setting)
 
 
 def check_needs(method: Method, name: str, layout: Layout) -> None:
@@ -193,7 +210,7 @@ def work_of(plan: RunPlan, name: str, *, examples: int, iterations: int) -> Work
     # number of these is rounded up.
     steps = [phase.steps * -(-iterations // phase.every) for phase in plan.method.sharing]
     rounds = _rounds_of_users(plan.participation, plan.seed, plan.training.rounds, plan.users)[name]
-    return Work(examples=examples, batch=plan.training.batch_size, steps=sum(steps), rounds=rounds)
+    return Work(examples=examples, batch=plan.batch_size_of(name), steps=sum(steps), rounds=rounds)
 
 
 def warn_of_untrained(plan: RunPlan, local_steps: int) -> None:
@@ -235,8 +252,7 @@ def untrained_phases(plan: RunPlan, local_steps: int) -> list[Phase]:
         local_steps: Largest number of local steps of a user in one round.
     """
     rounds, placement = plan.training.rounds, plan.method.placement
-    specialists = placement.specialists if isinstance(placement.specialists, tuple) else (placement.specialists,)
-    has_no_router = placement.routed and placement.generalists + max(specialists) < 2  # one expert needs none
+    has_no_router = placement.routed and placement.generalists + placement.most_specialists < 2  # one needs none
     return [
         phase
         for phase in plan.method.client.phases
@@ -300,9 +316,6 @@ def exchanged_after(plan: RunPlan, shares: bool, done: int) -> bool:
     """
     has_use = done < plan.training.rounds or counts_exchanged(plan)
     return has_use and shares and plan.method.server.exchanges(done)
-
-
-T = TypeVar("T")
 
 
 def cohorts(members: Sequence[T], size: int) -> list[list[T]]:

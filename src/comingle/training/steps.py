@@ -537,7 +537,7 @@ class Steps:
     @cached_property
     def _local_steps_here(self) -> int:
         """Largest number of local steps per round over the trainers of this process."""
-        return max(self.batch_source.steps(i) for i in self.batch_source.trainers.largest_users)
+        return self.batch_source.most_steps
 
     @property
     def iterations(self) -> int:

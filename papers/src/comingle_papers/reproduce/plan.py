@@ -88,10 +88,10 @@ def _text_work(recipe: Recipe, method: Method) -> float:
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     test_tokens = sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users
     evaluation_work = test_tokens / 3  # without backward pass
-    batch_tokens = training.batch_size * training.context * users
+    batch_tokens = training.largest_batch_size * training.context * users
     # A phase takes ``steps`` after every ``every``-th local step, in one round of each group of ``turns`` rounds.
     steps_per_local_step = sum(phase.steps / phase.every / phase.turns for phase in method.client.phases)
-    steps = training.rounds * training.local_steps * steps_per_local_step
+    steps = training.rounds * training.most_local_steps * steps_per_local_step
     evaluations_of_training = training.rounds // _evaluation_interval(recipe) if method.trains else 0
     evaluations = 1 + evaluations_of_training  # 1: before training
     return steps * batch_tokens + evaluation_work * evaluations
@@ -154,7 +154,7 @@ def _task_work(recipe: Recipe, method: Method) -> float:
     # Adapters that are mixed by the losses of a batch or of each sample need one pass per adapter.
     has_pass_per_component = mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
     components = mixture.clusters if mixture is not None and has_pass_per_component else 1
-    steps = training.local_epochs * ceil(train / training.batch_size)
+    steps = training.local_epochs * ceil(train / training.largest_batch_size)
     passes_of_user = 3 * training.local_epochs * train * per_sample  # 3: forward and backward
     user_work = passes_of_user + steps * _PARAMETER_COST * parameters
     rounds = training.rounds if method.trains else 0

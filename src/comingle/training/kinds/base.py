@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from comingle.config import Recipe
 from comingle.config.files import check_used
-from comingle.config.settings import ALL_USERS, KINDS
+from comingle.config.settings import ALL_USERS, KINDS, values_in
 from comingle.data.populations import UserCollection, as_users
 from comingle.data.samples.samples import SPLITS
 from comingle.data.splits import Overlap, UserText, find_overlap
@@ -565,7 +565,7 @@ def adapt_base(
     """
     settings, placement, mixture = recipe.adapters, method.placement, method.placement.mixture
     if placement.pooled and not isinstance(settings.rank, int):  # the one trainer has the largest rank
-        settings = settings.model_copy(update={"rank": max(settings.rank)})
+        settings = settings.model_copy(update={"rank": max(values_in(settings.rank))})
     specialists = placement.specialists_of(num_trainers)
     counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
     if mixture is not None:

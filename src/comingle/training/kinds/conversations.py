@@ -454,7 +454,7 @@ class ConversationsKind(AnswersKind):
         Returns:
             The text recipes, the names of users with too little data, and a note for the user on how costs are counted.
         """
-        data, one_batch = section(recipes[0]), recipes[0].training.batch_size
+        data, one_batch = section(recipes[0]), recipes[0].training.largest_batch_size
         try:
             counts, small_users = count_conversations(recipes[0], data, anybody_validates(recipes))
         except DataError as error:
@@ -479,7 +479,7 @@ def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
     """
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     conversations = sum(counts.values()) if pooled else max(counts.values())
-    batches = max(1, ceil(conversations / recipe.training.batch_size))
+    batches = max(1, ceil(conversations / recipe.training.largest_batch_size))
     text = {"users": dict.fromkeys(counts, "not read")}  # paths of texts, which counting costs does not open
     return recipe.with_changes({"data": text, "training.local_steps": batches * recipe.training.local_epochs})
 

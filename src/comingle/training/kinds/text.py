@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from comingle.config import Recipe
 from comingle.data.populations import as_users
@@ -47,7 +48,7 @@ class TextBatchSource(BatchSource):
     Args:
         trainers: Trainers with token streams: each user, or a single one if the method pools the data of all users.
         plan: Plan of the run.
-        batch_size: Number of windows per trainer.
+        batch_size: Largest number of windows per trainer.
         begin: Token that begins each window; None without one.
     """
 
@@ -70,17 +71,30 @@ class TextBatchSource(BatchSource):
         return pass_size(self.plan, device, self.batch_size)
 
     def steps(self, trainer: int) -> int:
-        """Return the number of local steps of a round, which is the same for all trainers."""
-        return self.plan.training.local_steps
+        """Return the number of local steps of a trainer in one round."""
+        return self.plan.local_steps_of(self.trainers[trainer].name)
+
+    @property
+    def most_steps(self) -> int:
+        """Largest number of local steps of any user of the run, on this machine or elsewhere."""
+        return self.plan.training.most_local_steps
+
+    def size_of(self, trainer: int) -> int:
+        """Return the number of windows of a trainer in one local step."""
+        if self.plan.method.placement.pooled or not isinstance(self.plan.training.batch_size, Mapping):
+            return self.batch_size
+        return self.plan.batch_size_of(self.trainers[trainer].name)
 
     def trained_amount(self, trainer: int) -> int:
         """Return the number of training tokens of a round."""
-        return self.plan.training.local_steps * self.batch_size * self.plan.training.context
+        return self.steps(trainer) * self.size_of(trainer) * self.plan.training.context
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int[Tensor, "users batch window"]:
         """Return a batch of random windows for each trainer, ``context + 1`` tokens wide: inputs and their targets.
+
+        Batches of trainers with a smaller batch size are padded with windows of ``PAD``.
 
         Args:
             trainers: Numbers of the trainers.
@@ -94,11 +108,11 @@ class TextBatchSource(BatchSource):
             trainer = self.trainers[number]
             random = generator(self.plan.seed, trainer.name, round_number, phase.purpose, step, repeat)
             tokens = trainer.valid if phase.stream == "valid" else trainer.train
-            context = self.plan.training.context
-            windows.append(
-                random_windows(tokens, count=self.batch_size, context=context, generator=random, begin=self.begin)
-            )
-        return torch.stack(windows)
+            size, context = self.size_of(number), self.plan.training.context
+            windows.append(random_windows(tokens, count=size, context=context, generator=random, begin=self.begin))
+        if len({len(windows_of_trainer) for windows_of_trainer in windows}) == 1:
+            return torch.stack(windows)
+        return pad_sequence(windows, batch_first=True, padding_value=PAD)
 
     def examples(self, trainer: int) -> int:
         """Return the number of disjoint windows in the stream of a trainer."""
@@ -126,9 +140,14 @@ class TextBatchSource(BatchSource):
         return torch.stack(chosen).masked_fill((indices == PAD).unsqueeze(2), PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield as many new windows as the trainers train on in a round; streams are too long to be read in full."""
-        for step in range(self.plan.training.local_steps):
-            yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
+        """Yield as many new windows as the trainers train on in a round; streams are too long to be read in full.
+
+        Windows of trainers that take fewer local steps than others are replaced by ``PAD``.
+        """
+        steps = torch.tensor([self.steps(trainer) for trainer in trainers])
+        for step in range(int(steps.max())):
+            drawn = self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
+            yield drawn.masked_fill((step >= steps).view(-1, 1, 1), PAD)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
         """Yield the validation texts in batches of the windows that are scored, padded for users with fewer windows."""
@@ -238,7 +257,7 @@ class TextKind(LanguageKind):
         """
         assert run_data.base is not None
         num_trainers = count_trainers(run_data, plan.method)
-        num_tokens = num_trainers * plan.iterations * plan.training.batch_size * plan.training.context
+        num_tokens = num_trainers * plan.iterations * plan.training.largest_batch_size * plan.training.context
         return language_model(recipe, run_data.base, plan.method, num_trainers, num_tokens)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
