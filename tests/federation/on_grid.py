@@ -25,9 +25,9 @@ def federated_on_grid(content: Mapping[str, Any], folder: Path) -> tuple[dict[st
     save_plan(folder / "federation.yaml", plan)
     grid, one_at_a_time = LocalGrid(), threading.Lock()
 
-    def ask(user: User, task: bytes) -> bytes:
+    def ask(user: User, task: bytes, deadline: float) -> bytes:
         with one_at_a_time:  # as on machines of their own: they share this one's memory and modules
-            return nodes[user.name].handle(task)
+            return nodes[user.name].handle(task, deadline)
 
     for name in plan.users:
         grid.join(make_client_app(ask, print), name=name, state=str(folder / name))

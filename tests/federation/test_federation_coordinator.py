@@ -880,9 +880,9 @@ def test_a_user_whose_steps_diverge_continues_from_the_download(
     before: list[State] = []
     restored: list[bool] = []
 
-    def diverge_in_round_2(clients: Any, members: Any, number: int) -> Any:
+    def diverge_in_round_2(clients: Any, members: Any, number: int, tick: Any) -> Any:
         before.append(clients.state.copy())
-        done = real_train(clients, members, number)
+        done = real_train(clients, members, number, tick)
         if number == 1 and clients.trainers[0].name == "ann":
             raise DivergenceError("user 'ann': not all tensors are finite")
         return done

@@ -32,7 +32,7 @@ def grid() -> LocalGrid:
     return LocalGrid()
 
 
-def shout(user: User, request: bytes) -> bytes:
+def shout(user: User, request: bytes, deadline: float) -> bytes:
     return user.name.encode() + b": " + request.upper()
 
 
@@ -40,7 +40,7 @@ def join(
     grid: LocalGrid,
     folder: Path,
     name: str,
-    ask: Callable[[User, bytes], bytes] = shout,
+    ask: Callable[[User, bytes, float], bytes] = shout,
     refuse: Callable[[str], None] = print,
     **how: Any,
 ) -> int:
@@ -91,7 +91,7 @@ def test_a_persons_mistake_is_told_from_another(grid: LocalGrid, tmp_path: Path,
 def test_a_refusal_of_the_node_is_one_line_and_final(grid: LocalGrid, tmp_path: Path) -> None:
     asked = []
 
-    def refuse(user: User, request: bytes) -> bytes:
+    def refuse(user: User, request: bytes, deadline: float) -> bytes:
         asked.append(request)
         raise MessageError("round 3: comes\ntoo late")
 
@@ -103,7 +103,7 @@ def test_a_refusal_of_the_node_is_one_line_and_final(grid: LocalGrid, tmp_path: 
 def test_after_an_accident_the_request_is_sent_again_but_not_for_ever(grid: LocalGrid, tmp_path: Path) -> None:
     asked = []
 
-    def break_off(user: User, request: bytes) -> bytes:
+    def break_off(user: User, request: bytes, deadline: float) -> bytes:
         asked.append(user.name)
         if user.name == "ada" and asked.count("ada") == 2:
             return b"at last"
@@ -118,7 +118,7 @@ def test_after_an_accident_the_request_is_sent_again_but_not_for_ever(grid: Loca
 def test_a_user_who_comes_back_under_another_number_gets_the_request_again(grid: LocalGrid, tmp_path: Path) -> None:
     begun = threading.Event()
 
-    def hang(user: User, request: bytes) -> bytes:
+    def hang(user: User, request: bytes, deadline: float) -> bytes:
         begun.set()
         time.sleep(60)
         return b"never heard"
@@ -201,7 +201,7 @@ def test_reading_the_requests_does_not_wait_for_new_nodes(grid: LocalGrid, tmp_p
 
 @pytest.mark.slow
 def test_a_reply_to_an_older_request_is_never_yielded(grid: LocalGrid, tmp_path: Path) -> None:
-    def slow(user: User, request: bytes) -> bytes:
+    def slow(user: User, request: bytes, deadline: float) -> bytes:
         time.sleep(2 if request == b"first" else 0)
         return request
 
@@ -281,7 +281,7 @@ def test_a_large_message_is_not_much_larger_on_the_wire(grid: LocalGrid, tmp_pat
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
     data = random.Random(7).randbytes(20_000_000)
-    join(grid, tmp_path, "ada", lambda user, request: request)
+    join(grid, tmp_path, "ada", lambda user, request, deadline: request)
     assert talk(grid, {"ada": data}) == {"ada": data}
     request = next(message for message in grid.sent if message.metadata.message_type == "train")
     sent = sum(len(part.deflate()) for part in get_all_nested_objects(request).values())

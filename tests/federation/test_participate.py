@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -38,12 +39,12 @@ def test_the_first_request_of_a_server_is_shown_before_anything_is_loaded(tmp_pa
 
     def load() -> Handle:
         assert "127.0.0.1:9" in lines[-1]
-        return lambda request: request
+        return lambda request, deadline: request
 
     client = FleetClient(
         User(name="ann", state=tmp_path), Server(address="127.0.0.1:9"), load, CallQueue(), lines.append
     )
-    assert [client._answer(request) for request in (b"1", b"2")] == [b"1", b"2"]
+    assert [client._answer(request, math.inf) for request in (b"1", b"2")] == [b"1", b"2"]
     assert len(lines) == 1
 
 

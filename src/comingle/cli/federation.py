@@ -148,6 +148,25 @@ def client(
             "(default: scores; with privacy: nothing).",
         ),
     ] = None,
+    only_when: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only-when",
+            metavar="CONDITION",
+            help='Train only while this holds: idle, plugged-in or "between 22:00-06:00" (repeatable: all must hold).',
+            show_default=False,
+        ),
+    ] = None,
+    max_threads: Annotated[
+        int | None, typer.Option("--max-threads", metavar="N", help="Use at most N CPU threads.")
+    ] = None,
+    nice: Annotated[
+        int | None, typer.Option("--nice", metavar="N", help="Lower the priority of the process by N, from 0 to 19.")
+    ] = None,
+    max_upload_per_day: Annotated[
+        str | None,
+        typer.Option("--max-upload-per-day", metavar="SIZE", help="Send at most this much per day, such as 50MB."),
+    ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Wait for the next federation when one has ended.")] = False,
     supernode: Annotated[
         bool, typer.Option("--supernode", help="Run Flower's SuperNode, with a process for each message.")
@@ -165,6 +184,10 @@ def client(
         "base": _make_absolute(base),
         "server": server,
         "tells": tells,
+        "only_when": only_when or None,
+        "max_threads": max_threads,
+        "nice": nice,
+        "max_upload_per_day": max_upload_per_day,
         **{name: str(path.absolute()) for name, path in paths.items() if path},
     }
     from comingle.federation.client_command import take_part

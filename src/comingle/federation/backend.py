@@ -37,6 +37,9 @@ logger = logging.getLogger("comingle")
 
 Value = TypeVar("Value", int, str)
 
+_DECLINES = 3
+"""Limit on users in an error whose reasons for declining a task are listed."""
+
 
 def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], number: int) -> tuple[list[str], str]:
     """Check and aggregate the uploads of a round.
@@ -698,10 +701,11 @@ def _require_answers(session: ServerSession, num_answers: int, num_participants:
     """
     needed = min(session.network.min_participants, num_participants)  # at least 1 if there are participants
     if num_answers < needed:
+        declined = [f"{name}: {client.declined}" for name, client in session.clients.items() if client.declined]
         raise RunError(
             f"round {number}: {num_answers} of {num_participants} participants answered in "
             f"{session.network.round_timeout:g} s; needed: {needed}; start the same command again to continue, or "
-            "raise network.round_timeout"
+            f"raise network.round_timeout{''.join(f'; {line}' for line in declined[:_DECLINES])}"
         )
 
 

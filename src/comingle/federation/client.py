@@ -39,6 +39,7 @@ from comingle.config.sections import complete_older
 from comingle.config.settings import Terms
 from comingle.data.populations import as_users
 from comingle.federation.client_store import MODEL, ClientStore, check_run_limit, run_folder, save_model
+from comingle.federation.conditions import DeviceConditions
 from comingle.federation.messages import (
     Answer,
     Task,
@@ -77,7 +78,7 @@ from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validatio
 from comingle.protocol.wire import pack, unpack
 from comingle.runs.given import Given
 from comingle.runs.session import check_and_set_up, describe, memory_limit, prepare, with_choice
-from comingle.training.client import finetuned, finish, settle, train
+from comingle.training.client import Clients, finetuned, finish, settle, train
 from comingle.training.evaluation import amounts, amounts_of, measure_of, measured, users_metrics, users_routing
 from comingle.training.kinds.base import NETS, RunData, kind_of
 from comingle.training.plan import keep_key, terms_of
@@ -86,6 +87,7 @@ from comingle.utils.errors import (
     BaseModelError,
     ComingleError,
     DataError,
+    DeclinedError,
     DivergenceError,
     MessageError,
     RecipeError,
@@ -330,7 +332,7 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     else:
         _check_base_name(public.whole_recipe().base)
     # A client trains a single user; memory for batches of several would be wasted. Later settings take priority.
-    content["runtime"] = {"users_per_step": 1, **content.get("runtime", {}), **own.runtime}
+    content["runtime"] = {"users_per_step": 1, **own.runtime_section(content.get("runtime", {}))}
     recipe = parse_recipe(content, where=f"user {own.name!r}")
     # Native code and smaller passes, with which a 16-bit language model needs less memory on a CPU.
     return recipe.with_changes(_lighter_runtime(recipe), where=f"user {own.name!r}")
@@ -521,6 +523,7 @@ class Client:
         own: Own,
         *,
         bases: dict[Any, Base] | None = None,
+        conditions: DeviceConditions | None = None,
         say: Say = lambda line: None,
         refuse: Say = lambda line: None,
         end: Callable[[], None] = lambda: None,
@@ -533,20 +536,27 @@ class Client:
             bases: Cache of base models that the clients of this process share in memory. Its keys are tuples of name,
                 quantisation, dtype, device and kind of attention. A base that this client loads is added. With None
                 this client loads its own base.
+            conditions: Conditions under which this device trains, and its limit on uploads; None for the user's own.
             say: Called with each line to show to the user.
             refuse: Called with the reason if this user cannot join before its settings are changed.
             end: Called when the user's model has been saved, at the end of a federation.
         """
         self.folder, self.own, self.say, self.refuse, self.end = folder, own, say, refuse, end
         self._bases = bases
+        self._conditions = conditions or own.conditions(folder, say=say)
         self._store: ClientStore | None = None  # the user's part of the run `_run`, which is opened at its first task
         self._run = ""
 
-    def handle(self, data: bytes) -> bytes:
+    def handle(self, data: bytes, deadline: float = math.inf) -> bytes:
         """Return the answer to a task; if the task fails, the answer has the reason.
 
         Reasons are also shown to the user. ``refuse`` is called if the user cannot join with its data and settings. It
         is not called after an error that may pass, such as a full disk.
+
+        Args:
+            data: The task's bytes.
+            deadline: Time until which the server waits for the answer, in seconds since 1970. A task that cannot be
+                completed by then because of this device's conditions is declined.
 
         Raises:
             MessageError: The bytes are no task, or one of another user.
@@ -555,7 +565,7 @@ class Client:
         check_address(task, self.own.name)
         try:
             with convert_disk_errors(self.folder):
-                answer = self._join(task) if task.todo == ("join",) else self._carry_out(task, data)
+                answer = self._join(task) if task.todo == ("join",) else self._carry_out(task, data, deadline)
         except ComingleError as error:
             line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # Notes are not sent to the server.
             self.say(line)
@@ -569,7 +579,9 @@ class Client:
             answer = _refusal(task, error)
         finally:
             return_freed_memory()  # The client may be idle for long.
-        return answer if isinstance(answer, bytes) else answer.pack()
+        packed = answer if isinstance(answer, bytes) else answer.pack()
+        self._conditions.count_upload(len(packed))
+        return packed
 
     # ---------------------------------------------------------------- which task
 
@@ -621,7 +633,7 @@ class Client:
             reported["works"] = [trained_amount, scored_amount]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
-    def _carry_out(self, task: Task, data: bytes) -> Answer | bytes:
+    def _carry_out(self, task: Task, data: bytes, deadline: float) -> Answer | bytes:
         """Carry out a task, store its answer and the new state, and return the answer.
 
         A task that was carried out before gets the stored answer. Another task with the number of an earlier one means
@@ -630,6 +642,10 @@ class Client:
         Args:
             task: The task.
             data: Its bytes; a repeated task has the same ones.
+            deadline: Time until which the server waits for the answer, in seconds since 1970.
+
+        Raises:
+            DeclinedError: The conditions of this device do not allow the task in time.
         """
         store = self._open(task.run)
         if (answer := store.stored_answer(task.serial, data)) is not None:
@@ -641,9 +657,11 @@ class Client:
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
             raise MessageError(f"task: got task {task.serial} for user {self.own.name!r}; allowed: {store.serial + 1}")
+        if needs_conditions(task):
+            self._begin_task(store.clients, task, deadline)
         try:
             with own_errors(store.clients.method):  # names file and line of an error in a user's own method
-                answer = TaskRunner(store, self.own, task).run().pack()
+                answer = TaskRunner(store, self.own, task, self._conditions).run().pack()
             store.commit(task.serial, data, answer)
             self.say(_describe_answer(store, task, answer))
             if "end" in task.todo:
@@ -652,6 +670,26 @@ class Client:
             store.revert()
             raise
         return answer
+
+    def _begin_task(self, clients: Clients, task: Task, deadline: float) -> None:
+        """Wait until this device's conditions allow a task.
+
+        Args:
+            clients: The client group of the user.
+            task: The task.
+            deadline: Time until which the server waits for the answer, in seconds since 1970.
+
+        Raises:
+            DeclinedError: The conditions do not allow the task in time.
+        """
+        only_user = num_steps = upload_bytes = 0
+        if "train" in task.todo:
+            num_steps = clients.batch_source.steps(only_user) * clients.method.placement.copies
+        # A secure sum begins with the step "advertise". The size includes its messages in the tasks that follow.
+        uploads = not {"upload", "advertise"}.isdisjoint(task.todo)
+        if uploads and self.own.max_upload_per_day is not None:
+            upload_bytes = clients.upload_bytes()[only_user]
+        self._conditions.begin_task(num_steps, upload_bytes, deadline)
 
     def _folder(self, run: str) -> Path:
         return run_folder(self.folder, run)
@@ -682,15 +720,17 @@ class Client:
 class TaskRunner:
     """Carries out the steps of one task that the server has sent to this user's client."""
 
-    def __init__(self, store: ClientStore, own: Own, task: Task):
+    def __init__(self, store: ClientStore, own: Own, task: Task, conditions: DeviceConditions):
         """Prepare to carry out a task; :meth:`run` carries it out.
 
         Args:
             store: The user's part of the run.
             own: The user's own settings, which say what the server may see.
             task: The task.
+            conditions: Conditions of this device, which are checked between local steps.
         """
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
+        self.conditions = conditions
         self.user_reports = store.tells(own)  # all, scores, losses or nothing
         self.reports_scores = self.user_reports in SCORES  # test scores, amounts of data and durations
         self.reported: dict[str, Any] = {}  # values for the answer
@@ -759,13 +799,14 @@ class TaskRunner:
             return
         user = 0  # the only one of this client group
         try:
-            work = train(self.clients, [user], self.task.round)
+            work = train(self.clients, [user], self.task.round, self.conditions.end_step)
         except DivergenceError as error:
             self._restore_before_training()
             self.reported["left_out"] = str(error)
             return
         if self.reports_scores:
-            self.reported |= {"tokens": work.tokens, "train_seconds": work.seconds}
+            train_seconds = work.seconds - self.conditions.paused_seconds
+            self.reported |= {"tokens": work.tokens, "train_seconds": train_seconds}
         if work.rejected:
             self.reported["left_out"] = work.rejected[user]
         elif self.user_reports != "nothing" and self.clients.plan.privacy is None:
@@ -850,6 +891,14 @@ class TaskRunner:
         "choose": _choose,
         "end": _end,
     }
+
+
+def needs_conditions(task: Task) -> bool:
+    """Return whether a task waits until this device's conditions hold: tasks that train or evaluate.
+
+    Tasks after the last round do not wait, as the user's own model is made by them.
+    """
+    return not {"train", "evaluate"}.isdisjoint(task.todo) and {"finish", "choose"}.isdisjoint(task.todo)
 
 
 def upload_notice(store: ClientStore) -> str:
@@ -938,8 +987,9 @@ _REASONS_FOR_SERVER = {
 def _refusal(task: Task, error: Exception) -> Answer:
     """Return the answer to a task that failed, without the user's own data or settings.
 
-    Only the text of a MessageError is sent, as it is about the server's message. Other texts may contain private data,
-    so the server gets a general reason for the type of error.
+    The text of a MessageError is sent, as it is about the server's message, and that of a DeclinedError, which says
+    which of the user's conditions does not hold. Other texts may contain private data, so the server gets a general
+    reason for the type of error.
 
     Args:
         task: The task.
@@ -948,5 +998,6 @@ def _refusal(task: Task, error: Exception) -> Answer:
     kind = type(error).__name__
     reason = _REASONS_FOR_SERVER.get(kind, "internal error")
     without_details = f"user {task.user!r}: {reason}; the client's log has the details"
-    reported = {"refused": str(error) if isinstance(error, MessageError) else without_details, "kind": kind}
+    is_for_server = isinstance(error, MessageError | DeclinedError)
+    reported = {"refused": str(error) if is_for_server else without_details, "kind": kind}
     return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)

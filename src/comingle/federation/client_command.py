@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
+from comingle.federation.conditions import limit_threads, lower_priority
 from comingle.federation.flower.app_status import FOLDER as FLOWER
 from comingle.federation.flower.client import CallQueue, FleetClient, Handle, participate
 from comingle.federation.flower.client_app import User
@@ -67,10 +68,25 @@ def take_part(
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
             locks.enter_context(locked(state))  # Two processes must not share a user's state.
             save_participant(state / FILE, participant)
+        participants = _limit_process(participants)
         if supernode:
             _run_supernode(participants[0])
         else:
             _run_clients(participants, say, stays=stays)
+
+
+def _limit_process(participants: Sequence[Participant]) -> list[Participant]:
+    """Apply the users' limits on priority and threads to this process, and return the users with its limit on threads.
+
+    The strictest limit of any user applies to all, as they share the process. Must be called before torch is imported.
+    """
+    if niceness := max(participant.nice for participant in participants):
+        lower_priority(niceness)
+    limits = [participant.max_threads for participant in participants if participant.max_threads is not None]
+    if not limits:
+        return list(participants)
+    limit_threads(min(limits))
+    return [participant.model_copy(update={"max_threads": min(limits)}) for participant in participants]
 
 
 def _run_supernode(participant: Participant) -> None:
@@ -156,7 +172,10 @@ def _fleet_client(
 
         load_files_of_command()
         state = Path(participant.state)
-        return Client(state, participant.own, bases=bases, say=say, refuse=ending.refuse, end=ending.end).handle
+        own = participant.own
+        conditions = own.conditions(state, say=say, wait=calls.serve)  # Tasks of other users go on during a pause.
+        client = Client(state, own, bases=bases, conditions=conditions, say=say, refuse=ending.refuse, end=ending.end)
+        return client.handle
 
     address = participant.server
     assert address is not None

@@ -31,7 +31,7 @@ from comingle.privacy.base import CLIP_NORM, WITHIN, without_bound
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import FORMAT, MAX_BYTES
 from comingle.training.settings import RunPlan
-from comingle.utils.errors import MessageError
+from comingle.utils.errors import DeclinedError, MessageError
 from comingle.utils.records import MEASURES
 from comingle.utils.trees import Layout, Tree, restrict
 
@@ -100,6 +100,11 @@ class Answer:
     def refused(self) -> str:
         """Why the client did not carry out the task; empty if it did."""
         return str(self.reported.get("refused", ""))
+
+    @property
+    def declined(self) -> bool:
+        """Whether the client refused the task because of conditions of its user; it may carry out later ones."""
+        return bool(self.refused) and self.reported.get("kind") == DeclinedError.__name__
 
 
 def unpack_task(data: bytes) -> Task:

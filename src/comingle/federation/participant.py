@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -12,7 +13,15 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from comingle.config.files import read_yaml
 from comingle.config.hints import first_problem
-from comingle.config.settings import PATHS, Count, Section
+from comingle.config.settings import PATHS, Count, Section, parse_bytes
+from comingle.federation.conditions import (
+    DeviceConditions,
+    LocalTime,
+    UploadCounter,
+    Wait,
+    local_time,
+    parse_condition,
+)
 from comingle.utils.errors import RecipeError
 from comingle.utils.names import as_folder, name_problem
 from comingle.utils.records import write_text
@@ -42,6 +51,12 @@ class Own(Section):
         base: Path of the base model on this machine, if it differs from the federation's recipe.
         expects: Digests of recipe and base; the user joins no federation with others.
         max_runs: Largest number of runs in the user's folder, so that a server cannot fill the disk.
+        only_when: Conditions that all have to hold while the device trains: "idle", "plugged-in" or
+            "between HH:MM-HH:MM" in local time; one of them, or a list.
+        max_threads: Largest number of CPU threads.
+        nice: Increment of the niceness of the process, which lowers its priority.
+        max_upload_per_day: Bytes that may be sent from one local midnight to the next, as a number or a text such as
+            "50MB"; None for no limit.
     """
 
     name: str
@@ -51,6 +66,10 @@ class Own(Section):
     base: str | None = None
     expects: dict[Literal["recipe", "base"], str] = {}  # noqa: RUF012
     max_runs: Count = 20
+    only_when: tuple[str, ...] = ()
+    max_threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    nice: Annotated[int, Field(ge=0, le=19, strict=True)] = 0
+    max_upload_per_day: Count | None = None
 
     @field_validator("name")
     @classmethod
@@ -58,6 +77,53 @@ class Own(Section):
         if problem := name_problem([name]):
             raise ValueError(problem)
         return name
+
+    @field_validator("only_when", mode="before")
+    @classmethod
+    def _known_conditions(cls, conditions: object) -> object:
+        listed = [conditions] if isinstance(conditions, str) else conditions
+        for condition in listed if isinstance(listed, list | tuple) else ():
+            if isinstance(condition, str):
+                parse_condition(condition)
+        return listed
+
+    @field_validator("max_upload_per_day", mode="before")
+    @classmethod
+    def _in_bytes(cls, size: object) -> object:
+        return parse_bytes(size) if isinstance(size, str) else size
+
+    def runtime_section(self, public: dict[str, Any]) -> dict[str, Any]:
+        """Return the section ``runtime`` of the user's own recipe.
+
+        It has the federation's keys, those of the user, and at most ``max_threads`` threads.
+
+        Args:
+            public: The section ``runtime`` of the federation's recipe.
+        """
+        runtime = {**public, **self.runtime}
+        if self.max_threads is not None:
+            runtime["threads"] = min(self.max_threads, runtime.get("threads") or os.cpu_count() or 1)
+        return runtime
+
+    def conditions(
+        self,
+        state: Path,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        wait: Wait = time.sleep,
+        clock: LocalTime = local_time,
+    ) -> DeviceConditions:
+        """Return the conditions under which this user's device trains, and its limit on uploads.
+
+        Args:
+            state: The user's state folder.
+            say: Called with each line to show to the user.
+            wait: Waits between two checks of conditions that do not hold.
+            clock: Returns the local time.
+        """
+        conditions = [parse_condition(text, wait) for text in self.only_when]
+        uploads = UploadCounter(state, self.max_upload_per_day, clock)
+        return DeviceConditions(conditions, uploads=uploads, say=say, wait=wait, clock=clock)
 
     def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
         """Return the section ``data`` of the user's own recipe: the federation's options, and the user's data source.

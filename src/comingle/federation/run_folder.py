@@ -70,7 +70,7 @@ class ClientStatus:
         test: Its last test score, if it reports one.
         epsilon: Spent privacy budget, if the recipe has ``privacy``.
         counted: Weight of its last upload under the rule of ``aggregation``, if there is one.
-        why: Reason of its last failure.
+        why: Reason of its last failure, or why it declined its last task.
     """
 
     state: str = "expected"

@@ -71,7 +71,7 @@ def _show_event(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")
-    elif kind in ("failed", "rejected"):
+    elif kind in ("failed", "rejected", "declined"):
         say(f"{event['user']}: {event['reason']}")
     elif kind == "no_sum":
         say(str(event["reason"]))

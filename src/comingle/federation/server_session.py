@@ -68,6 +68,7 @@ class ClientSession:
         joined: Values that it reported when it joined; None before it joins and after it refuses a task.
         examples: Number of its examples, if single examples are protected; None before it joins.
         refusal: Why it does not join; empty if it does.
+        declined: Why it declined its last task; empty if it did not.
         is_present: Whether it was connected when the channel was last asked.
         is_away: Whether it timed out; the server does not wait for it until it reconnects or joins.
         join_asked: When it got its first join task since it connected, in seconds of the monotonic clock.
@@ -80,6 +81,7 @@ class ClientSession:
     joined: Mapping[str, Any] | None = None
     examples: int | None = None
     refusal: str = ""
+    declined: str = ""
     is_present: bool = False
     is_away: bool = False
     join_asked: float | None = None
@@ -377,6 +379,17 @@ class ServerSession:
         if is_new:
             self.observe({"event": "failed", "user": name, "reason": why})
 
+    def log_decline(self, name: str, why: str) -> None:
+        """Log that a client declined its task, as a warning and as an event of the run; it gets later tasks as usual.
+
+        Args:
+            name: Name of the user.
+            why: The reason, which begins with "declined".
+        """
+        self.clients[name].declined = why
+        logger.warning("user %r: %s; the round continues without it", name, why, extra=AN_EVENT)
+        self.observe({"event": "declined", "user": name, "reason": why})
+
 
 class TaskQueue:
     """Sends tasks to several clients concurrently and collects their answers until a timeout.
@@ -423,6 +436,8 @@ class TaskQueue:
         as away, so that later rounds do not wait for them, unless they are still loading.
         """
         session = self.session
+        for name in self.pending:
+            session.clients[name].declined = ""
         while self.pending:
             # The channel reads the requests again and again, as clients connect, join and may be asked again.
             requests = _DueRequests(self._due_requests)
@@ -601,7 +616,8 @@ class TaskQueue:
         """Process a client's reply to its join task or task.
 
         If request or reply was lost, the request is sent again after a pause. A client refuses a task if the task does
-        not fit its state. It is then left out of this queue and joins again, and reports its state.
+        not fit its state. It is then left out of this queue and joins again, and reports its state. A client that
+        declines a task because of conditions of its user is only left out of this queue.
 
         Args:
             name: Name of the user.
@@ -621,6 +637,9 @@ class TaskQueue:
         self._failed.pop(name, None)  # The client works again, so its next failure is logged even if it is the same.
         if is_join:
             self._process_join(name, task, answer)
+        elif answer.declined:
+            self.pending.discard(name)
+            self.session.log_decline(name, answer.refused)
         elif answer.refused:
             self.pending.discard(name)
             self.session.clients[name].joined = None  # It gets a join task again, and reports its last task.

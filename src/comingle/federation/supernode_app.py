@@ -13,10 +13,15 @@ from comingle.methods.user_files import load_files_of_command
 from comingle.utils.errors import RecipeError
 
 
-def answer(user: User, request: bytes) -> bytes:
+def answer(user: User, request: bytes, deadline: float) -> bytes:
     """Load a user's file and state, and answer one request of the server.
 
     Flower's SuperNode starts a new process for each request, so nothing stays in memory between two requests.
+
+    Args:
+        user: The user, with its state folder and file.
+        request: The request.
+        deadline: Time until which the server waits for the answer, in seconds since 1970.
 
     Raises:
         RecipeError: The user's file is missing or wrong.
@@ -27,7 +32,7 @@ def answer(user: User, request: bytes) -> bytes:
     load_files_of_command()
     own = load_participant(user.config, name=user.name, state=str(user.state)).own
     with FileLock(user.state / "message.lock"):  # The server may repeat a request while this one is answered.
-        return Client(user.state, own, say=_say).handle(request)
+        return Client(user.state, own, say=_say).handle(request, deadline)
 
 
 def _say(line: str) -> None:

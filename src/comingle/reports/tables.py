@@ -490,7 +490,7 @@ def _participants_title(content: JsonMapping) -> str:
 
 
 def _participant_row(name: str, user: JsonMapping, measure: str) -> tuple[str | Text, ...]:
-    """Return the cells of a client's row without the optional columns; the last one says why a client is away.
+    """Return the cells of a client's row without the optional columns; the last one says why it is away or declined.
 
     Args:
         name: The user's name.

@@ -11,6 +11,7 @@
     ├── NoSumError           secure aggregation: too few users for a sum, so the round has none
     ├── PluginError          an installed plug-in: cannot be imported, or its name is taken
     ├── MessageError         a message between users and server: truncated, modified, of another version
+    ├── DeclinedError        a client does not carry out a task, as its user's conditions do not hold
     └── DivergenceError      a loss became NaN or infinite (which user, which round)
 
 Each message is one line with the place, the mistake, the value and the allowed values. Broken invariants of our own
@@ -92,6 +93,10 @@ class NoSumError(ComingleError):
 
 class MessageError(ComingleError):
     """A message cannot be read."""
+
+
+class DeclinedError(ComingleError):
+    """A client does not carry out a task; the reason is one that the server may see."""
 
 
 class PluginError(ComingleError):

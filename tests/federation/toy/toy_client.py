@@ -52,7 +52,7 @@ def main() -> None:
         return False
 
     try:
-        client = FleetClient(user, server, lambda: lambda request: answer(user, request), calls, say)
+        client = FleetClient(user, server, lambda: lambda request, deadline: answer(user, request), calls, say)
         participate([client], calls, until)
     except ComingleError as error:
         say(str(error))

@@ -7,7 +7,6 @@ thread.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,34 +27,54 @@ _MAX_FAILURES = 10
 """Limit on unexpected failures of a message loop."""
 _FIRST_RESTART_SECONDS, _LAST_RESTART_SECONDS = 1.0, 20.0
 
-Handle = Callable[[bytes], bytes]
-"""Answers a request."""
+Handle = Callable[[bytes, float], bytes]
+"""Answers a request; gets the time until which the server waits for the answer, in seconds since 1970."""
 
 Result = TypeVar("Result")
 
 
 class CallQueue:
-    """Function calls that other threads request and one thread makes."""
+    """Function calls that other threads request and one thread makes.
+
+    A call that has to wait may call :meth:`serve` itself, so that calls of other users are made meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]]] = queue.SimpleQueue()
+        self._calls: list[tuple[str, Future[object], Callable[[], object]]] = []
+        self._changed = threading.Condition()
+        self._active: set[str] = set()  # users whose calls are being made
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Return the result of a function that the thread of :meth:`serve` calls; raise what the function raises."""
+    def call(self, function: Callable[[], Result], *, user: str = "") -> Result:
+        """Return the result of a function that the thread of :meth:`serve` calls; raise what the function raises.
+
+        Args:
+            function: The function.
+            user: The user that it belongs to. Calls for the same user are made one after another.
+        """
         future: Future[Result] = Future()
-        self._calls.put((future, function))  # type: ignore[arg-type]  (each function has a future of its type)
+        with self._changed:
+            self._calls.append((user, future, function))  # type: ignore[arg-type]  (each function has a future of its type)
+            self._changed.notify()
         return future.result()
 
     def serve(self, seconds: float) -> None:
         """Wait up to ``seconds`` for a requested call, and make it."""
-        try:
-            future, function = self._calls.get(timeout=seconds)
-        except queue.Empty:
-            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._next_call() is not None, timeout=seconds)
+            if (index := self._next_call()) is None:
+                return
+            user, future, function = self._calls.pop(index)
+        self._active.add(user)
         try:
             future.set_result(function())
         except Exception as error:
             future.set_exception(error)
+        finally:
+            self._active.discard(user)
+
+    def _next_call(self) -> int | None:
+        """Return the index of the first call for a user without a call in progress; None if there is none."""
+        return next((index for index, (user, *_) in enumerate(self._calls) if user not in self._active), None)
 
 
 class FleetClient:
@@ -82,7 +101,11 @@ class FleetClient:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         node_id_file = folder / "place"
         self._connection = FleetConnection(server, node_id_file, say)
-        app = make_client_app(lambda _, request: calls.call(lambda: self._answer(request)), self._refuse)
+
+        def ask(user: User, request: bytes, deadline: float) -> bytes:
+            return calls.call(lambda: self._answer(request, deadline), user=user.name)
+
+        app = make_client_app(ask, self._refuse)
         node_config = {"name": user.name, "state": str(user.state)}
         self._loop = MessageLoop(self._connection, app, node_config, say)
         self._thread = threading.Thread(target=self._exchange, name=f"messages of {user.name}", daemon=True)
@@ -95,10 +118,14 @@ class FleetClient:
         """Unregister from the server and end the thread."""
         self._connection.close()
 
-    def _answer(self, request: bytes) -> bytes:
+    def _answer(self, request: bytes, deadline: float) -> bytes:
         """Return the answer to a request of the server.
 
         The first request loads torch and the code that answers. If loading fails, the client cannot take part.
+
+        Args:
+            request: The request.
+            deadline: Time until which the server waits for the answer, in seconds since 1970.
         """
         if self._handle is None:
             self._say(f"connected to {self._address}; loading the base model and the data")
@@ -107,7 +134,7 @@ class FleetClient:
             except ComingleError as error:
                 self.refusal = str(error)
                 raise
-        return self._handle(request)
+        return self._handle(request, deadline)
 
     def _refuse(self, reason: str) -> None:
         self.refusal = f"refused: {reason}"

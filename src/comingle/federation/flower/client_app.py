@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import time
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping
@@ -280,8 +281,8 @@ def _read_mapping(config: Path) -> dict[str, object]:
 _SHOWN_BYTES = 1000
 """Limit on the bytes of a refusal that are shown."""
 
-Ask = Callable[[User, bytes], bytes]
-"""Answers a user's request."""
+Ask = Callable[[User, bytes, float], bytes]
+"""Answers a user's request; gets the time until which the server waits for the answer, in seconds since 1970."""
 
 
 def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
@@ -317,8 +318,9 @@ def make_client_app(ask: Ask, refuse: Callable[[str], None]) -> ClientApp:
     @client_app.train()
     def train(message: Message, context: Context) -> Message:
         """Answer a request."""
+        deadline = time.time() + message.metadata.ttl  # not from `created_at`: the server's clock may differ
         try:
-            content = wrap(ask(read_user(context.node_config), request_of(message)))
+            content = wrap(ask(read_user(context.node_config), request_of(message), deadline))
         except (ComingleError, OSError) as error:
             content = wrap_failure(str(error))
         return Message(content, reply_to=message)
