@@ -433,7 +433,7 @@ class CanaryScores:
         """
         users = range(len(self.canaries.own))
         attackers = [(user + 1) % len(users) for user in users]  # the last user is attacked by the first
-        # The models that were published last, to "other users": row u is the download of user u + 1.
+        # Row u: the newest model that the attacker of user u, who belongs to the view "other users", has downloaded.
         downloads = self.last_published.models_before(USERS, users)
         losses = self.attacker.losses(attackers, downloads, self.canaries.windows(users, REFERENCES))
         own, references = losses[:, :1], losses[:, 1:]
@@ -476,7 +476,8 @@ def run_trial(
     """
     users, base = run_data.users, run_data.base
     assert base is not None
-    # Each trial has a seed of its own, and none has that of the audited run.
+    # Training in a trial has a seed of its own, different from that of the audited run. Canaries are drawn from the
+    # audited run's seed and the trial's number.
     trial_recipe = recipe.with_changes({"seed": recipe.seed + 1 + trial})
     vocabulary = int(base.model.config.vocab_size)
     draw_key = {"seed": recipe.seed, "trial": trial}

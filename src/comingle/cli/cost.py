@@ -85,8 +85,8 @@ def cluster_of(
         gpus: GPUs per machine, with a process for each.
         processes: Processes per machine.
         threads: Threads per process.
-        step: Seconds of a local step of one user in a process; None if it is measured later, on this machine. It is
-            only checked here: with GPUs, measuring needs a GPU.
+        step: Seconds of a local step of one user in a process; None if it is measured later, which with ``gpus`` needs
+            a GPU on this machine. It is not part of the result.
         cores: Cores per machine; None for those of this machine.
         price: Price of a machine per hour.
         link: Bandwidth between machines, in bytes per second.

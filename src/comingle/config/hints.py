@@ -361,7 +361,8 @@ def problems_of(
     with_unknown_keys = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
     chosen: dict[tuple[str, ...], ErrorDetails] = {}  # by the keys of their places
     for problem in problems:
-        # Without names of types: pydantic's for branches of a union, and at the end also plain ones, such as "int".
+        # pydantic puts names of types into the location: those of branches of a union anywhere, plain ones such as
+        # "int" only at the end. Both are removed.
         place = tuple(str(part) for part in problem["loc"] if not str(part).startswith(_UNION_BRANCHES))
         place = place[:-1] if place and place[-1] in _PLAIN_TYPES else place
         # A missing key in a section with an unknown key is probably misspelt there; the unknown key is reported.

@@ -381,8 +381,8 @@ def run_price(seconds: float, machines: int, price: float) -> float:
 ROUNDS = 5
 """Number of measured rounds, the first of which warms up and is not counted."""
 
-FEW = 4
-"""In some rounds only ``1 / FEW`` of the users send, in others all; the difference is the time that users take."""
+MANY_PER_FEW = 4
+"""In some rounds one of so many users sends, in others all; the difference is the time that users take."""
 
 MAX_TRAINED, MAX_SENDING, MAX_STATE_BYTES = 128, 1024, 2**28
 """Limits per process: users that train together, users that send without training, and bytes of their tensors."""
@@ -414,7 +414,7 @@ def main() -> None:
 
 
 def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[str, object]:
-    """Measure all parts of a round in this process, together with others if there are any.
+    """Measure all parts of a round, in this process and in the other processes of ``ranks`` at the same time.
 
     Local steps are timed with ``own_users`` participants, and with a full cohort (as many users as train in one batch),
     as a smaller batch takes longer per user. The rest of a round is timed in rounds without local steps, with few and
@@ -423,10 +423,11 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
     Args:
         recipe: The recipe, with few local steps.
         own_users: Participants per process in the planned run.
-        ranks: The processes; None for one process.
+        ranks: The group of processes; None for one process.
 
     Returns:
-        Seconds, sizes and counts, for JSON: the keys of :class:`comingle.cost.machines.Measured`.
+        Seconds, sizes and counts, for JSON: the keys of :class:`comingle.cost.machines.Measured`. ``own_user_s`` is the
+        time per user of local steps with ``own_users`` participants, ``user_s`` that with a full cohort.
     """
     num_processes = 1 if ranks is None else ranks.size
     run_data = prepare(recipe)
@@ -447,7 +448,7 @@ def measure_parts(recipe: Recipe, own_users: int, ranks: Ranks | None) -> dict[s
         cohort_seconds, _other_seconds = time_rounds(federation, cohort_size, num_processes)
         cohort_user_seconds = cohort_seconds / cohort_size
     # Everything else, with few and with many participants.
-    few_users = max(1, built_users // FEW)
+    few_users = max(1, built_users // MANY_PER_FEW)
     with skip_local_steps():
         _no_seconds, seconds_with_few = time_rounds(federation, few_users, num_processes)
         _no_seconds, seconds_with_many = time_rounds(federation, built_users, num_processes)

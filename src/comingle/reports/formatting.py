@@ -219,7 +219,9 @@ def change_text(difference: float, measure: str) -> str:
 
 
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
-    """Return an interval of changes as text, with one more digit if it is narrow.
+    """Return the confidence interval of a change as text: factors for losses, else signed numbers.
+
+    Signed numbers have one decimal, or two if the interval is narrower than 1.
 
     Args:
         bounds: Both ends: per cent or percentage points, for losses logarithms to base 10 (see :func:`change`).

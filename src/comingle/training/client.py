@@ -383,9 +383,9 @@ class Users(Roster):
         """Return some users as a cohort that is trained in one batch.
 
         Args:
-            rows: Rows of the cohort.
+            rows: Rows of these users in the state; a user has several rows if the method trains copies of its model.
             round_number: The round, counted from 0.
-            looks_back: Whether the cohort keeps a copy of its tensors as they are now.
+            looks_back: Whether the cohort keeps a copy of its tensors as they are now, in ``before``.
             state: State to take the rows from; that of all users if None.
         """
         part = (state or self.state).take(rows)

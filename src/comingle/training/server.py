@@ -497,8 +497,8 @@ def _one_per_user(values: Tensor, users: int) -> Tensor:
 def _initial_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
     """Return the initial models of the server: one, or several with different weights if the method keeps several.
 
-    Users start from the first model. Nets have the initial weights of the other models in ``other_initial_rows``;
-    those of adapters are drawn here.
+    Users start from the first model, which is always drawn here. The others are ``model.other_initial_rows`` if the
+    model has them, as nets do; otherwise they are drawn here, too.
     """
     num_models, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)

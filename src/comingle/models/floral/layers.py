@@ -747,7 +747,8 @@ def _centre_factors(
 
     Each difference is factorised again, truncated to the factors' width (the rank) by an SVD. No difference is computed
     at full size: with the QR decompositions ``[O_1 .. O_C] = Q_O R_O`` and ``[I_1^T .. I_C^T] = Q_I R_I`` a difference
-    is ``Q_O (R_O D_c R_I^T) Q_I^T`` with a diagonal D_c (:func:`_deviations`). So the SVD is that of a square matrix
+    is ``Q_O (R_O D_c R_I^T) Q_I^T``. The diagonal matrix D_c has ``[k = c] - p(k)`` at the columns of
+    cluster k (:func:`_deviations`). So the SVD is that of a square matrix
     with at most C * width rows.
 
     Args:
@@ -773,7 +774,7 @@ def _centre_factors(
     right, right_core = torch.linalg.qr(all_inner.mT)  # Q_I and R_I
     # R_O D_c R_I^T of each cluster c: (..., clusters, groups, m, n)
     core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
-    u, values, v = _truncated_svd(core, geometry.width)
+    u, values, v_t = _truncated_svd(core, geometry.width)
     # A singular value counts as zero if it is below the rounding error of products of the factors' size.
     scale = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)  # (..., groups)
     is_zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]  # (..., clusters, groups, width)
@@ -781,8 +782,9 @@ def _centre_factors(
     root = values.sqrt().masked_fill(is_zero, 0)
     new_outer = left.unsqueeze(-4) @ (u * root.unsqueeze(-2))
     # With a singular value of zero both factors would be zero: a saddle point without gradients. There the inner factor
-    # keeps its row, which differs between clusters so that equal clusters can still diverge; the product stays zero.
-    new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, (root.unsqueeze(-1) * v) @ right.mT.unsqueeze(-4))
+    # keeps its row. Rows were initialised differently in each cluster, so equal clusters can still diverge. The product
+    # stays zero.
+    new_inner = torch.where(is_zero.unsqueeze(-1), inner_matrices, (root.unsqueeze(-1) * v_t) @ right.mT.unsqueeze(-4))
     return (
         mean,
         geometry.inner_from_matrix(new_inner).to(inner.dtype),

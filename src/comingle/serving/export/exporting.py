@@ -49,13 +49,13 @@ from comingle.serving.export.networks import (
     changes_of,
     check_same_logits,
     check_sparse,
+    format_hint,
     is_mixture,
     needs_eager_experts,
     plain_changes,
     plain_network,
     routing_of,
     sparse_network,
-    suggested_format,
     unsupported_mixing,
     why_not_plain,
     write_peft,
@@ -618,7 +618,7 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
         DataError: The model cannot be written as a single LoRA, for example if it is a mixture of experts.
     """
     if why := why_not_plain(source):
-        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {suggested_format(source)}")
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {format_hint(source)}")
     base = source.model.base
     rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[number_format])
     generation_of(base, source.about).save_pretrained(draft)
@@ -709,7 +709,7 @@ def _exact_network(source: Source) -> tuple[PreTrainedModel, str]:
         if mixing := unsupported_mixing(source):
             raise DataError(
                 f"user {source.name!r}: its experts are {mixing}, which no architecture of transformers supports; "
-                f"{suggested_format(source)}"
+                f"{format_hint(source)}"
             )
         check_sparse(source.name, base.model.config)
         routing = routing_of(source)

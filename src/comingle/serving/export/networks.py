@@ -281,12 +281,12 @@ def is_mixture(source: Source) -> bool:
     return bool(why_not_plain(source))
 
 
-def suggested_format(source: Source) -> str:
-    """Return the end of an error message that suggests a format for a mixture."""
+def format_hint(source: Source) -> str:
+    """Return the end of an error message: the ``--format`` with which a model that mixes experts can be exported."""
     is_exact = not why_not_sparse(source.model.base.model.config) and not unsupported_mixing(source)
     if is_exact:
         return "--format transformers is exact"
-    return "--format merged-approximately measures what a plain model loses"
+    return "--format merged-approximately exports a plain model and measures how much worse it is"
 
 
 def unsupported_mixing(source: Source) -> str:

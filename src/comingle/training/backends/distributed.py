@@ -68,8 +68,10 @@ _CHUNK_ENTRIES = 2**22
 """Number of entries that are converted to float64 at a time."""
 
 
-def terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) -> Float[Tensor, "users ..."]:
-    """Return ``weight_u t_u`` of each user u in float64, in which products of float32 are exact.
+def weighted_terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) -> Float[Tensor, "users ..."]:
+    """Return the terms ``weight_u t_u`` of the weighted sum over users u, in float64.
+
+    The weights are rounded to the dtype of ``t``, as float64 holds the product of two float32 numbers exactly.
 
     Args:
         t: A tensor of all users.
@@ -86,7 +88,11 @@ def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
 
 def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
     """Return the largest magnitude of ``weight_u t_u`` in float64; 0 without users."""
-    maxima = [terms(chunk, chunk_weights).abs().max() for chunk, chunk_weights in _chunks(t, weights) if chunk.numel()]
+    maxima = [
+        weighted_terms(chunk, chunk_weights).abs().max()
+        for chunk, chunk_weights in _chunks(t, weights)
+        if chunk.numel()
+    ]
     return torch.stack(maxima).max().cpu() if maxima else torch.zeros((), dtype=torch.float64)
 
 
@@ -138,7 +144,7 @@ def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
     total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
     # Only one chunk of users at a time is in float64, which takes more memory.
     for chunk, chunk_weights in _chunks(t, weights):
-        total += _times_power_of_two(terms(chunk, chunk_weights), shift).round().long().sum(0)
+        total += _times_power_of_two(weighted_terms(chunk, chunk_weights), shift).round().long().sum(0)
     return total
 
 

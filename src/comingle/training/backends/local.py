@@ -226,7 +226,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})  # for progress bars
         started = time.perf_counter()
         scores, valid_losses = self._score(done)
-        if self._amounts is not None:  # the first evaluation since the interval was computed: warn if it is slow
+        # The rounds between evaluations were chosen from an estimate. The first evaluation shows how long one takes.
+        if self._amounts is not None:
             seconds = time.perf_counter() - started
             warn_of_share(clients.plan, self._amounts, len(clients.population_names), seconds=seconds)
             self._amounts = None
