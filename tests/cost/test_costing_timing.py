@@ -241,7 +241,7 @@ def test_evaluations_are_planned_as_often_as_a_run_has_them() -> None:
     "changes", [{"adapters.rank": [2, 4]}, {"method": {"name": "comigs-1gxs", "specialists": [1, 2]}}]
 )
 def test_users_who_are_unlike_stand_for_nobody(changes: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"--machines: (adapters\.rank|specialists) "):
+    with pytest.raises(RecipeError, match=r"--machines: (adapters\.rank|method\.specialists) "):
         measure(recipe_of("random:llama", "fedavg").with_changes(changes), HERE, 2)
 
 

@@ -382,7 +382,7 @@ ROUNDS = 5
 """Number of measured rounds, the first of which warms up and is not counted."""
 
 MANY_PER_FEW = 4
-"""In some rounds one of so many users sends, in others all; the difference is the time that users take."""
+"""In some rounds one of this number of users sends, in others all; the difference is the time that users take."""
 
 MAX_TRAINED, MAX_SENDING, MAX_STATE_BYTES = 128, 1024, 2**28
 """Limits per process: users that train together, users that send without training, and bytes of their tensors."""
