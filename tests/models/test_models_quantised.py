@@ -97,7 +97,7 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_code_unpacks_the_same_weights(bits: Any, dtype: torch.dtype) -> None:
+def test_native_code_unpacks_the_same_weights(bits: Any, dtype: torch.dtype, processor: str) -> None:
     code = CODES[bits]
     assert cpu.enable(cache_folder() / "native")
     for shape in ((64, 96), (7, 13), (1, 3)):

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.native_code import compile_once
+from tests.native_code import compile_once, emulated, processor
 
 from comingle.models.kernels import convolutions
+
+__all__ = ["emulated", "processor"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_layers() -> Path:
     """Return the cache folder with the library in it."""
     return compile_once("convolutions", convolutions.enable)
+
+
+@pytest.fixture
+def layers(compiled_layers: Path, processor: str) -> None:
+    """The native code for this machine or another one."""
+    assert convolutions.enable(compiled_layers)

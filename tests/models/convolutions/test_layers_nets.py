@@ -95,12 +95,14 @@ LAYERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("batch", [1, 11])
+@pytest.mark.usefixtures("layers")
 def test_layers_of_all_users_are_those_of_each(name: str, batch: int) -> None:
     torch.manual_seed(0)
     agree(nn.Sequential(*LAYERS[name]()), draw(USERS, batch, 3, 7, 8))
 
 
 @pytest.mark.parametrize(("channels", "side"), [(3, 20), (8, 9), (48, 2), (16, 1)])
+@pytest.mark.usefixtures("layers")
 def test_gradients_at_weights_are_sums_over_places_and_images(channels: int, side: int) -> None:
     """Images wider than a sweep and of one place, more channels than there are sums at once; by a loop over taps."""
     x, dy = draw(USERS, 18, channels, side, side), draw(USERS, 18, 10, side, side, seed=1)

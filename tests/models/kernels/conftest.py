@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.native_code import compile_once, seeded_on_one_thread
+from tests.native_code import compile_once, emulated, processor, seeded_on_one_thread
 
 from comingle.models.kernels import cpu
 from comingle.models.kernels import expert_mlp as mixtures
 
-__all__ = ["seeded_on_one_thread"]  # around each of these tests
+__all__ = ["emulated", "processor", "seeded_on_one_thread"]  # the latter around each of these tests
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def compiled_once() -> Path:
 
 
 @pytest.fixture
-def library(compiled_once: Path) -> Iterator[None]:
+def library(compiled_once: Path, processor: str) -> Iterator[None]:
     """The native code switched on, and off again."""
     assert mixtures.enable(compiled_once)
     assert cpu.enable(compiled_once)
