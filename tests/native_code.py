@@ -91,6 +91,7 @@ def use_emulated(load: Callable[..., EmulatedLibrary], monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "load_library", load)
         monkeypatch.setattr(module, "_library", None)
     monkeypatch.setattr(expert_mlp, "_loaded", None)
+    EmulatedLibrary.memory.clear()
     data_ptr = Tensor.data_ptr
 
     def recorded(tensor: Tensor) -> int:
@@ -105,7 +106,7 @@ class EmulatedLibrary:
     """A native library for another processor; each call is a process in an emulator, which gets and returns memory."""
 
     memory: dict[int, torch.UntypedStorage] = {}  # noqa: RUF012 (of all libraries)
-    """Memory behind each address that was asked for since the last call."""
+    """Memory behind each address that the test has asked for; a struct may keep addresses for later calls."""
 
     def __init__(self, caller: Path, library: Path) -> None:
         # A processor without any extension, such as that of a Raspberry Pi 4.
@@ -126,27 +127,27 @@ class EmulatedFunction:
         self._command = command
 
     def __call__(self, reference: Any) -> Any:
-        argument, memory = reference._obj, dict(EmulatedLibrary.memory)
-        EmulatedLibrary.memory.clear()
-        blocks = {storage.data_ptr(): storage for storage in memory.values()}
-        numbers, pointers, content = list(blocks), [], bytes(argument)
-        for offset in pointers_of(type(argument)):
-            (address,) = struct.unpack_from("q", content, offset)
-            if address:
-                first = memory[address].data_ptr()
-                pointers += [offset, numbers.index(first), address - first]
-        sizes = [storage.nbytes() for storage in blocks.values()]
-        header = [len(content), len(blocks), len(pointers) // 3, *sizes, *pointers]
-        given = [ctypes.string_at(first, size) for first, size in zip(numbers, sizes, strict=True)]
-        request = b"".join([struct.pack(f"{len(header)}q", *header), content, *given])
+        argument, memory = reference._obj, EmulatedLibrary.memory
+        content = bytes(argument)
+        given = {at: struct.unpack_from("q", content, at)[0] for at in pointers_of(type(argument))}
+        given = {at: address for at, address in given.items() if address}
+        blocks = {(storage := memory[address]).data_ptr(): storage.nbytes() for address in given.values()}
+        firsts, sizes, pointers = list(blocks), list(blocks.values()), []
+        for at, address in given.items():
+            first = memory[address].data_ptr()
+            pointers += [at, firsts.index(first), address - first]
+        header = [len(content), len(blocks), len(given), *sizes, *pointers]
+        request = b"".join([struct.pack(f"{len(header)}q", *header), content, *map(ctypes.string_at, firsts, sizes)])
         done = subprocess.run(self._command, input=request, capture_output=True)
         assert done.returncode == 0, done.stderr
         (result,) = struct.unpack_from("q", done.stdout)
         at = struct.calcsize("q")
-        for first, size in zip(numbers, sizes, strict=True):
+        for first, size in zip(firsts, sizes, strict=True):
             ctypes.memmove(first, done.stdout[at : at + size], size)
             at += size
         assert at == len(done.stdout)
+        if self.restype is ctypes.c_bool:
+            return bool(result & 0xFF)  # the other bits of the register mean nothing
         return None if self.restype is None else self.restype(result).value
 
 

@@ -1,4 +1,4 @@
-"""A tiny real model, a tiny saved one, and a cache that belongs to the test."""
+"""A tiny real model, a tiny saved one, a cache that belongs to the test, and native code for two processors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.native_code import emulated, processor
 
 from comingle.models.loading import is_hub_reachable, load_base
 from comingle.models.random_bases import byte_tokenizer
+
+__all__ = ["emulated", "processor"]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.native_code import compile_once, emulated, processor, seeded_on_one_thread
+from tests.native_code import compile_once, seeded_on_one_thread
 
 from comingle.models.kernels import expert_mlp
 
@@ -16,7 +16,7 @@ if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)
 
 
-__all__ = ["emulated", "processor", "seeded_on_one_thread"]  # the latter around each of these tests
+__all__ = ["seeded_on_one_thread"]  # around each of these tests
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.native_code import compile_once, emulated, processor
+from tests.native_code import compile_once
 
 from comingle.models.kernels import convolutions
-
-__all__ = ["emulated", "processor"]
 
 
 @pytest.fixture(scope="session", autouse=True)
