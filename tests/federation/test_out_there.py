@@ -38,9 +38,11 @@ SECONDS = 400
 
 
 @contextmanager
-def command(folder: Path, name: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+def command(
+    folder: Path, name: str, *arguments: object, python: str | Path = sys.executable
+) -> Iterator[subprocess.Popen[bytes]]:
     """``comingle`` with some arguments; what it prints goes to ``NAME.txt``."""
-    line = [sys.executable, "-c", "from comingle.cli import main; main()", *map(str, arguments)]
+    line = [str(python), "-c", "from comingle.cli import main; main()", *map(str, arguments)]
     with (folder / f"{name}.txt").open("wb") as out:
         process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     try:

@@ -177,7 +177,7 @@ def client(
 
     One process can take part for several users, who then share the base model in memory.
     """
-    require_flower()
+    require_flower(complete=supernode)
     paths = {"state": state, "certificates": certificates, "key": key}
     options: dict[str, Any] = {
         "data": _make_absolute(data),

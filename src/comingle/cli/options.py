@@ -41,14 +41,24 @@ def status(message: str) -> Iterator[None]:
         yield
 
 
-def require_flower() -> None:
+def require_flower(*, complete: bool = True) -> None:
     """Check that Flower is installed.
 
+    Args:
+        complete: Check also the packages that Flower imports in a server, but not in a client. They are absent after
+            an installation for small devices, which is described in ``docs/install.md``.
+
     Raises:
-        PluginError: Flower is missing. The message says how to install it.
+        PluginError: Flower or one of these packages is missing. The message says how to install it.
     """
     if find_spec("flwr") is None:
         raise PluginError("flwr is not installed; install it with `pip install 'comingle[flower]'`")
+    absent = [name for name in ("alembic", "sqlalchemy", "uvicorn") if find_spec(name) is None]
+    if complete and absent:
+        raise PluginError(
+            f"{absent[0]} is not installed, which flwr needs for all but `comingle client`, for which "
+            "`pip install 'comingle[device]'` suffices; install it with `pip install 'comingle[flower]'`"
+        )
 
 
 def line_printer(*, quiet: bool) -> Callable[[str], None]:

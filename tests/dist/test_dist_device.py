@@ -1,0 +1,141 @@
+"""A client on a small device: the packages that it needs, for which processors there are wheels, and other systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
+from tests.federation.test_out_there import SECONDS, Place, command
+
+from comingle.runs import api
+
+__all__ = ["nothing_is_left"]  # around each of these tests
+
+REPOSITORY = Path(__file__).parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+UNUSED = {"scipy"}
+"""Dependencies that docs/install.md removes from a small device."""
+NEEDED = [r for r in PROJECT["dependencies"] if Requirement(r).name not in UNUSED]
+NEEDED += PROJECT["optional-dependencies"]["device"]
+(FLOWER,) = (r for r in PROJECT["optional-dependencies"]["flower"] if Requirement(r).name == "flwr")
+
+
+def with_dependencies(requirements: Iterable[str]) -> dict[str, Distribution]:
+    """The distributions of this environment that some requirements need, by name."""
+    found: dict[str, Distribution] = {}
+    left = [Requirement(text) for text in requirements]
+    while left:
+        requirement = left.pop()
+        name = canonicalize_name(requirement.name)
+        is_asked = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if is_asked and name not in found:
+            found[name] = distribution(name)
+            left += [Requirement(text) for text in found[name].requires or ()]
+    return found
+
+
+def link(package: Distribution, folder: Path) -> None:
+    """Link what a distribution has installed; packages of a namespace one by one."""
+    paths = [path for path in package.files or () if path.parts[0] not in ("..", "__pycache__")]
+    files = {str(path) for path in paths}
+    for path in paths:
+        is_namespace = len(path.parts) > 2 and f"{path.parts[0]}/__init__.py" not in files
+        entry = Path(*path.parts[: 2 if is_namespace and not path.parts[0].endswith("-info") else 1])
+        target = folder / entry
+        target.parent.mkdir(exist_ok=True)
+        if not target.exists():
+            target.symlink_to(package.locate_file(entry))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the packages of the extra ``device``, flwr itself, and nothing else."""
+    folder = tmp_path_factory.mktemp("device")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for package in (*with_dependencies(NEEDED).values(), distribution("flwr"), distribution("comingle")):
+        link(package, packages)
+    for path in packages.glob("*comingle*.pth"):
+        path.unlink()  # another checkout may be installed
+    (packages / "this.pth").write_text(f"{REPOSITORY / 'src'}\n")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_client_takes_part_with_the_packages_of_the_extra(
+    device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe)
+    with command(tmp_path, "server", *here.server()) as server:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        with (
+            command(tmp_path, "ann", *here.client("ann", here.port), python=device) as ann,
+            command(tmp_path, "bob", *here.client("bob", here.port), python=device) as bob,
+        ):
+            assert server.wait(SECONDS) == 0
+            assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+@pytest.mark.slow
+def test_the_packages_of_the_extra_are_no_more_than_it_needs(device: Path) -> None:
+    """Without any one of them the client does not start; the other commands say which extra has the rest."""
+    hidden = "import sys; sys.modules[sys.argv[1]] = None; import comingle.federation.client_command"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    modules = {"grpcio": "grpc", "protobuf": "google.protobuf", "pycryptodome": "Crypto"}
+    for text in PROJECT["optional-dependencies"]["device"]:
+        name = Requirement(text).name
+        done = subprocess.run([device, "-c", hidden, modules.get(name, name)], env=environment, capture_output=True)
+        assert b"ModuleNotFoundError" in done.stderr, name
+    whole = subprocess.run([device, "-m", "comingle", "server"], env=environment, capture_output=True, text=True)
+    assert whole.returncode == 2
+    assert whole.stderr.startswith("comingle: alembic is not installed")
+    assert "comingle[flower]" in whole.stderr
+
+
+@pytest.fixture(scope="module")
+def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The newest pip, which downloads no wheel whose dependencies an index lists; skipped without an index."""
+    python = tmp_path_factory.mktemp("pip") / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--retries", "0", "install", "--quiet"]
+    subprocess.run([*command, "--upgrade", "pip"], check=True)  # succeeds without an index, too
+    look_up = ["--dry-run", "--ignore-installed", "--no-deps", FLOWER]
+    done = subprocess.run([*command, *look_up], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no package index: {done.stderr.splitlines()[-1]}")
+    return command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [True, False], ids=["torch and flwr", "the rest"])
+def test_all_has_wheels_for_64_bit_arm(alone: bool, pip: list[str], tmp_path: Path) -> None:
+    """Or is pure Python. flwr is installed alone, and pip would ask for torch's GPU libraries of this processor."""
+    torch, *others = with_dependencies(["torch"])
+    packages = ["torch", FLOWER] if alone else [*others, *PROJECT["dependencies"], *NEEDED]
+    packages = [text for text in packages if alone or Requirement(text).name != torch]
+    platforms = [f"--platform={name}_aarch64" for name in ("manylinux2014", "manylinux_2_28")]
+    options = ["--dry-run", "--target", tmp_path / "none", "--report", tmp_path / "report.json", "--python-version=3.11"]
+    options += ["--only-binary=:all:", *platforms, *(["--no-deps"] if alone else [])]
+    done = subprocess.run([*pip, *options, *packages], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    chosen = json.loads((tmp_path / "report.json").read_text())["install"]
+    wheels = {one["metadata"]["name"]: one["download_info"]["url"] for one in chosen}
+    assert len(wheels) >= len({Requirement(text).name for text in packages})
+    assert all(url.endswith(("_aarch64.whl", "-none-any.whl")) for url in wheels.values()), wheels
+    assert wheels["torch" if alone else "numpy"].endswith("_aarch64.whl")
