@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.federation.direct import federated
 
 from comingle.config import parse_recipe
 from comingle.runs import api, given
+from comingle.training.client import Clients
 from comingle.utils.files import list_checkpoints
 
 ON_TEXT = [name for name in ALL_ON_TEXT if not METHODS[name].placement.pooled]
@@ -109,6 +111,21 @@ def test_text_with_own_steps_and_batch_sizes_by_name(name: str, tmp_path: Path) 
     sizes = {"bob": 3, "ann": 1, "dan": 2, "cem": 2}
     own = {**PART, "training.local_steps": steps, "training.batch_size": sizes, "adapters.rank": {**steps, "bob": 2}}
     assert_equal(text_recipe(tmp_path, method(name), **own), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("comigs-1g1s", marks=pytest.mark.slow)])
+def test_text_with_time_limits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes between two local steps; the server normalises by the numbers of steps that users report."""
+    seconds = count()
+    monkeypatch.setattr(Clients, "clock", lambda clients: float(next(seconds)))
+    limits = {"dan": None, "ann": 2, "cem": 1, "bob": 3}
+    own = {"training.rounds": 2, "training.max_seconds_per_round": limits, "training.normalise_steps": True}
+    channel = assert_equal(text_recipe(tmp_path, method(name), **own), tmp_path)
+    assert {one["local_steps"] for one in channel.told if "local_steps" in one} == {1, 2, 3}
+    fewer = {"training.rounds": 2, "training.local_steps": {"dan": 3, "ann": 2, "cem": 1, "bob": 3}}
+    again = api.run(parse_recipe(text_recipe(tmp_path, method(name), **fewer, **{"training.normalise_steps": True})))
+    for key, user in api.load(tmp_path / "together").metrics["users"].items():
+        assert again.metrics["users"][key]["test_perplexity"] == user["test_perplexity"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,15 @@ import torch
 
 from comingle.config import load_recipe, parse_recipe
 from comingle.cost.planning import _largest_user
+from comingle.federation.messages import check_upload
+from comingle.methods.server import Received
+from comingle.protocol.messages import STEPS
 from comingle.runs import api
-from comingle.utils.errors import RecipeError, RunError
-from federations import download_all, local_round
+from comingle.training.client import Clients
+from comingle.training.server import normalise_steps
+from comingle.utils.errors import MessageError, RecipeError, RunError
+from comingle.utils.records import read_events
+from federations import download_all, exchange, local_round
 
 USERS = ("ann", "bob", "cem")
 COMIGS = {"name": "comigs", "router_every": 2, "router_steps": 1}
@@ -127,3 +136,134 @@ def test_a_batch_size_per_user_is_for_text(tmp_path: Path) -> None:
 def test_the_largest_user_is_found_by_name(recipe_file: Path) -> None:
     changes = {"method": {"name": "comigs", "specialists": 1}, "adapters.rank": {"cem": 2, "bob": 7, "ann": 3}}
     assert _largest_user(load_recipe(recipe_file).with_changes(changes), USERS) == 1
+
+
+def trained(federation: Any, rounds: int = 2) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return everybody's tensors, and what the server has, after some rounds with all users."""
+    for number in range(rounds):
+        local_round(federation, range(3), number)
+        exchange(federation, done=number + 1)
+    return federation.clients.state.rows, federation.server.kept
+
+
+@pytest.mark.parametrize("method", ["fedavg", "comigs-1g1s", "scaffold", "ditto", "fedavg+"])
+def test_users_that_run_out_of_time_equal_users_with_fewer_steps(federate: Any, method: str) -> None:
+    """A second passes between two local steps."""
+    changes = {"training.rounds": 2, "training.local_steps": 4}
+    limited = federate(method, changes={**changes, "training.max_seconds_per_round": [None, 2.0, 0.5]})
+    limited.clients.clock = map(float, count()).__next__
+    fewer = federate(method, changes={**changes, "training.local_steps": [4, 2, 1]})
+    rows, kept = trained(limited)
+    expected_rows, expected_kept = trained(fewer)
+    assert torch.equal(rows, expected_rows)
+    assert kept.keys() == expected_kept.keys()
+    assert all(torch.equal(t, expected_kept[name]) for name, t in kept.items())
+    assert limited.clients.steps_taken == {0: 4, 1: 2, 2: 1}
+
+
+def test_copies_of_a_user_take_equally_many_steps_in_its_time(federate: Any) -> None:
+    """Both copies of a user of Ditto share its time, each in a pass of its own."""
+    changes = {"training.local_steps": 6, "runtime.users_per_step": 1}
+    limited = federate("ditto", changes={**changes, "training.max_seconds_per_round": 4.0})
+    limited.clients.clock = map(float, count()).__next__
+    assert local_round(limited, range(3), 0).steps == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_round_says_how_many_steps_users_took(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = count()
+    monkeypatch.setattr(Clients, "clock", lambda clients: float(next(seconds)))
+    changes = {"training.rounds": 1, "training.max_seconds_per_round": {"cem": 1, "bob": 2, "ann": None}}
+    recipe = load_recipe(recipe_file).with_changes(changes)
+    api.run(recipe, out=tmp_path / "run")
+    (event,) = (event for event in read_events(tmp_path / "run") if event["event"] == "round")
+    assert event["local_steps"] == {"ann": 3, "bob": 2, "cem": 1}
+    assert event["tokens"] == 6 * recipe.training.batch_size * recipe.training.context
+    plain = api.run(recipe.with_changes({"training.max_seconds_per_round": None}), out=tmp_path / "plain")
+    assert all("local_steps" not in event for event in read_events(tmp_path / "plain"))
+    assert plain.recipe.fingerprint == load_recipe(recipe_file).with_changes({"training.rounds": 1}).fingerprint
+
+
+def fednova(starts: Any, uploads: Any, weights: list[float], steps: list[int]) -> Any:
+    """Return FedNova's new model, user by user: ``x + tau_eff sum_i p_i (x_i - x) / tau_i``."""
+    effective = sum(p * tau for p, tau in zip(weights, steps, strict=True))
+    moved = torch.zeros_like(starts)
+    for upload, p, tau in zip(uploads, weights, steps, strict=True):
+        moved += p * (upload - starts) / tau
+    return starts + effective * moved
+
+
+def test_normalised_uploads_have_fednovas_mean() -> None:
+    draw = torch.Generator().manual_seed(0)
+    start, uploads = torch.randn(2, 5, generator=draw), torch.randn(3, 2, 5, generator=draw)
+    weights, steps = [0.5, 0.3, 0.2], [1, 4, 10]
+    received = Received(
+        users=(0, 1, 2),
+        tensors={"w": uploads, "mean": uploads},
+        weights=torch.tensor(weights),
+        ranks=torch.zeros(3, dtype=torch.int64),
+        scales=torch.ones(3),
+        reports={STEPS: torch.tensor(steps)},
+        roles={"w": frozenset({"attention"}), "mean": frozenset({"statistics.base"})},
+    )
+    starts = {name: start.expand(3, 2, 5) for name in ("w", "mean")}
+    normalised = normalise_steps(received, starts).tensors
+    mean = torch.einsum("u,u...->...", received.weights, normalised["w"])
+    torch.testing.assert_close(mean, fednova(start, uploads, weights, steps))
+    assert torch.equal(normalised["mean"], uploads)  # running statistics take no steps
+    equal = replace(received, reports={STEPS: torch.tensor([4, 4, 4])})
+    assert torch.equal(normalise_steps(equal, starts).tensors["w"], uploads)
+
+
+@pytest.mark.parametrize("ranks", [2, [2, 1, 2]], ids=["one rank", "ranks"])
+def test_a_server_normalises_by_the_steps_that_users_report(federate: Any, ranks: Any) -> None:
+    steps = [4, 1, 2]
+    changes = {"training.local_steps": steps, "training.normalise_steps": True, "adapters.rank": ranks}
+    federation = download_all(federate("fedavg", changes=changes))
+    begun = {name: t.clone() for name, t in federation.server.model.items()}
+    local_round(federation, range(3), 0)
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
+    sent = {name: views[name].clone() for name in begun}
+    mask = federation.clients.model.layout.views(federation.clients.mask.double())
+    exchange(federation, done=1, download=False)
+    assert not federation.server.needs_only_sums
+    for name, t in federation.server.model.items():
+        own_starts = begun[name] * mask[name]  # a user of a smaller rank began without the rest
+        third = [
+            fednova(own_starts[i], sent[name][i : i + 1], [1], [tau]) - own_starts[i] for i, tau in enumerate(steps)
+        ]
+        effective = sum(steps) / 3
+        expected = sum(own_starts[i] + effective / tau * third[i] for i, tau in enumerate(steps)) / 3
+        torch.testing.assert_close(t, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "scaffold"}, "for scaffold, whose server uses more of uploads than their change"),
+        ({"privacy": {"noise_multiplier": 1.0}}, "with privacy, which hides users' numbers of local steps"),
+        ({"aggregation": "median"}, "with aggregation median, as a hostile user may report any number"),
+    ],
+    ids=["method", "privacy", "aggregation"],
+)
+def test_steps_are_not_normalised_where_they_do_not_fit(recipe_file: Path, changes: dict[str, Any], said: str) -> None:
+    recipe = load_recipe(recipe_file).with_changes({"training.normalise_steps": True, "method": "fedavg", **changes})
+    with pytest.raises(RecipeError) as caught:
+        api.run(recipe)
+    assert f"training.normalise_steps: got true {said}; allowed: false" in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_server_refuses_more_steps_than_the_recipe_has_and_none(federate: Any, steps: int) -> None:
+    federation = federate("fedavg", changes={"training.local_steps": 3, "training.max_seconds_per_round": 9})
+    clients = federation.clients
+    assert local_round(federation, [0], 0).steps == {0: 3}
+    upload = clients.upload([0], 1, {})
+    about = {"user": "ann", "number": 1, "rank": 2, "most_steps": 3}
+    check_upload(upload, clients.model.layout, clients.method, **about)
+    wrong = replace(upload, reports={STEPS: torch.tensor([steps])})
+    with pytest.raises(MessageError, match=r"report 'local_steps' is out of range or not finite; allowed: 1 to 3"):
+        check_upload(wrong, clients.model.layout, clients.method, **about)
+    with pytest.raises(MessageError, match="report 'local_steps' is missing"):
+        check_upload(replace(upload, reports={}), clients.model.layout, clients.method, **about)

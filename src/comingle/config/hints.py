@@ -319,6 +319,7 @@ _ACCEPTED = {
         ("adapters.rank", "training.local_steps", "training.batch_size"),
         "a whole number from 1, or a list or a mapping with one for each user",
     ),
+    "training.max_seconds_per_round": "a number above 0, null, or a list or a mapping with one for each user",
     "training.participation": "a number above 0 and up to 1, or a list with the names of each round",
     "runtime.compile": "auto, true or false",
     "runtime.native_code": "auto, true or false",

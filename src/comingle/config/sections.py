@@ -70,7 +70,13 @@ class FloralSection(Section):
     """BatchNorA's reparameterisation on batch norms."""
 
 
-VALUES_OF_USERS = ("adapters.rank", "method.specialists", "training.local_steps", "training.batch_size")
+VALUES_OF_USERS = (
+    "adapters.rank",
+    "method.specialists",
+    "training.local_steps",
+    "training.batch_size",
+    "training.max_seconds_per_round",
+)
 """Keys whose value may be one for all users, a list in the order of the users, or a mapping by user."""
 
 _LATER_DATA_KEYS = {
@@ -212,6 +218,9 @@ class Recipe(Section):
                 content["data"].pop(key, None)
         if self.quantise == "none":
             del content["quantise"]
+        for key, default in {"max_seconds_per_round": None, "normalise_steps": False}.items():
+            if content["training"][key] == default:
+                del content["training"][key]
         sections = {**content, "method": content["method"]["settings"]}
         for dotted_key in VALUES_OF_USERS:
             section, _, key = dotted_key.partition(".")

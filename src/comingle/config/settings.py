@@ -81,6 +81,11 @@ def values_in(setting: V | Sequence[V] | Mapping[str, V]) -> list[V]:
     return list(setting) if isinstance(setting, list | tuple) else [cast(V, setting)]
 
 
+def largest(values: Sequence[V | None]) -> V | None:
+    """Return the largest of users' values; None, which is no limit, is larger than any number."""
+    return None if None in values else max(cast(Any, values))
+
+
 class Section(BaseModel):
     """Base class of the sections of a recipe; unknown keys are refused."""
 
@@ -766,6 +771,14 @@ class TrainingSection(Section):
     """Passes of a user over its samples or conversations in a round; not for text."""
     batch_size: Count | list[Count] | dict[str, Count] = 64
     """Sequences or samples of a user in one step; for text, also a mapping or a list with one for each user."""
+    max_seconds_per_round: Positive | list[Positive | None] | dict[str, Positive | None] | None = None
+    """Seconds of a user's local steps in a round, after which it stops and uploads what it has; it takes at least one
+    step. One number, or one for each user by name or as a list; ``null``: no limit. Results then depend on speed.
+    """
+    normalise_steps: bool = False
+    """Divide the change of each user by its number of local steps before the server's mean, as in FedNova, so that
+    users that take more steps do not pull the mean towards their own optimum.
+    """
     context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
     """Tokens of a sequence, at most those that the base supports."""
     experts: OptimizerSection = EXPERTS_OPTIMIZER

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from comingle.config import Recipe, parse_recipe
-from comingle.config.settings import ALL_USERS, MEMORY, protects_examples
+from comingle.config.settings import ALL_USERS, MEMORY, largest, protects_examples
 from comingle.cost.counts import BaseFlops, Load, count_exchanges, count_stacked, count_users, measured_base, text_load
 from comingle.cost.memory import (
     CLIENT_BYTES,
@@ -612,7 +612,7 @@ def _base_flops(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops
         Function from a user's local work, which is the same for all users of a language model and is ignored, to the
         FLOPs of one token's forward pass and of a round.
     """
-    fedavg = with_method(of_one_user(recipe, max), "fedavg")
+    fedavg = with_method(of_one_user(recipe, largest), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
     num_models = mixture.clusters if mixture is not None and mixture.trains_independently else 1
@@ -633,7 +633,7 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
         recipe: The recipe; its method is replaced.
         base: The base; weights are not needed.
     """
-    recipe = of_one_user(recipe, max)
+    recipe = of_one_user(recipe, largest)
     costs: dict[str, UserCost] = {}
     accounts: dict[str, Account] = {}
     for method in ("fedavg", "comigs-1g1s"):

@@ -555,7 +555,7 @@ def skip_local_steps() -> Iterator[None]:
 
     def skip_steps(clients: Clients, members: Sequence[int], *_: object) -> LocalRound:
         """Return a round's result without training, as if every participant had a loss of 1."""
-        return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, tokens=0, seconds=0.0)
+        return LocalRound(losses=dict.fromkeys(members, 1.0), rejected={}, steps={}, tokens=0, seconds=0.0)
 
     train, local.train = local.train, skip_steps
     try:

@@ -152,6 +152,7 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
             rank=session.largest_rank(name),
             weighted=server.weighted,
             adaptive=server.mechanisms.adaptive,
+            most_steps=session.most_steps(name),
             **limit,
         )
     except MessageError as error:
@@ -516,6 +517,7 @@ class NetworkBackend(Backend[ClientReports]):
             losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
             users=len([report for report in reports.values() if "left_out" not in report]),
             tokens=sum(int(report.get("tokens", 0)) for report in reports.values()),
+            steps={name: int(report["local_steps"]) for name, report in reports.items() if "local_steps" in report},
             # Clients train in parallel, so the slowest one counts.
             seconds=max((float(report.get("train_seconds", 0.0)) for report in reports.values()), default=0.0),
         )

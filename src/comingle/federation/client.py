@@ -791,7 +791,8 @@ class TaskRunner:
         ``reported["left_out"]`` says why, and no later step uploads anything. If the result is not finite, methods that
         drop such users restore the model themselves; with other methods the state before the round is restored here.
 
-        Reports tokens and seconds if the user reports scores. Reports the training loss unless the user reports
+        Reports the number of local steps if there is a time limit or steps are normalised. Reports tokens and seconds
+        if the user reports scores. Reports the training loss unless the user reports
         nothing; never with privacy, as the loss would reveal data without noise.
         """
         if why := self.store.charge_steps(self.task.round):
@@ -807,6 +808,8 @@ class TaskRunner:
         if self.reports_scores:
             train_seconds = work.seconds - self.conditions.paused_seconds
             self.reported |= {"tokens": work.tokens, "train_seconds": train_seconds}
+        if self.clients.plan.reports_steps:
+            self.reported["local_steps"] = work.steps[user]
         if work.rejected:
             self.reported["left_out"] = work.rejected[user]
         elif self.user_reports != "nothing" and self.clients.plan.privacy is None:

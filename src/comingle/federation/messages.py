@@ -28,7 +28,7 @@ from comingle.config.settings import Section, Steps
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
 from comingle.privacy.base import CLIP_NORM, WITHIN, without_bound
-from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
+from comingle.protocol.messages import COUNT, LOSS, STEPS, VALIDATION, Download, Upload
 from comingle.protocol.wire import FORMAT, MAX_BYTES
 from comingle.training.settings import RunPlan
 from comingle.utils.errors import DeclinedError, MessageError
@@ -336,6 +336,7 @@ class _TrainingReport(Section):
     tokens: _Amount = 0
     train_seconds: _NotNegative = 0.0
     train_loss: _Number = 0.0
+    local_steps: _Amount = 0
     left_out: _Line = ""
 
 
@@ -406,6 +407,7 @@ def check_upload(
     weighted: bool = False,
     adaptive: bool = False,
     most: int = _MOST,
+    most_steps: int = 0,
 ) -> None:
     """Check that an upload is the user's own, of this round, and holds exactly the tensors that the method shares.
 
@@ -421,6 +423,7 @@ def check_upload(
         weighted: Whether the upload reports the user's amount of data.
         adaptive: Whether the upload reports if its change was within the server's clipping bound.
         most: Largest amount of data that the upload may report.
+        most_steps: Largest number of local steps that the upload may report; 0 if it reports none.
 
     Raises:
         MessageError: A check fails.
@@ -434,7 +437,9 @@ def check_upload(
     # Tensors of an upload are (1, *shape), without the axis of models that downloads have.
     _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=declared_rank)
     _check_sizes(upload.tensors)
-    required = _required_reports(method, layout, weighted=weighted, adaptive=adaptive, most_data=most)
+    required = _required_reports(
+        method, layout, weighted=weighted, adaptive=adaptive, most_data=most, most_steps=most_steps
+    )
     _check_reports(upload.reports, required)
 
 
@@ -620,7 +625,7 @@ def _cut_to_rank(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...
 
 
 def _required_reports(
-    method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most_data: int
+    method: Method, layout: Layout, *, weighted: bool, adaptive: bool, most_data: int, most_steps: int
 ) -> dict[str, Reported]:
     """Return the reports that an upload must have, by name, with their shapes and ranges of values.
 
@@ -634,6 +639,7 @@ def _required_reports(
         adaptive: Whether the server adapts the clip norm, so that the flag 0 or 1 for "within the clip norm" is
             required.
         most_data: Largest amount of data that is accepted.
+        most_steps: Largest number of local steps that is accepted; 0 if none is required.
     """
     shapes = {slot.name: slot.shape for slot in layout.slots}
     required = {}
@@ -644,6 +650,8 @@ def _required_reports(
         required[WITHIN] = Reported(most=1, whole=True)
     if weighted:
         required[COUNT] = Reported(least=1, most=most_data, whole=True)
+    if most_steps:
+        required[STEPS] = Reported(least=1, most=most_steps, whole=True)
     return required
 
 

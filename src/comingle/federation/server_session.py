@@ -16,7 +16,7 @@ from typing import Any
 from comingle.config.settings import Count, Positive, Section
 from comingle.federation.flower.channel import Channel
 from comingle.federation.messages import Answer, Task, check_reported, unpack_answer
-from comingle.federation.public import Public, ServerContext
+from comingle.federation.public import Public, ServerContext, counts_samples
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work
 from comingle.protocol.messages import Download
@@ -133,6 +133,15 @@ class ServerSession:
         """Return the LoRA rank with which a user begins; a method may reduce it."""
         ranks = self.model.ranks.expand(len(self.public.users))
         return int(ranks[self.public.users.index(name)])
+
+    def most_steps(self, name: str) -> int:
+        """Return the largest number of local steps that a user may report with an upload; 0 if users report none."""
+        context = self.context
+        if not context.plan.reports_steps:
+            return 0
+        if counts_samples(context.recipe):
+            return context.most_steps(self.network.max_samples)
+        return context.plan.local_steps_of(name)
 
     @property
     def joined(self) -> dict[str, Mapping[str, Any]]:

@@ -24,6 +24,9 @@ from comingle.utils.trees import Layout, Tree
 LOSS, COUNT = "loss", "count"
 """Reports of every user: mean training loss in nats and, where means are weighted by it, amount of data."""
 
+STEPS = "local_steps"
+"""Report of every user, with a time limit or normalised steps: number of local steps that it took in the round."""
+
 VALIDATION = "validation_loss"
 """Report that every user sends, without tensors, in runs that end with the models of the best round."""
 LOWEST = "lowest_loss"
@@ -69,7 +72,7 @@ class Upload:
         tensors: Shared tensors ``(users, *shape)``: copies of the users' rows, never views. Those of a smaller rank are
             padded with zeros.
         ranks: The users' LoRA ranks; 0 without LoRA.
-        reports: Numbers ``(users, ...)`` that the method declares, and :data:`LOSS` and :data:`COUNT`.
+        reports: Numbers ``(users, ...)`` that the method declares, and :data:`LOSS`, :data:`COUNT` and :data:`STEPS`.
     """
 
     round: int

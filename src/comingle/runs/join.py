@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.config import Recipe
+from comingle.config.settings import largest
 from comingle.methods.base import Method
 from comingle.models.hardware import torch_defaults
 from comingle.models.routers import ZERO_SHARE_LOGIT
@@ -143,7 +144,7 @@ def prepare_newcomer(run: Run, name: str, data: object, *, rounds: int | None, l
     if passed is not None:
         kind_of_users(passed, run.recipe.data.model_dump())  # raises if the data is of another kind than the run's
     # The newcomer gets the largest rank, number of specialists and so on of all users.
-    recipe = of_one_user(run.recipe.for_users(run.users), max)
+    recipe = of_one_user(run.recipe.for_users(run.users), largest)
     num_rounds = (rounds or recipe.training.rounds) + int(local_step)
     changes = {"training.rounds": num_rounds, "data": _newcomer_section(run, name, data)}
     return Newcomer(

@@ -6,7 +6,9 @@ batch of one row.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +40,7 @@ from comingle.protocol.messages import (
     LOSS,
     LOWEST,
     RESIDUAL,
+    STEPS,
     Download,
     Upload,
     compress_with_feedback,
@@ -418,6 +421,23 @@ def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
 class Clients(Users):
     """Users that download, upload and are scored."""
 
+    clock = staticmethod(time.perf_counter)
+    """Clock of the time limit of local steps, in seconds."""
+
+    @cached_property
+    def steps_taken(self) -> dict[int, int]:
+        """Number of local steps that trainers took in their last round, by number."""
+        return {}
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """True in the block of :func:`finetuned`, in which results stay local."""
+        return any(phase.label == TUNING for phase in self.phases)
+
+    def time_limit(self, trainer: int) -> float:
+        """Return the seconds after which a trainer ends its local steps; infinite without limit and to fine-tune."""
+        return math.inf if self.is_fine_tuning else self.plan.max_seconds_of(self.trainers[trainer].name)
+
     # ---------------------------------------------------------------- messages
 
     def stale(self, version: int, members: Sequence[int]) -> list[int]:
@@ -514,9 +534,10 @@ class Clients(Users):
         )
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
-        """Return the values that users upload besides tensors: amounts of data as weights, and reports of client hooks.
+        """Return the values that users upload besides tensors.
 
-        With differential privacy amounts are not reported, as they would reveal data.
+        They are amounts of data as weights, numbers of local steps, and reports of client hooks. With differential
+        privacy amounts and numbers are not reported, as they would reveal data.
 
         Args:
             cohort: The users.
@@ -527,6 +548,10 @@ class Clients(Users):
         """
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
         reports = counts if self.plan.training.weighting != "uniform" and self.plan.privacy is None else {}
+        if self.plan.reports_steps:
+            # Before the first round, an upload is only made to count its bytes.
+            taken = [self.steps_taken.get(member, self.batch_source.steps(member)) for member in members]
+            reports = reports | {STEPS: torch.tensor(taken)}
         for hook in self.method.client.parts:
             reports = reports | hook.report(cohort)
         return reports
@@ -612,17 +637,19 @@ class LocalRound:
     Attributes:
         losses: Mean training loss in nats of each participant, by number.
         rejected: Reason for each participant whose work is left out.
+        steps: Number of local steps that each participant took, by number.
         tokens: Number of training tokens or samples.
         seconds: Duration of the local steps.
     """
 
     losses: dict[int, float]
     rejected: dict[int, str]
+    steps: dict[int, int]
     tokens: int
     seconds: float
 
 
-EMPTY_ROUND = LocalRound(losses={}, rejected={}, tokens=0, seconds=0.0)
+EMPTY_ROUND = LocalRound(losses={}, rejected={}, steps={}, tokens=0, seconds=0.0)
 """Result of a round without participants."""
 
 
@@ -649,7 +676,8 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     """Take the local steps of all participants, as :func:`train` does, without converting out-of-memory errors.
 
-    All copies of the model that a participant keeps are trained. The result has the loss of its last copy.
+    All copies of the model that a participant keeps are trained, by equally many steps. The result has the loss of its
+    last copy.
     """
     started, method = time.perf_counter(), clients.method
     clients.steps.known_suspects.clear()  # optimizers blamed for non-finite tensors, of the previous round
@@ -666,13 +694,21 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
     for row, owner in zip(all_rows, clients.owners(all_rows), strict=True):
         rows_by_size.setdefault(clients.batch_source.size_of(owner), []).append(row)
     groups = [group for rows in rows_by_size.values() for group in cohorts(rows, clients.pass_size.users)]
+    cohorts_of_owner = Counter(owner for group in groups for owner in set(clients.owners(group)))
+    taken: dict[int, int] = {}
     for rows, next_rows in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         clients.state.prefetch(next_rows)
         if first_copies is not None:
             cohort.across = first_copies[[place_of_member[owner] for owner in cohort.owners]]
-        steps = torch.tensor([clients.batch_source.steps(owner) for owner in cohort.owners])
-        losses_of_steps = _take_local_steps(clients, cohort, steps, tick)
+        # A user whose copies are in several cohorts divides its time among them. It stops in the first one.
+        limits = [
+            math.inf if owner in taken else clients.time_limit(owner) / cohorts_of_owner[owner]
+            for owner in cohort.owners
+        ]
+        planned = [taken.get(owner, clients.batch_source.steps(owner)) for owner in cohort.owners]
+        losses_of_steps, steps = _take_local_steps(clients, cohort, torch.tensor(planned), torch.tensor(limits), tick)
+        taken |= dict(zip(cohort.owners, steps.tolist(), strict=True))
         broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
         _drop_diverged(clients, cohort, broken)
         for hook in method.client.parts:
@@ -684,36 +720,64 @@ def _train_cohorts(clients: Clients, members: Sequence[int], round_number: int, 
         rejected |= {cohort.owners[place]: reason for place, reason in broken.items()}
     if any(hook.resizes for hook in method.client.parts):
         clients.update_masks()
-    tokens = len(copies) * sum(clients.batch_source.trained_amount(member) for member in members)
+    if not clients.is_fine_tuning:
+        clients.steps_taken.update(taken)
+    tokens = len(copies) * sum(_amount_of_steps(clients.batch_source, member, taken[member]) for member in members)
     losses = {user: loss for user, loss in losses.items() if user not in rejected}
-    return LocalRound(losses=losses, rejected=rejected, tokens=tokens, seconds=time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return LocalRound(losses=losses, rejected=rejected, steps=taken, tokens=tokens, seconds=seconds)
+
+
+def _amount_of_steps(batch_source: BatchSource, trainer: int, steps: int) -> int:
+    """Return the number of tokens or samples in the first local steps of a trainer in a round.
+
+    If the trainer took fewer steps than planned, and its batches have different sizes, the number is rounded.
+
+    Args:
+        batch_source: Batch source of the trainers.
+        trainer: Number of the trainer.
+        steps: Number of steps that it took.
+    """
+    amount, planned = batch_source.trained_amount(trainer), batch_source.steps(trainer)
+    return amount if steps == planned else round(amount * steps / planned)
 
 
 def _take_local_steps(
-    clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: Tick
-) -> Float[Tensor, "steps users"]:
+    clients: Clients,
+    cohort: Cohort,
+    steps: Int[Tensor, " users"],
+    limits: Float[Tensor, " users"],
+    tick: Tick,
+) -> tuple[Float[Tensor, "steps users"], Int[Tensor, " users"]]:
     """Take the local steps of a cohort.
 
     Args:
         clients: All clients.
         cohort: The cohort, updated in place.
-        steps: Number of local steps of each user.
+        steps: Largest number of local steps of each user.
+        limits: Seconds after which each user takes no further step; it takes at least one.
         tick: Called after each local step.
 
     Returns:
-        Training losses in nats; 0 where a user has no more steps.
+        Training losses in nats, 0 where a user has no more steps; and the number of steps that each user took.
     """
+    has_limit = not bool(limits.isinf().all())
+    started = clients.clock() if has_limit else 0.0
     for hook in clients.method.client.parts:
         hook.begin(cohort)
     # All phases of a round fine-tune or none does. Fine-tuning begins with new moments.
-    if clients.method.client.tuning and clients.phases[0].label == TUNING:
+    if clients.method.client.tuning and clients.is_fine_tuning:
         cohort.reset_moments(clients.method.client.trained)
     losses = []
     for step in range(int(steps.max())):
-        is_active = step < steps  # users with less data have fewer steps
+        if has_limit and step:
+            steps = torch.where(clients.clock() - started >= limits, steps.clamp(max=step), steps)
+        is_active = step < steps  # users with less data or time have fewer steps
+        if not bool(is_active.any()):
+            break
         losses.append(clients.steps.iteration(cohort, clients.phases, step, is_active))
         tick()
-    return torch.stack(losses)
+    return torch.stack(losses), steps
 
 
 def _drop_diverged(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None:
@@ -750,7 +814,7 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
             last round those of the last one. If None, the number of rounds after which the final models were chosen.
         members: Numbers of the trainers to fine-tune; those that are evaluated if None.
     """
-    if not clients.method.client.finetunes or any(phase.label == TUNING for phase in clients.phases):
+    if not clients.method.client.finetunes or clients.is_fine_tuning:
         yield
         return
     last_round = clients.plan.training.rounds - 1  # rounds are counted from 0

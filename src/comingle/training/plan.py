@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from comingle.config import Recipe
-from comingle.config.settings import KEY, AggregationSection, Terms, TrainingSection
+from comingle.config.settings import KEY, AggregationSection, Terms, TrainingSection, largest
 from comingle.methods.base import Method
 from comingle.privacy.accounting import most_releases
 from comingle.privacy.base import PrivacyMechanism
@@ -56,7 +56,7 @@ def make_plan(recipe: Recipe, method: Method, names: Sequence[str]) -> RunPlan:
 def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled: bool) -> TrainingSection:
     """Return the section with users' values by name instead of in their order.
 
-    The one trainer of pooled data takes the largest number of local steps.
+    The one trainer of pooled data has the largest number of local steps and the longest time.
 
     Args:
         training: The section, in which a value is one for all users or a list.
@@ -67,7 +67,7 @@ def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled:
         RecipeError: A list is not as long as there are users.
     """
     by_name: dict[str, object] = {}
-    for key in ("local_steps", "batch_size"):
+    for key in ("local_steps", "batch_size", "max_seconds_per_round"):
         values = getattr(training, key)
         if not isinstance(values, list):
             continue
@@ -75,8 +75,29 @@ def training_by_name(training: TrainingSection, names: Sequence[str], *, pooled:
             raise RecipeError(
                 f"training.{key}: {len(values)} numbers for {len(names)} users; give one, or one per user"
             )
-        by_name[key] = max(values) if pooled and key == "local_steps" else dict(zip(names, values, strict=True))
+        by_name[key] = largest(values) if pooled and key != "batch_size" else dict(zip(names, values, strict=True))
     return training.model_copy(update=by_name) if by_name else training
+
+
+def check_normalisation(recipe: Recipe, method: Method) -> None:
+    """Check that the server may normalise uploads by the users' numbers of local steps, if the recipe says so.
+
+    Raises:
+        RecipeError: The method's server uses more of uploads than their change against the download, or privacy or a
+            robust aggregation rule does not allow it.
+    """
+    key = "training.normalise_steps: got true"
+    if not recipe.training.normalise_steps:
+        return
+    if recipe.privacy is not None:
+        raise RecipeError(f"{key} with privacy, which hides users' numbers of local steps; allowed: false")
+    if not recipe.aggregation.is_mean:
+        rule = recipe.aggregation.rule
+        raise RecipeError(f"{key} with aggregation {rule}, as a hostile user may report any number; allowed: false")
+    if not method.server.knows_starts:
+        raise RecipeError(
+            f"{key} for {method.name}, whose server uses more of uploads than their change; allowed: false"
+        )
 
 
 def test_limit_of(recipe: Recipe) -> str:

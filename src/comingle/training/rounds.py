@@ -368,5 +368,6 @@ def log_round(result: RoundResult, done: int, observe: Observer, clock: Clock) -
             "download_bytes": download_bytes,
             "tokens": result.tokens,
             "seconds": result.seconds,
+            **({"local_steps": dict(result.steps)} if result.steps else {}),
         }
     )

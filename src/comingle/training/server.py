@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
@@ -29,9 +29,20 @@ from comingle.privacy.base import (
     one_model,
     overrides,
 )
+from comingle.privacy.noise import without_padding
 from comingle.privacy.secure_sum import Sums
 from comingle.protocol import Format
-from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, expand, fill_ranks, validation_reply
+from comingle.protocol.messages import (
+    COUNT,
+    LOWEST,
+    STEPS,
+    VALIDATION,
+    Download,
+    Upload,
+    expand,
+    fill_ranks,
+    validation_reply,
+)
 from comingle.training.plan import server_mechanisms
 from comingle.training.settings import RunPlan, participants, round_sizes
 from comingle.training.state import draw
@@ -140,6 +151,7 @@ class ServerState:
         scales: LoRA scale of each user, which follows from public settings.
         ranks: LoRA rank of each user at its last upload.
         weighted: Whether uploads are weighted by amounts of training data.
+        normalises: Whether changes are normalised by numbers of local steps (:func:`normalise_steps`).
         uploads: Number format of uploads.
         clustered: Names of the tensors whose leading axis is the components of a mixture.
         centred: Moves the mean of components into the base.
@@ -164,6 +176,7 @@ class ServerState:
     lowest_loss: float = math.inf
     mechanisms: Mechanisms = field(default_factory=lambda: Mechanisms())
     sums: Sums | None = None
+    normalises: bool = False
 
     @cached_property
     def numbers(self) -> UserNumbers:
@@ -299,7 +312,10 @@ class ServerHalf(ServerState):
         context = ServerRound(
             round_index=upload.round - 1, names=upload.users, server=self.method.server, kept=self.kept
         )
-        received = self.mechanisms.server_sum(self._make_received(numbers, tensors, upload), context)
+        received = self._make_received(numbers, tensors, upload)
+        if self.normalises:
+            received = normalise_steps(received, self.method.server.starts(self.kept, received))
+        received = self.mechanisms.server_sum(received, context)
         if received is not None:  # None: too few uploads for an aggregation rule, so the model stays unchanged
             self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
@@ -313,6 +329,8 @@ class ServerHalf(ServerState):
         """
         server = self.method.server
         if self.sums is not None:  # secure sums have a protocol of their own, which adds up integers
+            return False
+        if self.normalises:  # changes are scaled before they are added up
             return False
         if any(overrides(mechanism, "server_sum") for mechanism in self.mechanisms):
             return False  # such a mechanism clips or compares uploads, so it needs each of them
@@ -426,6 +444,41 @@ def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
     return counts.double() / counts.double().sum()
 
 
+def normalise_steps(received: Received, starts: Tree) -> Received:
+    """Return uploads whose changes are normalised by the users' numbers of local steps, as in FedNova.
+
+    User i has taken ``tau_i`` local steps from ``x`` to ``x_i``. Its upload becomes
+
+    ``x + tau_eff / tau_i (x_i - x)``  with  ``tau_eff = sum_i p_i tau_i``
+
+    for aggregation weights ``p_i``. Their mean is FedNova's new model ``x + tau_eff sum_i p_i (x_i - x) / tau_i``. In a
+    plain mean, users with more steps have moved further and so count more. With equal numbers of steps, uploads stay as
+    they are. The result is exact for SGD without momentum, for which the paper's normaliser is ``tau_i``, and an
+    approximation for other optimisers.
+
+    Running statistics have no steps and stay as they are.
+
+    Source: Wang et al. 2020, arXiv:2007.07481, eq. 6 with the normaliser of local SGD.
+
+    Args:
+        received: Uploads of a round, with the report :data:`STEPS`.
+        starts: Tensors with which each participant began the round, ``(users, *shape)``.
+    """
+    steps = received.reports[STEPS].double()
+    factors = (received.weights.double() * steps).sum() / steps
+    if bool((steps == steps[0]).all()):
+        return received
+    began = without_padding(starts, received.ranks)  # a user of a smaller rank began without the rest
+    tensors = {}
+    for name, t in received.tensors.items():
+        if any(role.partition(".")[0] == STATISTICS for role in received.roles.get(name, ())):
+            tensors[name] = t
+            continue
+        factor = factors.to(t).view(-1, *[1] * (t.dim() - 1))
+        tensors[name] = began[name] + factor * (t - began[name])
+    return replace(received, tensors=tensors)
+
+
 def tensors_of_components(model: Model, method: Method) -> tuple[str, ...]:
     """Return the names of the tensors whose leading axis is the components of a mixture, in the order of the layout.
 
@@ -477,6 +530,7 @@ def start_server(model: Model, users: Sequence[str], plan: RunPlan) -> ServerHal
         centred=model.centre,
         mechanisms=mechanisms,
         sums=plan.sums,
+        normalises=plan.training.normalise_steps,
     )
     if method.shared:
         # The method's strategy computes its state from the tensors that users will download.

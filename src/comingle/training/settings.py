@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,6 +96,17 @@ class RunPlan:
     def updated(self, section: str, **values: object) -> RunPlan:
         """Return a copy with values of one section replaced."""
         return replace(self, **{section: getattr(self, section).model_copy(update=values)})
+
+    def max_seconds_of(self, user: str) -> float:
+        """Return the seconds after which a trainer, by name, ends its local steps; infinite without limit."""
+        seconds = _value_of(self.training.max_seconds_per_round, user)
+        return math.inf if seconds is None else seconds
+
+    @property
+    def reports_steps(self) -> bool:
+        """True if users report how many local steps they took; never with privacy."""
+        is_needed = self.training.max_seconds_per_round is not None or self.training.normalise_steps
+        return is_needed and self.privacy is None
 
 
 def _value_of(setting: T | Sequence[T] | Mapping[str, T], user: str) -> T:

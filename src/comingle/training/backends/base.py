@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, Literal, TypeVar
 
 from comingle.training.checkpoints import Clock
@@ -58,12 +58,14 @@ class RoundResult:
         users: Number of participants whose work counts.
         tokens: Number of training tokens or samples.
         seconds: Duration of the local steps; the longest one if users train in parallel.
+        steps: Number of local steps of each participant that reports it.
     """
 
     losses: Mapping[str, float]
     users: int
     tokens: int
     seconds: float
+    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 class Backend(ABC, Generic[S]):

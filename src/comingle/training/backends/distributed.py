@@ -279,6 +279,7 @@ class Sharded(InProcess):
         return RoundReport(
             losses={name: loss for part in parts for name, loss in part.losses.items()},
             rejected={name: reason for part in parts for name, reason in part.rejected.items()},
+            steps={name: steps for part in parts for name, steps in part.steps.items()},
             suspect_optimizers=suspects_of_first_rejection,
             tokens=sum(part.tokens for part in parts),
             seconds=max(part.seconds for part in parts),

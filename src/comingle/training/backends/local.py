@@ -78,6 +78,7 @@ class RoundReport:
     Attributes:
         losses: Mean training loss of each accepted user, by name.
         rejected: Reason why a user's update was rejected, by name.
+        steps: Number of local steps that each user took, by name, if users report it.
         suspect_optimizers: Optimizers that may have made the first rejected user's loss infinite or NaN.
         tokens: Number of tokens trained on.
         seconds: Time of the local steps.
@@ -85,6 +86,7 @@ class RoundReport:
 
     losses: dict[str, float]
     rejected: dict[str, str]
+    steps: dict[str, int]
     suspect_optimizers: list[str]
     tokens: int
     seconds: float
@@ -162,7 +164,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
         if plan.exchanges:
             self.upload(list(local_round.losses), plan.done, local_round.losses)
         count = len(report.losses)
-        return RoundResult(losses=report.losses, users=count, tokens=report.tokens, seconds=report.seconds)
+        return RoundResult(
+            losses=report.losses, users=count, tokens=report.tokens, seconds=report.seconds, steps=report.steps
+        )
 
     def _take_local_steps(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
         """Have participants take their local steps, and log the progress."""
@@ -187,6 +191,9 @@ class InProcess(Backend[Sequence[AnyScore]]):
         return RoundReport(
             losses={clients.names[member]: loss for member, loss in local_round.losses.items()},
             rejected={clients.names[member]: reason for member, reason in local_round.rejected.items()},
+            steps={clients.names[member]: steps for member, steps in local_round.steps.items()}
+            if clients.plan.reports_steps
+            else {},
             suspect_optimizers=list(suspect_optimizers),
             tokens=local_round.tokens,
             seconds=local_round.seconds,
