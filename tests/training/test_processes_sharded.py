@@ -62,6 +62,11 @@ def go(processes: int, sets: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 FEDAVG, FEDMERGE = {"method": "fedavg"}, {"method": "{name: fedmerge, models: 2}"}
 REDUCED = FEDAVG | {"runtime.shard_sums": "reduced"}
+NORMALISED = FEDAVG | {
+    "training.local_steps": "{cem: 2, ann: 1, bob: 3}",
+    "training.batch_size": "{ann: 2, bob: 1, cem: 1}",
+    "training.normalise_steps": "true",
+}
 WHOLE = {"training.rounds": 4, "training.local_steps": 3}
 
 
@@ -81,6 +86,8 @@ def played(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Pat
         "reduced-3": [go(3, REDUCED)],
         "fedmerge-1": [go(1, FEDMERGE)],
         "fedmerge-2": [go(2, FEDMERGE)],
+        "normalised-1": [go(1, NORMALISED)],
+        "normalised-2": [go(2, NORMALISED | {"runtime.shard_sums": "reduced"})],
         "too-many": [go(4, {})],
         "unlike": [go(2, {}, sets_of={"1": go(2, {"runtime.dtype": "float64"})["sets"]})],
         "broken": [go(3, WHOLE, fail=[2, "round-0003"])],
@@ -96,6 +103,10 @@ def test_three_processes_leave_behind_what_one_does(played: Played) -> None:
 
 def test_a_server_that_looks_at_each_upload_has_them_all(played: Played) -> None:
     assert unequal(played["fedmerge-1"], played["fedmerge-2"]) == []
+
+
+def test_changes_are_normalised_by_the_steps_of_users_in_all_processes(played: Played) -> None:
+    assert unequal(played["normalised-1"], played["normalised-2"]) == []
 
 
 def test_reduced_sums_do_not_depend_on_the_number_of_processes(played: Played) -> None:

@@ -792,8 +792,8 @@ class TaskRunner:
         drop such users restore the model themselves; with other methods the state before the round is restored here.
 
         Reports the number of local steps if there is a time limit or steps are normalised. Reports tokens and seconds
-        if the user reports scores. Reports the training loss unless the user reports
-        nothing; never with privacy, as the loss would reveal data without noise.
+        if the user reports scores. Reports the training loss unless the user reports nothing; never with privacy, as
+        the loss would reveal data without noise.
         """
         if why := self.store.charge_steps(self.task.round):
             self.reported["left_out"] = why
