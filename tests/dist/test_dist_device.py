@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -106,6 +107,21 @@ def test_the_packages_of_the_extra_are_no_more_than_it_needs(device: Path) -> No
     assert whole.returncode == 2
     assert whole.stderr.startswith("comingle: alembic is not installed")
     assert "comingle[flower]" in whole.stderr
+
+
+@pytest.mark.slow
+def test_the_page_lists_the_packages_and_prints_their_sizes(device: Path) -> None:
+    page = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    printed = subprocess.run([device, "-c", script], capture_output=True, text=True, check=True).stdout
+    sizes = {name: float(size) for size, name in map(str.split, printed.splitlines())}
+    listed = re.findall(r"\| ([\w-]+) \| ([\d.]+) (?=\|)", page)
+    assert len(listed) == 33
+    assert {name for name, _ in listed} <= sizes.keys()
+    assert next(iter(sizes)) == "torch"
+    assert sizes.pop("total") == pytest.approx(sum(sizes.values()), abs=5)
+    (command,) = re.findall(r"pip install --no-deps \"(.*)\"", page)
+    assert command == FLOWER
 
 
 @pytest.fixture(scope="module")

@@ -221,10 +221,12 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
     """Those in own-method.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server;
-    that in scale.md is run by ``tests/training/storage/test_store_crowds.py``.
+    that in scale.md is run by ``tests/training/storage/test_store_crowds.py``, and that in install.md by
+    ``tests/dist/test_dist_device.py``.
     """
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
+        "install.md",
         "python.md",
         "own-method.md",
         "samples.md",
