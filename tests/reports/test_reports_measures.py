@@ -96,4 +96,9 @@ def test_few_bytes_are_counted_one_by_one() -> None:
 @pytest.mark.parametrize(("measure", "text"), [("accuracy", "+0.0\u00a0points"), ("perplexity", "+0.0%")])
 def test_no_change_has_no_minus_sign(measure: str, text: str) -> None:
     assert change_text(-0.04, measure) == text
-    assert interval_text((-0.04, 2.0), measure) == "+0.0 to +2.0"
+
+
+def test_an_end_near_0_keeps_its_sign() -> None:
+    """It says whether the interval contains 0."""
+    assert interval_text((-8.17, -0.04), "perplexity") == "-8.17 to -0.04"
+    assert interval_text((0.0, 2.0), "accuracy") == "+0.0 to +2.0"

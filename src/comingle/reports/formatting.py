@@ -221,7 +221,8 @@ def change_text(difference: float, measure: str) -> str:
 def interval_text(bounds: tuple[float, float], measure: str) -> str:
     """Return the confidence interval of a change as text: factors for losses, else signed numbers.
 
-    Signed numbers have one decimal, or two if the interval is narrower than 1.
+    Signed numbers have one decimal, or two if the interval is narrower than 1, and up to four where an end that is not
+    0 would be shown as 0.
 
     Args:
         bounds: Both ends: per cent or percentage points, for losses logarithms to base 10 (see :func:`change`).
@@ -230,6 +231,8 @@ def interval_text(bounds: tuple[float, float], measure: str) -> str:
     if measure == "loss":  # powers of ten; an end that is too large for a float is limited
         return " to ".join(factor_text(10 ** min(end, _LARGEST_EXPONENT / math.log(10))) for end in bounds)
     digits = 1 if bounds[1] - bounds[0] >= 1 else 2
+    while digits < 4 and any(end and not round(end, digits) for end in bounds):
+        digits += 1
     return " to ".join(f"{end:+z.{digits}f}" if abs(end) < _LONG_END else f"{end:+.1e}" for end in bounds)
 
 
