@@ -113,7 +113,8 @@ def test_text_with_own_steps_and_batch_sizes_by_name(name: str, tmp_path: Path) 
     assert_equal(text_recipe(tmp_path, method(name), **own), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fedavg", pytest.param("comigs-1g1s", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "comigs-1g1s"])
 def test_text_with_time_limits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes between two local steps; the server normalises by the numbers of steps that users report."""
     seconds = count()
@@ -158,6 +159,15 @@ def test_conversations(name: str, tmp_path: Path) -> None:
     content = text_recipe(tmp_path, method(name))
     content["data"] = {"kind": "conversations", "users": chats(tmp_path), "split": {"valid": 0.2, "test": 0.2}}
     content["training"] = {"rounds": 2, "batch_size": 2, "context": 96, "weighting": "samples"}
+    assert_equal(content, tmp_path)
+
+
+@pytest.mark.slow
+def test_conversations_with_own_batch_sizes(tmp_path: Path) -> None:
+    content = text_recipe(tmp_path, method("fedavg"))
+    content["data"] = {"kind": "conversations", "users": chats(tmp_path), "split": {"valid": 0.2, "test": 0.2}}
+    sizes = {"cem": 3, "ann": 1, "bob": 2}
+    content["training"] = {"rounds": 2, "batch_size": sizes, "context": 96, "normalise_steps": True}
     assert_equal(content, tmp_path)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from comingle.config import load_recipe, parse_recipe
-from comingle.cost.planning import _largest_user
 from comingle.federation.messages import check_upload
 from comingle.methods.server import Received
 from comingle.protocol.messages import STEPS
@@ -41,7 +40,7 @@ BY_NAME = {
 
 
 def test_values_by_name_are_those_of_a_list(recipe_file: Path) -> None:
-    recipe = load_recipe(recipe_file).with_changes({"training.rounds": 2})
+    recipe = load_recipe(recipe_file).with_changes({"training.rounds": 1, "evaluation.first": False})
     listed, named = recipe.with_changes(LISTS), recipe.with_changes(BY_NAME)
     assert named.fingerprint == listed.fingerprint != recipe.fingerprint
     runs = [api.run(one) for one in (listed, named)]
@@ -125,17 +124,21 @@ def test_pooled_data_takes_the_most_steps_and_all_batches(recipe_file: Path) -> 
     assert clients.batch_source.draw([0], clients.phases[0], 0, 0, 0).shape[1] == 6
 
 
-def test_a_batch_size_per_user_is_for_text(tmp_path: Path) -> None:
-    content = {"data": {"task": {"name": "mlp", "users": 2, "clusters": 1}}, "method": "fedavg"}
-    with pytest.raises(
-        RecipeError, match=r"^training.batch_size: got a value for each user, for .*; allowed: one number$"
-    ):
-        api.run(parse_recipe({**content, "training": {"batch_size": [4, 5]}}))
-
-
-def test_the_largest_user_is_found_by_name(recipe_file: Path) -> None:
-    changes = {"method": {"name": "comigs", "specialists": 1}, "adapters.rank": {"cem": 2, "bob": 7, "ann": 3}}
-    assert _largest_user(load_recipe(recipe_file).with_changes(changes), USERS) == 1
+@pytest.mark.parametrize("method", ["fedavg", pytest.param({"name": "ifca", "models": 2}, marks=pytest.mark.slow)])
+def test_nets_train_as_with_their_own_batch_size_for_all(federate_nets: Any, method: Any) -> None:
+    sizes = [40, 15, 15, 30]
+    unequal = download_all(federate_nets(method, changes={"training.batch_size": sizes}))
+    done = local_round(unequal, range(4), 0)
+    for number, size in enumerate(sizes):
+        equal = download_all(federate_nets(method, changes={"training.batch_size": size}))
+        expected = local_round(equal, [number], 0)
+        torch.testing.assert_close(
+            unequal.clients.state.rows[number], equal.clients.state.rows[number], rtol=1e-9, atol=1e-12
+        )
+        assert done.steps[number] == expected.steps[number]
+        source, of_equal = unequal.clients.batch_source, equal.clients.batch_source
+        assert source.trained_amount(number) == of_equal.trained_amount(number)
+        assert source.batch_sizes(source.trainers[number])[0] == of_equal.batch_sizes(source.trainers[number])[0]
 
 
 def trained(federation: Any, rounds: int = 2) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:

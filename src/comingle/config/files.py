@@ -242,7 +242,7 @@ def check_used(recipe: Recipe) -> None:
     """Check that the recipe changes no settings that its kind of data does not use.
 
     Keys with their default values are accepted, since the recipe that a run saves has all keys. Also check that the
-    kind of data allows the values of ``training.weighting`` and ``training.batch_size``.
+    kind of data allows the value of ``training.weighting``.
 
     Raises:
         RecipeError: A setting is not used for this kind, or its value is not allowed for it.
@@ -254,8 +254,6 @@ def check_used(recipe: Recipe) -> None:
         if changes := changed_settings(recipe, unread_key):
             key, value = changes[0]
             raise RecipeError(f"{key}: got {value!r}, which is not used for {data.label}; {instead}")
-    if isinstance(recipe.training.batch_size, list | dict) and "training.local_steps" in data.unread:
-        raise RecipeError(f"training.batch_size: got a value for each user, for {data.label}; allowed: one number")
     if (got := recipe.training.weighting) not in data.weightings:
         raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
 

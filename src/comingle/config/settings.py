@@ -770,7 +770,7 @@ class TrainingSection(Section):
     local_epochs: Steps = 1
     """Passes of a user over its samples or conversations in a round; not for text."""
     batch_size: Count | list[Count] | dict[str, Count] = 64
-    """Sequences or samples of a user in one step; for text, also a mapping or a list with one for each user."""
+    """Sequences or samples of a user in one step: one number, or one for each user by name or as a list."""
     max_seconds_per_round: Positive | list[Positive | None] | dict[str, Positive | None] | None = None
     """Seconds of a user's local steps in a round, after which it stops and uploads what it has; it takes at least one
     step. One number, or one for each user by name or as a list; ``null``: no limit. Results then depend on speed.

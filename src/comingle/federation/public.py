@@ -245,17 +245,21 @@ class ServerContext:
         """Number of rounds in the recipe; 0 for a method without training."""
         return self.plan.training.rounds if self.method.trains else 0
 
-    def most_steps(self, max_samples: int) -> int:
+    def most_steps(self, max_samples: int, user: str | None = None) -> int:
         """Return the largest number of local steps per round that a user with at most ``max_samples`` samples takes.
 
-        For text it is the largest ``local_steps`` of the recipe. For samples and conversations a user takes
-        ``local_epochs`` passes over its data, each of ``ceil(max_samples / batch_size)`` steps, at least one.
+        For text it is ``local_steps`` of the recipe. For samples and conversations a user takes ``local_epochs`` passes
+        over its data, each of ``ceil(max_samples / batch_size)`` steps, at least one.
+
+        Args:
+            max_samples: Largest number of samples or conversations that the user may have; not used for text.
+            user: Name of the user; None for the user that takes the most steps.
         """
-        training = self.plan.training
+        training, plan = self.plan.training, self.plan
         if not counts_samples(self.recipe):
-            return training.most_local_steps
-        smallest_batch = min(values_in(training.batch_size))
-        steps_per_epoch = max(1, -(-max_samples // smallest_batch))  # rounded up
+            return training.most_local_steps if user is None else plan.local_steps_of(user)
+        batch_size = min(values_in(training.batch_size)) if user is None else plan.batch_size_of(user)
+        steps_per_epoch = max(1, -(-max_samples // batch_size))  # rounded up
         return training.local_epochs * steps_per_epoch
 
     def check_steps(self, steps: int, max_samples: int) -> None:
@@ -289,12 +293,7 @@ class ServerContext:
             examples: Number of examples by user.
         """
         return {
-            # A user with this many samples takes exactly the largest number of local steps that they allow.
-            name: work_of(
-                self.plan,
-                name,
-                examples=count,
-                iterations=self.most_steps(count) if counts_samples(self.recipe) else self.plan.local_steps_of(name),
-            )
+            # A user with this many examples takes exactly the largest number of local steps that they allow.
+            name: work_of(self.plan, name, examples=count, iterations=self.most_steps(count, name))
             for name, count in examples.items()
         }

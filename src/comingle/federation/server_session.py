@@ -16,7 +16,7 @@ from typing import Any
 from comingle.config.settings import Count, Positive, Section
 from comingle.federation.flower.channel import Channel
 from comingle.federation.messages import Answer, Task, check_reported, unpack_answer
-from comingle.federation.public import Public, ServerContext, counts_samples
+from comingle.federation.public import Public, ServerContext
 from comingle.models.model import Model
 from comingle.privacy.accounting import Work
 from comingle.protocol.messages import Download
@@ -136,12 +136,7 @@ class ServerSession:
 
     def most_steps(self, name: str) -> int:
         """Return the largest number of local steps that a user may report with an upload; 0 if users report none."""
-        context = self.context
-        if not context.plan.reports_steps:
-            return 0
-        if counts_samples(context.recipe):
-            return context.most_steps(self.network.max_samples)
-        return context.plan.local_steps_of(name)
+        return self.context.most_steps(self.network.max_samples, name) if self.context.plan.reports_steps else 0
 
     @property
     def joined(self) -> dict[str, Mapping[str, Any]]:

@@ -7,7 +7,7 @@ A batch is drawn as integers ``(users, batch, ...)`` before any data is read: wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,9 +136,14 @@ class BatchSource(Batches, BatchShapes):
         """Largest number of local steps of a trainer in one round."""
         return max(self.steps(trainer) for trainer in self.trainers.largest_users)
 
+    @property
+    def has_sizes(self) -> bool:
+        """True if trainers have batch sizes of their own; the one trainer of pooled data has none."""
+        return isinstance(self.plan.training.batch_size, Mapping) and not self.plan.method.placement.pooled
+
     def size_of(self, trainer: int) -> int:
         """Return the number of windows or samples of a trainer in one local step; a last batch may be smaller."""
-        return self.batch_size
+        return self.plan.batch_size_of(self.trainers[trainer].name) if self.has_sizes else self.batch_size
 
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
@@ -252,29 +257,37 @@ class PassBatchSource(BatchSource):
         """Return the number of training samples or conversations of a trainer."""
         return self.count(trainer, "train")
 
-    def _batches(self, count: int) -> int:
-        """Return the number of batches in one pass over ``count`` samples."""
-        full, rest = divmod(count, self.batch_size)
+    def _batches(self, count: int, size: int) -> int:
+        """Return the number of batches of ``size`` samples in one pass over ``count`` samples."""
+        full, rest = divmod(count, size)
         return full + (rest >= self.least)
+
+    @property
+    def most_steps(self) -> int:
+        """Largest number of local steps of a trainer in one round."""
+        # With batch sizes of their own, users with less data may take more steps.
+        return max(map(self.steps, range(len(self.trainers)))) if self.has_sizes else super().most_steps
 
     def batch_sizes(self, user: AnyUser) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of the batches in one pass over the samples of a user: for training, and for all samples.
 
         A last batch of fewer than ``self.least`` samples is not trained on, as batch norm needs at least two samples.
         """
-        count, batch_size = len(user.train), self.batch_size
+        count = len(user.train)
+        batch_size = self.plan.batch_size_of(user.name) if self.has_sizes else self.batch_size
         sizes = tuple(min(batch_size, count - first) for first in range(0, count, batch_size))
         trained_sizes = tuple(size for size in sizes if size == batch_size or size >= self.least)
-        return trained_sizes, sizes
+        swept_sizes = tuple(min(self.batch_size, count - first) for first in range(0, count, self.batch_size))
+        return trained_sizes, swept_sizes
 
     def steps(self, trainer: int) -> int:
         """Return the number of batches of all local epochs."""
-        return self.plan.training.local_epochs * self._batches(self.count(trainer, "train"))
+        return self.plan.training.local_epochs * self._batches(self.count(trainer, "train"), self.size_of(trainer))
 
     def trained_amount(self, trainer: int) -> int:
         """Return the number of training samples of one round."""
-        count = self.count(trainer, "train")
-        return self.plan.training.local_epochs * min(count, self._batches(count) * self.batch_size)
+        count, size = self.count(trainer, "train"), self.size_of(trainer)
+        return self.plan.training.local_epochs * min(count, self._batches(count, size) * size)
 
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -306,7 +319,9 @@ class PassBatchSource(BatchSource):
     def _batch(
         self, trainer: int, stream: Stream, purpose: str, round_number: int, number: int
     ) -> Int64[Tensor, " batch"]:
-        """Return the sample numbers of one batch of a trainer, padded with ``PAD``; shuffle a new epoch when needed.
+        """Return the sample numbers of one batch of a trainer, padded with ``PAD`` to the largest batch size.
+
+        A new epoch is shuffled when it is needed.
 
         Args:
             trainer: Number of the trainer.
@@ -315,12 +330,13 @@ class PassBatchSource(BatchSource):
             round_number: The round, counted from 0.
             number: Number of the batch within the round, counted from 0 over all epochs.
         """
-        count = self.count(trainer, stream)
-        epoch_number, number_in_epoch = divmod(number, max(1, self._batches(count)))
+        count, size = self.count(trainer, stream), self.size_of(trainer)
+        epoch_number, number_in_epoch = divmod(number, max(1, self._batches(count, size)))
         key = (trainer, purpose, epoch_number)
         if key not in self._epoch_batches:
             random = generator(self.plan.seed, self.trainers[trainer].name, round_number, purpose, epoch_number)
-            self._epoch_batches[key] = epoch(count, self.batch_size, random)
+            batches = epoch(count, size, random)
+            self._epoch_batches[key] = torch.nn.functional.pad(batches, (0, self.batch_size - size), value=PAD)
         return self._epoch_batches[key][number_in_epoch]
 
     def all_numbers(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.config import Recipe
+from comingle.config.settings import values_in
 from comingle.data.conversations.encoding import (
     Answers,
     ConversationReader,
@@ -471,15 +472,16 @@ def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
     """Return a recipe with text that costs as much as a recipe with conversations, to count costs.
 
     Its ``local_steps`` are the number of batches in ``local_epochs`` passes over the conversations of the user with the
-    most conversations, or of all users if their data is pooled.
+    most conversations, or of all users if their data is pooled, with the smallest batch size of a user.
 
     Args:
         recipe: A recipe with conversations.
         counts: Number of training conversations of each user.
     """
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
+    recipe = recipe.for_users(tuple(counts))  # lists, as users without enough data are left out of the new recipe
     conversations = sum(counts.values()) if pooled else max(counts.values())
-    batches = max(1, ceil(conversations / recipe.training.largest_batch_size))
+    batches = max(1, ceil(conversations / min(values_in(recipe.training.batch_size))))
     text = {"users": dict.fromkeys(counts, "not read")}  # paths of texts, which counting costs does not open
     return recipe.with_changes({"data": text, "training.local_steps": batches * recipe.training.local_epochs})
 

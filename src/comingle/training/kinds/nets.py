@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from comingle.config import Recipe
+from comingle.config.settings import values_in
 from comingle.data.populations import as_users
 from comingle.data.samples.reading import Augment, MakeNet, Population
 from comingle.data.samples.samples import SampleBank, Samples, UserSamples, bank_of, check, pool_samples
@@ -577,16 +578,17 @@ def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
     Args:
         model: The net.
         plan: Plan of the run.
-        size: Batch size of the run.
+        size: Largest batch size of the run.
 
     Raises:
         RecipeError: Batch norm cannot take the batches, as they are smaller or are split into micro-batches.
     """
     if not model.batchwise:
         return 1
-    if size < LEAST_FOR_NORM:
+    smallest = size if plan.method.placement.pooled else min(values_in(plan.training.batch_size))
+    if smallest < LEAST_FOR_NORM:
         need = f"{model.name} has batch norm, which needs at least {LEAST_FOR_NORM}"
-        raise RecipeError(f"training.batch_size: got {size}; {need}")
+        raise RecipeError(f"training.batch_size: got {smallest}; {need}")
     if plan.runtime.micro_batch is not None and plan.runtime.micro_batch < size:
         raise RecipeError(
             f"runtime.micro_batch: got {plan.runtime.micro_batch}; {model.name} has batch norm, which needs whole "

@@ -79,12 +79,6 @@ class TextBatchSource(BatchSource):
         """Largest number of local steps of any user of the run, on this machine or elsewhere."""
         return self.plan.training.most_local_steps
 
-    def size_of(self, trainer: int) -> int:
-        """Return the number of windows of a trainer in one local step."""
-        if self.plan.method.placement.pooled or not isinstance(self.plan.training.batch_size, Mapping):
-            return self.batch_size
-        return self.plan.batch_size_of(self.trainers[trainer].name)
-
     def trained_amount(self, trainer: int) -> int:
         """Return the number of training tokens of a round."""
         return self.steps(trainer) * self.size_of(trainer) * self.plan.training.context
