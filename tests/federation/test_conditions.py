@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,12 +190,28 @@ def test_a_task_whose_condition_may_hold_at_any_time_is_declined_just_before_its
     assert at("12:10") - clock.now == timedelta(seconds=conditions.REPLY_SECONDS)
 
 
+def test_little_of_a_short_time_is_reserved_for_the_reply() -> None:
+    clock = FakeClock("12:00")
+    device = conditions_with(PluggedInCondition(FakeBattery(lambda _: False)), clock=clock)
+    with pytest.raises(DeclinedError):
+        device.begin_task(1, 0, at("12:00:10").timestamp())
+    assert at("12:00:10") - clock.now == timedelta(seconds=1)
+
+
 def test_all_conditions_must_hold() -> None:
     clock, battery = FakeClock("21:59"), FakeBattery(lambda look: look >= 5)
     device = conditions_with(parse_condition("between 22:00-06:00"), PluggedInCondition(battery), clock=clock)
     device.begin_task(1, 0, math.inf)
     assert battery.looks == 6
     assert clock.now >= at("22:00:08")
+
+
+def test_a_task_is_declined_at_once_if_any_condition_cannot_hold_in_time() -> None:
+    clock, battery = FakeClock("12:00"), FakeBattery(lambda _: False)
+    device = conditions_with(PluggedInCondition(battery), parse_condition("between 22:00-06:00"), clock=clock)
+    with pytest.raises(DeclinedError, match="not plugged in"):
+        device.begin_task(1, 0, at("13:00").timestamp())
+    assert clock.waits == 0
 
 
 def test_a_task_is_declined_if_the_rest_of_its_steps_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +402,25 @@ def test_pauses_change_no_tensor(method: str, tmp_path: Path, monkeypatch: pytes
     assert_same_end(paused, undisturbed)
 
 
+@pytest.mark.slow
+def test_pauses_are_no_time_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "CHECK_SECONDS", 1e-3)
+    content = tiny(tmp_path, "fedavg", training__local_steps=2, training__rounds=1)
+    battery = FakeBattery(lambda look: look != 1)  # a pause between the two steps
+    device = DeviceConditions([PluggedInCondition(battery)], wait=lambda _: time.sleep(1.0))
+    channel = federated_with(content, tmp_path / "run", {"ann": device}, {"max_threads": 1, "runtime": {"threads": 2}})
+    (times,) = [
+        unpack_answer(answer).reported
+        for name, request, answer in channel.recorded
+        if name == "ann" and "train" in unpack_task(request).todo
+    ]
+    assert device.paused_seconds >= 1.0
+    assert times["seconds"] - times["train_seconds"] >= 1.0
+    store = channel.nodes["ann"]._store
+    assert store is not None
+    assert store.recipe.runtime.threads == 1
+
+
 class WithDeadlines(Direct):
     """The server waits 60 s for an answer; ann's clock has a fixed time at the beginning of each round."""
 
@@ -462,9 +498,33 @@ def test_too_few_who_do_not_decline_end_the_run_with_their_reasons(tmp_path: Pat
     assert len(events_of(tmp_path / "run", "round")) == 3
 
 
+@pytest.mark.slow
+def test_reasons_of_earlier_rounds_are_not_given_for_too_few_answers(tmp_path: Path) -> None:
+    """Ann declines in round 2; in round 3 all are away."""
+    content = tiny(tmp_path, "fedavg", training__rounds=3)
+    clock = FakeClock("23:00")
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path / "run")
+    device = conditions_with(parse_condition(NIGHT), clock=clock)
+    nodes["ann"] = Client(tmp_path / "run" / "ann", own_of(content, "ann"), conditions=device)
+    plan = replace(plan, network=NetworkSection(round_timeout=0.1))
+
+    class AwayInRound3(WithDeadlines):
+        times: Mapping[int, str] = {1: "12:00"}
+
+        def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+            here = {name: request for name, request in requests.items() if unpack_task(request).round < 2}
+            return super().exchange(here, timeout=timeout)
+
+    AwayInRound3.clock = clock
+    with pytest.raises(RunError, match=r"round 3: 0 of 2") as error:
+        run_federation(plan, AwayInRound3(nodes), tmp_path / "run" / "server")
+    assert events_of(tmp_path / "run", "declined")
+    assert "declined" not in str(error.value)
+
+
 def test_the_last_tasks_of_a_run_are_not_declined(tmp_path: Path) -> None:
     """The user's own model is made by them."""
-    content = tiny(tmp_path, "comigs-1g1s", evaluation__select="best", evaluation__every=1)
+    content = tiny(tmp_path, "fedavg", evaluation__model="exchanged", training__rounds=1)
     clock = FakeClock("23:00")
 
     class DayAfterTheLastRound(WithDeadlines):
@@ -479,6 +539,7 @@ def test_the_last_tasks_of_a_run_are_not_declined(tmp_path: Path) -> None:
     DayAfterTheLastRound.clock = clock
     device = conditions_with(parse_condition(NIGHT), clock=clock)
     channel = federated_with(content, tmp_path / "run", {"ann": device}, channel=DayAfterTheLastRound)
+    assert any({"finish", "evaluate"} <= set(task.todo) for task in tasks_of(channel, "ann"))
     assert "12:00" in channel.times.values()  # type: ignore[attr-defined]
     assert not events_of(tmp_path / "run", "declined")
     assert list((tmp_path / "run" / "ann").glob("run-*/model"))
@@ -539,6 +600,12 @@ def test_uploads_beyond_the_limit_of_a_day_are_declined_until_midnight(sums: boo
         if "train" in task.todo and not answer.refused
     ]
     assert trained == [0, 1, 3]
+    before, (request, answer) = (
+        uploads.sent_today(),
+        next((request, answer) for name, request, answer in reversed(channel.recorded) if name == "ann"),
+    )
+    assert channel.nodes["ann"].handle(request) == answer  # the stored one, whose bytes are sent once more
+    assert uploads.sent_today() == before + len(answer)
     (declined,) = events_of(tmp_path / "run", "declined")
     assert re.match(r"declined: [\d.]+ MB were sent today", declined["reason"])
 
@@ -584,6 +651,77 @@ def test_calls_of_other_users_are_made_while_one_waits() -> None:
         waiting.result(5)
         later.result(5)
     assert order == ["ann waits", "bob", "ann goes on", "ann again"]
+
+
+def test_a_client_serves_other_calls_of_its_process_during_a_pause(tmp_path: Path) -> None:
+    calls, ending = CallQueue(), client_command.EndCondition(stays=False)
+    options = {"data": "x", "state": str(tmp_path), "server": "127.0.0.1:9", "only_when": ["plugged-in"]}
+    (participant,) = load_participants((), ["ann"], options)
+    handle = client_command._fleet_client(participant, calls, ending, {}, lambda line: None)._load()
+    device = handle.__self__._conditions  # type: ignore[attr-defined]
+    device._conditions = (PluggedInCondition(FakeBattery(lambda look: look > 0)),)
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(calls.call, threading.get_ident, user="bob")
+        while not calls._calls:
+            time.sleep(0.01)
+        device.begin_task(1, 0, math.inf)
+        is_made_during_the_pause = not calls._calls
+        calls.serve(0.0)  # otherwise now, as its thread waits for it
+        assert other.result(5) == threading.get_ident()
+        assert is_made_during_the_pause
+
+
+class Queued(Direct):
+    """Tasks of all users are carried out by the thread that serves a queue, ann's first, with a minute for each."""
+
+    def __init__(self, nodes: Mapping[str, Client], calls: CallQueue) -> None:
+        super().__init__(nodes)
+        self.calls, self.trained = calls, set[tuple[str, int]]()
+
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+        def answer(name: str, request: bytes) -> bytes:
+            handled = self.nodes[name].handle(request, time.time() + 60)
+            if "train" in (task := unpack_task(request)).todo:
+                self.trained.add((name, task.round))
+            return handled
+
+        with ThreadPoolExecutor() as threads:
+            answers = {}
+            for name, request in requests.items():
+                answers[name] = threads.submit(self.calls.call, partial(answer, name, request), user=name)
+                time.sleep(0.05)
+            for name, one in answers.items():
+                yield name, one.result()
+
+
+@pytest.mark.slow
+def test_a_user_trains_while_another_of_the_process_is_paused_in_its_local_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ann waits until bob has trained, in the first round after her first local step, in the second before it."""
+    monkeypatch.setattr(conditions, "CHECK_SECONDS", 0.01)
+    content = tiny(tmp_path, "fedavg", training__local_steps=2)
+    undisturbed = federated_with(content, tmp_path / "whole", {})
+    calls, looks = CallQueue(), [0]
+
+    class AfterBob(Condition):
+        def unmet(self, now: datetime) -> str:
+            looks[0] += 1
+            num_rounds = len([1 for name, _ in channel.trained if name == "ann"])
+            is_first_look = looks[0] == 1
+            return "" if is_first_look or ("bob", num_rounds) in channel.trained else "bob has not trained"
+
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path / "queued")
+    device = DeviceConditions([AfterBob()], wait=calls.serve)
+    nodes["ann"] = Client(tmp_path / "queued" / "ann", own_of(content, "ann"), conditions=device)
+    channel = Queued(nodes, calls)
+    with ThreadPoolExecutor() as threads:
+        run = threads.submit(run_federation, plan, channel, tmp_path / "queued" / "server")
+        while not run.done():
+            calls.serve(0.05)
+        run.result()
+    assert looks[0] > 3
+    assert_same_end(channel, undisturbed)
 
 
 def test_the_time_for_an_answer_is_that_of_the_message(tmp_path: Path) -> None:

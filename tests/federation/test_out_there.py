@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("flwr")
@@ -23,6 +25,7 @@ from tests.federation.proxy import Proxy
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
 from comingle.config import Recipe
+from comingle.federation.conditions import UPLOADS
 from comingle.federation.files import save_plan, split_recipe
 from comingle.federation.flower.processes import free_port
 from comingle.federation.participant import Participant, save_participant
@@ -285,3 +288,32 @@ def test_a_client_that_is_suspended_goes_on_when_it_is_resumed(tmp_path: Path) -
         assert server.wait(SECONDS) == 0
         assert [process.wait(60) for process in (ann, bob)] == [0, 0]
     assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+def test_users_who_train_at_other_times_decline_or_wait_until_theirs(tmp_path: Path) -> None:
+    """Bob waits until a minute that is near; the hours of the others are too late, also under Flower's SuperNode."""
+    patience = NetworkSection(round_timeout=600.0)
+    recipe = recipe_of(tmp_path, "comigs-1g1s", users=("ann", "bob", "cem"))
+    here = Place.of(tmp_path, recipe, patience)
+    soon, late = (datetime.now(UTC).astimezone() + timedelta(minutes=minutes) for minutes in (2, 180))
+    near, far = (f"between {start:%H:%M}-{start + timedelta(hours=3):%H:%M}" for start in (soon, late))
+    with (
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "ann", *here.client("ann", here.port), "--only-when", "plugged-in", "--only-when", far),
+        command(tmp_path, "bob", *here.client("bob", here.port), "--only-when", near, "--nice", 3) as bob,
+        command(tmp_path, "cem", *here.client("cem", here.port), "--only-when", far, "--supernode"),
+    ):
+        wait_for(lambda: "paused" in (tmp_path / "bob.txt").read_text(), server, bob)
+        assert psutil.Process(bob.pid).nice() == min(19, os.nice(0) + 3)
+        assert server.wait(SECONDS) == 0, (tmp_path / "server.txt").read_text()
+        assert bob.wait(60) == 0
+    events = read_events(tmp_path / "apart")
+    declined = {(event["user"], event["reason"]) for event in events if event["event"] == "declined"}
+    line = f"declined: outside {far.removeprefix('between ')}"
+    assert declined == {("ann", line), ("cem", line)}
+    assert {tuple(event["train_loss_nats"]) for event in rounds_of(tmp_path / "apart")} == {("bob",)}
+    assert f"ann: {line}" in (tmp_path / "server.txt").read_text()
+    assert line in (tmp_path / "ann.txt").read_text()
+    said = (tmp_path / "bob.txt").read_text()
+    assert said.index(f"paused: outside {near.removeprefix('between ')}") < said.index("training continues after")
+    assert not list((tmp_path / "apart" / "users" / "bob").glob(UPLOADS))  # nothing is counted without a limit
