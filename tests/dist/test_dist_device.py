@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -18,10 +19,13 @@ pytest.importorskip("flwr")
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.dist.like_windows import open_as_windows
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
-from tests.federation.test_out_there import SECONDS, Place, command
+from tests.federation.test_out_there import MAIN, SECONDS, Place, command
 
+from comingle.federation.flower.client_app import DIGEST, build_bundle
 from comingle.runs import api
+from comingle.utils.records import to_disk
 
 __all__ = ["nothing_is_left"]  # around each of these tests
 
@@ -75,22 +79,24 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+def check_clients(folder: Path, start: Sequence[object]) -> None:
+    """Clients that are started like this take part in a federation, which ends with the tensors of a simulation."""
+    recipe = recipe_of(folder, "comigs-1g1s")
+    api.run(recipe, out=folder / "together")
+    here = Place.of(folder, recipe)
+    with (
+        command(folder, "server", *here.server()) as server,
+        command(folder, "ann", *here.client("ann", here.port), start=start) as ann,
+        command(folder, "bob", *here.client("bob", here.port), start=start) as bob,
+    ):
+        assert server.wait(SECONDS) == 0
+        assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert_equal(folder / "together", folder / "apart")
+
+
 @pytest.mark.slow
-def test_a_client_takes_part_with_the_packages_of_the_extra(
-    device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(tmp_path, "comigs-1g1s")
-    api.run(recipe, out=tmp_path / "together")
-    here = Place.of(tmp_path, recipe)
-    with command(tmp_path, "server", *here.server()) as server:
-        monkeypatch.delenv("PYTHONPATH", raising=False)
-        with (
-            command(tmp_path, "ann", *here.client("ann", here.port), python=device) as ann,
-            command(tmp_path, "bob", *here.client("bob", here.port), python=device) as bob,
-        ):
-            assert server.wait(SECONDS) == 0
-            assert [process.wait(60) for process in (ann, bob)] == [0, 0]
-    assert_equal(tmp_path / "together", tmp_path / "apart")
+def test_a_client_takes_part_with_the_packages_of_the_extra(device: Path, tmp_path: Path) -> None:
+    check_clients(tmp_path, ("env", "--unset=PYTHONPATH", device, "-c", MAIN))
 
 
 @pytest.mark.slow
@@ -107,6 +113,34 @@ def test_the_packages_of_the_extra_are_no_more_than_it_needs(device: Path) -> No
     assert whole.returncode == 2
     assert whole.stderr.startswith("comingle: alembic is not installed")
     assert "comingle[flower]" in whole.stderr
+
+
+LOADED = """\
+import sys
+import comingle.cli, comingle.federation.client_command
+from comingle.models.pretrained import import_lean
+import_lean()
+import comingle.federation.client, comingle.methods.user_files
+print(*(name for name in sys.modules if name.partition(".")[0] not in ("comingle", "__main__")))
+"""
+"""Prints the modules of other packages that a client loads."""
+
+
+@pytest.mark.slow
+def test_a_client_takes_part_without_what_windows_lacks(tmp_path: Path) -> None:
+    loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "modules.txt").write_text(loaded)
+    like_windows = (sys.executable, Path(__file__).with_name("like_windows.py"), tmp_path / "modules.txt")
+    check_clients(tmp_path, (*like_windows, MAIN))
+
+
+def test_windows_flushes_files_only_and_has_the_same_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", open_as_windows)
+    with pytest.raises(PermissionError):
+        to_disk(tmp_path)
+    monkeypatch.setattr(sys, "platform", "win32")
+    to_disk(tmp_path)
+    assert hashlib.sha256(build_bundle()).hexdigest() == DIGEST
 
 
 @pytest.mark.slow

@@ -40,12 +40,15 @@ __all__ = ["nothing_is_left"]  # around each of these tests too
 SECONDS = 400
 
 
+MAIN = "from comingle.cli import main; main()"
+
+
 @contextmanager
 def command(
-    folder: Path, name: str, *arguments: object, python: str | Path = sys.executable
+    folder: Path, name: str, *arguments: object, start: Sequence[object] = (sys.executable, "-c", MAIN)
 ) -> Iterator[subprocess.Popen[bytes]]:
     """``comingle`` with some arguments; what it prints goes to ``NAME.txt``."""
-    line = [str(python), "-c", "from comingle.cli import main; main()", *map(str, arguments)]
+    line = [str(word) for word in (*start, *arguments)]
     with (folder / f"{name}.txt").open("wb") as out:
         process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     try:

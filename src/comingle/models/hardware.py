@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -299,6 +298,10 @@ def _peak_resident_bytes() -> int:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
+        if sys.platform == "win32":
+            return psutil.Process().memory_info().peak_wset
+        import resource  # which Windows does not have
+
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, others KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shlex
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -288,7 +289,9 @@ def convert_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def to_disk(path: Path) -> None:
-    """Flush a file or folder to the disk, so that it survives a power cut."""
+    """Flush a file or folder to the disk, so that it survives a power cut; on Windows only files can be flushed."""
+    if sys.platform == "win32" and path.is_dir():  # its entries; Windows cannot open a folder
+        return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # some systems sync writable files only
     try:
         os.fsync(handle)

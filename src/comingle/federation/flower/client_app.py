@@ -65,15 +65,18 @@ def build_bundle() -> bytes:
     """Return Flower's bundle (FAB) of this app: a ZIP file of :data:`PROJECT` and its manifest.
 
     The bytes are the same on every machine, so that server and clients compute the same digest. Files have a fixed
-    date and are not compressed for this reason.
+    date, are not compressed, and are marked as written on Unix for this reason.
     """
+    unix = 3  # the default of zipfile differs on Windows
     project = PROJECT.encode()
     size_bits = 8 * len(project)  # Flower's manifest has a line "path,SHA-256,size in bits" for each file.
     manifest = f"pyproject.toml,{hashlib.sha256(project).hexdigest()},{size_bits}"
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as bundle:
         for name, content in (("pyproject.toml", project), (".info/CONTENT", manifest.encode())):
-            bundle.writestr(zipfile.ZipInfo(name, _DATE), content)
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.create_system = unix
+            bundle.writestr(entry, content)
     return packed.getvalue()
 
 
