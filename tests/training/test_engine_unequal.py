@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from comingle.config import load_recipe, parse_recipe
+from comingle.config.settings import largest
 from comingle.federation.messages import check_upload
 from comingle.methods.server import Received
+from comingle.models.scoring import PAD
 from comingle.protocol.messages import STEPS
 from comingle.runs import api
-from comingle.training.client import Clients
+from comingle.training.client import Clients, finetuned, train
 from comingle.training.server import normalise_steps
 from comingle.utils.errors import MessageError, RecipeError, RunError
 from comingle.utils.records import read_events
@@ -270,3 +273,100 @@ def test_a_server_refuses_more_steps_than_the_recipe_has_and_none(federate: Any,
         check_upload(wrong, clients.model.layout, clients.method, **about)
     with pytest.raises(MessageError, match="report 'local_steps' is missing"):
         check_upload(replace(upload, reports={}), clients.model.layout, clients.method, **about)
+
+
+def test_fine_tuning_for_an_evaluation_has_no_time_limit(federate: Any) -> None:
+    federation = federate("fedavg+", changes={"training.local_steps": 3, "training.max_seconds_per_round": 1.0})
+    federation.clients.clock = map(float, count()).__next__
+    assert local_round(federation, range(3), 0).steps == {0: 1, 1: 1, 2: 1}
+    before = federation.clients.state.rows.clone()
+    with finetuned(federation.clients, 1):
+        assert (federation.clients.state.iterations == 4).all()
+        assert federation.clients.steps_taken == {0: 1, 1: 1, 2: 1}
+    assert torch.equal(federation.clients.state.rows, before)
+
+
+def test_users_of_a_cohort_have_equal_batch_sizes(federate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = federate("fedavg", changes={"training.batch_size": [2, 1, 2], "training.local_steps": 1})
+    source, drawn = federation.clients.batch_source, list[torch.Tensor]()
+    draw = source.draw
+    monkeypatch.setattr(source, "draw", lambda *place: drawn.append(draw(*place)) or drawn[-1])
+    local_round(federation, range(3), 0)
+    assert [tuple(batch.shape[:2]) for batch in drawn] == [(2, 2), (1, 1)]
+    padded = draw([0, 1], federation.clients.phases[0], 0, 0, 0)
+    assert (padded != PAD).all(-1).tolist() == [[True, True], [True, False]]
+
+
+def test_routers_see_equally_many_instances_of_users_with_small_batches(federate: Any) -> None:
+    federation = federate("comigs-1g1s", changes={"training.batch_size": [1, 3, 2]})
+    batches = federation.clients.cohort([0, 1, 2], 0)._instances([0, 1, 2], 5)
+    assert sum((batch != PAD).any(-1).sum(1) for batch in batches).tolist() == [5, 5, 5]
+
+
+def test_no_limit_is_the_largest_value() -> None:
+    assert largest([3.0, None, 9.0]) is None
+    assert largest([3, 9, 1]) == 9
+
+
+@pytest.mark.slow
+def test_users_on_disk_have_their_own_batch_sizes(tmp_path: Path) -> None:
+    """A user with less data takes more steps, which determines the schedule of all."""
+    rows = {"ann": 12, "bob": 20}
+    for name, number in rows.items():
+        lines = [json.dumps({"prompt": f"{i}?", "response": f"{name} says {i}"}) for i in range(number)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    content = {
+        "base": "random:llama?layers=1&dim=32",
+        "method": "fedavg",
+        "data": {"kind": "conversations", "users": {name: str(tmp_path / f"{name}.jsonl") for name in rows}},
+        "training": {"rounds": 2, "batch_size": {"bob": 8, "ann": 1}, "context": 48},
+        "runtime": {"dtype": "float32", "device": "cpu", "compile": False, "threads": 1},
+    }
+    runs = {
+        store: api.run(parse_recipe(content).with_changes({"runtime.store": store}), out=tmp_path / store)
+        for store in ("memory", "disk")
+    }
+    steps = {store: run.federation.clients.steps.local_steps for store, run in runs.items()}
+    assert steps["disk"] == steps["memory"] > 3
+    assert runs["disk"].metrics["users"] == runs["memory"].metrics["users"]
+
+
+def test_a_sweep_reads_as_much_text_as_each_user_trains_on(federate: Any) -> None:
+    changes = {"training.batch_size": [1, 3, 2], "training.local_steps": [4, 1, 2]}
+    source = federate("ifca", changes=changes).clients.batch_source
+    swept = sum((batch != PAD).any(-1).sum(1) for batch in source.sweep([0, 1, 2], 0))
+    assert swept.tolist() == [4, 3, 4]
+
+
+def test_values_of_a_skipped_user_are_left_out(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    Path(recipe.data.users["bob"].path).write_text("Too short.")
+    changes = {
+        "data.on_small_user": "skip",
+        "training.rounds": 1,
+        "training.local_steps": {"ann": 1, "bob": 2, "cem": 3},
+    }
+    run = api.run(
+        recipe.with_changes({**changes, "method": {"name": "comigs", "specialists": {"bob": 0, "cem": 2, "ann": 1}}})
+    )
+    clients = run.federation.clients
+    assert [clients.batch_source.steps(number) for number in range(2)] == [1, 3]
+    assert clients.method.placement.specialists == (1, 2)
+
+
+def test_steps_are_not_reported_with_privacy(federate: Any) -> None:
+    privacy = {"privacy": {"mechanism": "local", "noise_multiplier": 1.0, "noise": "reproducible"}}
+    changes = {"training.max_seconds_per_round": 9.0, "training.local_steps": 1}
+    for extra, reports in (({}, {STEPS}), (privacy, set())):
+        clients = federate("fedavg", changes={**changes, **extra}).clients
+        local_round_of = train(clients, [0], 0)
+        assert local_round_of.steps == {0: 1}
+        assert set(clients.upload([0], 1, {}).reports) == reports
+
+
+def test_new_keys_count_in_a_fingerprint_only_where_they_are_set(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    new = {"max_seconds_per_round": 5.0, "normalise_steps": True}
+    assert not new.keys() & recipe.result_content["training"].keys()
+    changed = recipe.with_changes({f"training.{key}": value for key, value in new.items()})
+    assert {key: changed.result_content["training"][key] for key in new} == new
