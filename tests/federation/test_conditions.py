@@ -421,6 +421,18 @@ def test_pauses_are_no_time_of_training(tmp_path: Path, monkeypatch: pytest.Monk
     assert store.recipe.runtime.threads == 1
 
 
+@pytest.mark.slow
+def test_pauses_do_not_end_a_round_of_limited_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "CHECK_SECONDS", 1e-3)
+    limits = {"training__local_steps": 3, "training__rounds": 1, "training__max_seconds_per_round": 4.0}
+    content = tiny(tmp_path, "fedavg", **limits)
+    battery = FakeBattery(lambda look: look != 1)  # a pause after the first step
+    device = DeviceConditions([PluggedInCondition(battery)], wait=lambda _: time.sleep(4.0))
+    federated_with(content, tmp_path / "run", {"ann": device})
+    (event,) = events_of(tmp_path / "run", "round")
+    assert event["local_steps"] == {"ann": 3, "bob": 3}
+
+
 class WithDeadlines(Direct):
     """The server waits 60 s for an answer; ann's clock has a fixed time at the beginning of each round."""
 

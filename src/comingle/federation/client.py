@@ -714,6 +714,7 @@ class Client:
     def _enter(self, run: str, public: Public) -> ClientStore:
         if self._store is None or self._run != run:
             self._store, self._run = open_store(self._folder(run), self.own, public, self._bases, self.say), run
+            self._store.clients.clock = self._conditions.training_clock  # pauses do not count as time of a round
         return self._store
 
 

@@ -310,6 +310,10 @@ class DeviceConditions:
             self.paused_seconds += time.monotonic() - now
         self._step_began = time.monotonic()
 
+    def training_clock(self) -> float:
+        """Return the seconds of a clock that stops during pauses within local steps."""
+        return time.perf_counter() - self.paused_seconds
+
     def count_upload(self, sent_bytes: int) -> None:
         """Count the bytes of an answer that is about to be sent."""
         if self._uploads is not None:

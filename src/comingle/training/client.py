@@ -421,7 +421,7 @@ def _zero_masked(state: State, mask: Bool[Tensor, "some columns"]) -> None:
 class Clients(Users):
     """Users that download, upload and are scored."""
 
-    clock = staticmethod(time.perf_counter)
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
     """Clock of the time limit of local steps, in seconds."""
 
     @cached_property
