@@ -174,7 +174,7 @@ def test_a_node_that_never_says_its_name_is_not_waited_for_again_and_again(grid:
         lambda name, number, message: number == silent or deliver(name, number, message),
         grid._deliver,
     )  # type: ignore[method-assign]
-    channel = GridChannel(grid, lambda line: None, patience=1.0)
+    channel = GridChannel(grid, lambda line: None, name_seconds=1.0)
     assert list(channel.present()) == ["ada"]
     began = time.monotonic()
     assert list(channel.present()) == ["ada"]

@@ -242,7 +242,8 @@ class StoredRows(Rows):
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         """Yield each of these users with its rows by split, read from the file.
 
-        The index file has the user, the split and the end of each row. ``owners`` has the number of each user.
+        The index file has for each row the numbers of its user and its split, and the byte offset at which its content
+        ends. ``owners`` has the number of each user.
         """
         if not self.owners:  # no rows; an empty file cannot be memory-mapped
             return

@@ -114,15 +114,16 @@ def _place_of_error(error: Exception, user_classes: list[type]) -> str | None:
     """
     frames = list(_frames(error))
     classes = [type(frame.f_locals.get("self")) for frame, _ in frames]
-    if called := next((frame_class for frame_class in classes if frame_class in user_classes), None):
-        return _deepest_place(error, called) or defined_at(called)
+    if outermost_class := next((frame_class for frame_class in classes if frame_class in user_classes), None):
+        return _deepest_place(error, outermost_class) or defined_at(outermost_class)
     # No method of these classes is on the stack. If comingle itself failed, it got an invalid value from one of them.
-    in_core = [index for index, (frame, _) in enumerate(frames) if _in_core(frame)]
-    if not in_core or any(_is_user_code(frame) for frame, _ in frames[in_core[0] :]):
-        return None  # other code of the user's, such as an observer
-    frame, line = frames[in_core[-1]]
-    hooks = " or ".join(dict.fromkeys(map(defined_at, user_classes)))
-    return f"{hooks} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
+    core_indices = [index for index, (frame, _) in enumerate(frames) if _in_core(frame)]
+    # Comingle did not run, or it called other code of the user's, such as an observer: the method is not to blame.
+    if not core_indices or any(_is_user_code(frame) for frame, _ in frames[core_indices[0] :]):
+        return None
+    frame, line = frames[core_indices[-1]]
+    places_of_classes = " or ".join(dict.fromkeys(map(defined_at, user_classes)))
+    return f"{places_of_classes} returned or stored an invalid value, used at {frame.f_code.co_filename}:{line}"
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:

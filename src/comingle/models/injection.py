@@ -637,7 +637,7 @@ class Adapters:
             mlp.router.penalty = None  # remove that of the last pass: this one may have no router
 
     def _rescale_factors(self, tensors: Tree, users: Sequence[int]) -> Tree:
-        """Multiply A by the ratio of each user's LoRA scale to the scale that the modules apply.
+        """Return the tensors with A multiplied by the ratio of each user's LoRA scale to the modules' common scale.
 
         Users with a smaller rank have a larger scale ``alpha / sqrt(rank)``, but the modules multiply all users by one
         number.

@@ -348,7 +348,7 @@ class StackedModel(Model):
 
         Args:
             tensors: The users' tensors; in training their running statistics change.
-            users: Ignored, as users are alike.
+            users: Ignored, as users differ only in their tensors.
             batch: The users' inputs, targets and presence, as in :data:`Batch`.
             train: Run in training mode.
             shares: Mixture weights of each sample; None for the users' weights.
@@ -380,16 +380,18 @@ class StackedModel(Model):
     ) -> Float[Tensor, "users clusters batch"]:
         """Return the loss of every sample for each component of the users' mixtures by itself; 0 for padding.
 
+        The axis ``clusters`` has the components.
+
         Args:
             tensors: The users' tensors; in training their running statistics change.
-            users: Ignored, as users are alike.
+            users: Ignored, as users differ only in their tensors.
             batch: The users' inputs, targets and presence, as in :data:`Batch`.
             train: Run in training mode.
         """
         inputs, targets, present = batch
         outputs = self._components(tensors, inputs, train)
-        wide = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
-        return self.loss(outputs, wide).masked_fill(~present.unsqueeze(1), 0)
+        targets_per_component = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
+        return self.loss(outputs, targets_per_component).masked_fill(~present.unsqueeze(1), 0)
 
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Float[Tensor, "users batch ..."]
@@ -398,7 +400,7 @@ class StackedModel(Model):
 
         Args:
             tensors: The users' tensors.
-            users: Ignored, as users are alike.
+            users: Ignored, as users differ only in their tensors.
             batch: Inputs alone, without targets.
         """
         return self._outputs(tensors, batch, train=False)
@@ -667,16 +669,18 @@ class MixedLanguageModel(StackedModel):
     ) -> Float[Tensor, "users clusters batch context"]:
         """Return the loss in nats at every position for each component of the users' mixtures by itself.
 
+        The axis ``clusters`` has the components.
+
         Args:
             tensors: The users' tensors.
-            users: Ignored, as users are alike.
+            users: Ignored, as users differ only in their tensors.
             batch: Windows of context + 1 tokens; a negative target has loss 0.
             train: Without effect, as language models always run in evaluation mode.
         """
         inputs, targets = inputs_of(batch), batch[..., 1:]
         hidden = self._components(tensors, inputs, train)
-        wide = targets.unsqueeze(1).expand(hidden.shape[:-1])
-        return cross_entropy(hidden, self.head, wide)
+        targets_per_component = targets.unsqueeze(1).expand(hidden.shape[:-1])
+        return cross_entropy(hidden, self.head, targets_per_component)
 
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
@@ -692,7 +696,7 @@ class MixedLanguageModel(StackedModel):
 
         Args:
             tensors: The users' tensors.
-            users: Ignored, as users are alike.
+            users: Ignored, as users differ only in their tensors.
             prompts: Token ids, padded on the left with ``PAD``.
             limit: Largest number of new tokens.
         """

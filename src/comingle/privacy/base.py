@@ -304,18 +304,21 @@ def start_references(shared: Tree, bound: float) -> Tree:
     return {REFERENCE + name: t.clone() for name, t in shared.items()} | {CLIP_NORM: bounds}
 
 
-def keep_references(kept: Tree, shared: Tree, bounds: Float[Tensor, " users"] | None) -> None:
+def keep_references(kept: Tree, shared: Tree, clip_norms: Float[Tensor, " users"] | None) -> None:
     """Store downloaded tensors, and the clip norm if there is a new one, in a user's state.
+
+    Local steps overwrite the shared tensors themselves. The next upload's change, which privacy mechanisms clip, is
+    measured from the stored copies (:func:`protect_uploads`).
 
     Args:
         kept: State of the users, changed in place.
         shared: Downloaded tensors, ``(users, *shape)``.
-        bounds: New clip norm of each user, or None.
+        clip_norms: New clip norm of each user, or None.
     """
     for name, t in shared.items():
         kept[REFERENCE + name].copy_(t)
-    if bounds is not None:
-        kept[CLIP_NORM].copy_(bounds)
+    if clip_norms is not None:
+        kept[CLIP_NORM].copy_(clip_norms)
 
 
 def without_bound(tensors: Tree) -> tuple[Tensor | None, Tree]:

@@ -607,6 +607,7 @@ def check_supported(method: Method, recipe: Recipe) -> None:
     # Secure sums are checked first: they support the fewest methods, so their reason is the most useful one.
     secure_sums = [mechanism for mechanism in mechanisms if isinstance(mechanism, SecureSum)]
     others = [mechanism for mechanism in mechanisms if not isinstance(mechanism, SecureSum)]
+    # `supports` returns nothing; it raises a RecipeError with the reason if the mechanism does not support them.
     run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in secure_sums + others))
 
 

@@ -40,8 +40,8 @@ from comingle.privacy.secure_sum import (
     VECTOR,
     as_tensor,
     as_words,
-    download,
-    upload,
+    make_download,
+    make_upload,
 )
 from comingle.protocol.messages import Download, Upload
 from comingle.utils.errors import MessageError, RecipeError
@@ -58,7 +58,7 @@ def keys_message(name: str, round_number: int, public_keys: bytes) -> Upload:
         round_number: Number of the round, from 1.
         public_keys: The two keys, one after the other.
     """
-    return upload(name, round_number, {KEYS: _as_byte_tensor([public_keys])})
+    return make_upload(name, round_number, {KEYS: _as_byte_tensor([public_keys])})
 
 
 def shares_message(name: str, round_number: int, shares: Mapping[str, bytes]) -> Upload:
@@ -71,7 +71,7 @@ def shares_message(name: str, round_number: int, shares: Mapping[str, bytes]) ->
         round_number: Number of the round, from 1.
         shares: Shares by user, in the order in which the server expects them.
     """
-    return upload(name, round_number, {SHARES: _as_byte_tensor(list(shares.values()))})
+    return make_upload(name, round_number, {SHARES: _as_byte_tensor(list(shares.values()))})
 
 
 def masked_message(name: str, round_number: int, masked: np.ndarray) -> Upload:
@@ -82,7 +82,7 @@ def masked_message(name: str, round_number: int, masked: np.ndarray) -> Upload:
         round_number: Number of the round.
         masked: The upload, integers modulo ``2^word``.
     """
-    return upload(name, round_number, {VECTOR: as_tensor(masked).unsqueeze(0)})
+    return make_upload(name, round_number, {VECTOR: as_tensor(masked).unsqueeze(0)})
 
 
 def read_keys(message: Upload | Download | None, name: str, round_number: int) -> bytes:
@@ -154,18 +154,19 @@ def roster_message(name: str, round_number: int, roster: Mapping[str, bytes]) ->
         round_number: Number of the round, from 1.
         roster: Public keys by user.
     """
-    return download(name, round_number, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
+    return make_download(name, round_number, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
 
 
 def sealed_message(name: str, round_number: int, sealed: Mapping[str, bytes]) -> Download:
-    """Return the server's message to a user with the shares that others sealed for it.
+    """Return the server's message to a user with the shares that other users sealed (encrypted) for it.
 
     Args:
         name: The receiving user.
         round_number: Number of the round.
-        sealed: Sealed shares by user.
+        sealed: Sealed shares by the user that sealed them, who is named as a sender in the message.
     """
-    return download(name, round_number, sealed, {SHARES: _as_byte_tensor(list(sealed.values()))})
+    senders = list(sealed)
+    return make_download(name, round_number, senders, {SHARES: _as_byte_tensor(list(sealed.values()))})
 
 
 def survivors_message(name: str, round_number: int, survivors: Sequence[str]) -> Download:
@@ -178,7 +179,7 @@ def survivors_message(name: str, round_number: int, survivors: Sequence[str]) ->
         round_number: Number of the round.
         survivors: Users in the sum.
     """
-    return download(name, round_number, survivors, {})
+    return make_download(name, round_number, survivors, {})
 
 
 def read_roster(message: Upload | Download | None, name: str, round_number: int, own_keys: bytes) -> dict[str, bytes]:

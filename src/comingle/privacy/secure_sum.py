@@ -116,7 +116,7 @@ _NO_RANKS = torch.zeros(1, dtype=torch.int64)
 """LoRA rank in messages of the protocol: none, as padding is masked too."""
 
 
-def upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upload:
+def make_upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upload:
     """Return a user's message to the server in the protocol of a secure sum.
 
     Args:
@@ -128,7 +128,7 @@ def upload(name: str, round_number: int, tensors: dict[str, Tensor]) -> Upload:
     return Upload(round=round_number, users=(name,), tensors=tensors, ranks=_NO_RANKS)
 
 
-def download(
+def make_download(
     name: str, round_number: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
 ) -> Download:
     """Return a message from the server to a user in the protocol of a secure sum.
@@ -159,13 +159,13 @@ def sent_bytes(terms: Terms, name: str, count: int) -> int:
         {VECTOR: vector},
         {SHARES: _meta_bytes(count, SHARE_BYTES)},
     )
-    messages = [upload(name, terms.round, tensors) for tensors in contents]
+    messages = [make_upload(name, terms.round, tensors) for tensors in contents]
     return sum(packed_bytes(message)[0] for message in messages)  # [0]: each message is of one user
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
     """Return the bytes that a user sends for a sum that fails after the first step."""
-    message = upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)})
+    message = make_upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)})
     return packed_bytes(message)[0]  # [0]: the message is of one user
 
 
@@ -180,9 +180,9 @@ def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
     round_number, others = terms.round, [other for other in names if other != name]
     # The public keys of all users, the shares that the others sealed for this user, and the names of those in the sum.
     messages = (
-        download(name, round_number, names, {KEYS: _meta_bytes(len(names), PUBLIC_KEYS_BYTES)}),
-        download(name, round_number, others, {SHARES: _meta_bytes(len(others), SEALED_BYTES)}),
-        download(name, round_number, names, {}),
+        make_download(name, round_number, names, {KEYS: _meta_bytes(len(names), PUBLIC_KEYS_BYTES)}),
+        make_download(name, round_number, others, {SHARES: _meta_bytes(len(others), SEALED_BYTES)}),
+        make_download(name, round_number, names, {}),
     )
     return sum(packed_bytes(message)[0] for message in messages)  # [0]: each message is for one user
 

@@ -87,9 +87,9 @@ def _gain_fields(gain: Gain) -> dict[str, Any]:
 def advise_on(
     local: Runs, methods: Mapping[str, Runs], groups: Mapping[tuple[str, ...], Runs], grouped_by: str
 ) -> Advice:
-    """Return the gains of federated methods, and of smaller groups of users, against training alone.
+    """Compare federated methods, and smaller groups of users, with training alone.
 
-    The gains are the basis of advice on which users should train together, and with which method.
+    The result is the basis of advice on which users should train together, and with which method.
 
     Args:
         local: Runs of ``local`` with all users.
@@ -97,12 +97,16 @@ def advise_on(
         groups: Runs of the method ``grouped_by`` with smaller groups of users and the same seeds; a key has the names
             of the group's users.
         grouped_by: The method with which these groups trained.
+
+    Returns:
+        The gains, which are changes against ``local``, with their confidence intervals, and each method's traffic.
     """
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
-    # One interval for each user with each method, and for each user in each smaller group.
+    # Confidence intervals of users' gains: one for each user with each method, and for each user in each smaller group.
+    # They are counted because all hold at once with 95%, so each is wider the more there are.
     num_intervals = len(first["users"]) * len(methods) + sum(map(len, groups))
-    # Of means over users: each method against `local`, and each but the best method against the best.
+    # Those of gains of the mean over users: each method against `local`, and each but the best against the best.
     num_mean_intervals = 2 * len(methods) - 1
     means = {name: _mean_gain(name, runs, local, measure, num_mean_intervals) for name, runs in methods.items()}
     best = _best_method(means, measure)

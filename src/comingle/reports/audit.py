@@ -457,13 +457,14 @@ def shadow_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
 def recovery_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of tokens that the server recovers from one upload of each user.
 
-    The table has a row for each kind of upload, ``what``, such as one round of the run. The mean share of recovered
-    tokens over users is beside the share that guesses of the most common tokens reach without the upload.
+    There are two attacks, with a row each: on the upload after one step on a single short window, and on the upload
+    after one round of the run. The mean share of recovered tokens over users is beside the share that guesses of the
+    most common tokens reach without the upload.
     """
     rows = [
         [
             result.what,
-            str(len(result.tokens)),
+            str(len(result.tokens)),  # number of users: the list has one entry per user
             f"{fmean(result.tokens):.0f}",
             mean_text(result.recovered, 2),
             mean_text(result.guesses, 2),

@@ -562,13 +562,14 @@ def spread(values: Sequence[float]) -> Spread:
 def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, geometric: bool = False) -> Curve:
     """Return the results of a user, or the mean over users, at each evaluation.
 
-    Evaluations with a result that is not finite are left out.
+    The curve has the arithmetic mean and the standard deviation of these results over seeds, for each number of local
+    steps. An evaluation of a seed is left out if the result of the user, or of any user for a mean, is not finite.
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
         user: The user; None for the mean over all.
         measure: Name of a measure, such as "accuracy"; empty for the measure by which models are compared.
-        geometric: Return the geometric mean.
+        geometric: Take the geometric mean over users instead of the arithmetic one.
     """
     return _curve_of(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
 

@@ -291,7 +291,9 @@ _KIND_KEYS = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "
 
 
 def _refuse_paths(users: Mapping[str, object]) -> None:
-    """Check that no user's data is a path if a program passes users with samples; only a recipe can name folders.
+    """Check that a program has passed the samples of its users as objects, not as paths of folders.
+
+    Only a recipe can name folders of samples.
 
     Raises:
         DataError: A user's data is a path, or a mapping of splits to paths; the message says how to read folders.

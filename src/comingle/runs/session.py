@@ -429,6 +429,7 @@ def build(recipe: Recipe, run_data: RunData, *, method: Method | None = None, st
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
+    # Put values by user in the order of the users. With `users_per_step: auto`, choose a pass that fits into memory.
     recipe = fitted(recipe, run_data)
     method = make(recipe.method.name, **recipe.method.settings) if method is None else method
     plan = make_plan(recipe, method, run_data.users.names)

@@ -123,8 +123,11 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
 def users_in(run: Path) -> list[str]:
     """Return the users of a run without loading models.
 
+    If the users are stored on disk, a run has no list of all of them. Then only those with results in ``metrics.json``
+    are returned, which are a sample if the recipe sets ``evaluation.users``.
+
     Raises:
         RunError: The run is not finished.
     """
-    evaluated_users = list(read_metrics(run)["users"])  # a sample if the recipe sets evaluation.users
-    return list(read_inputs(run).users) or evaluated_users  # the record has no list of users if they are stored on disk
+    evaluated_users = list(read_metrics(run)["users"])
+    return list(read_inputs(run).users) or evaluated_users  # inputs list no users if they are stored on disk

@@ -204,7 +204,7 @@ class _Column(TypedDict):
     base: list[str]
     cells: dict[str, CellRecord]
     order: dict[str, object]
-    sentence: str
+    sentence: str  # whether our results have the paper's order of rows; empty if they are not compared
 
 
 class ColumnRecord(_Column):
@@ -498,9 +498,11 @@ def remarks(table: PaperTable) -> list[str]:
     """Return the remarks below a table.
 
     First come remarks that say for each column whether our results have the paper's order of rows. Then come remarks on
-    seeds and runs that are lacking, on where an archive's numbers were measured, and on cells that have a letter.
+    seeds and runs that are lacking, and on where an archive's numbers were measured. The last ones are notes on cells:
+    each begins with its letter, "(a)", which is also printed in the cells that the note is about.
     """
-    lines = [column["sentence"] for column in table["columns"] if column["sentence"]]
+    order_remarks = [column["sentence"] for column in table["columns"]]
+    lines = [remark for remark in order_remarks if remark]
     with_fewer_seeds = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
     lines += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in with_fewer_seeds]
     lines += [f"{text}." for text in table["about"]]  # notes on the whole table, whereas "notes" are on cells

@@ -339,7 +339,7 @@ class GridChannel:
         say: Callable[[str], None],
         *,
         allowed: Collection[str] = (),
-        patience: float = 10.0,
+        name_seconds: float = 10.0,
         grace: float = 120.0,
     ) -> None:
         """Create a channel over a grid; clients may connect later.
@@ -348,23 +348,23 @@ class GridChannel:
             grid: Flower's grid, through which messages are sent.
             say: Called with each line to show to the operator.
             allowed: Names of the users that may join; all if empty.
-            patience: How long to wait for the names of nodes that have just connected, in seconds.
+            name_seconds: How long to wait for the names of nodes that have just connected, in seconds.
             grace: How long to wait for a client that has disconnected, in seconds.
         """
         self._sender = MessageSender(grid)
         self._nodes = ConnectedNodes(grid, self._sender, say, allowed=allowed)
-        self._hello_seconds, self._grace = patience, grace
+        self._name_seconds, self._grace = name_seconds, grace
         self._may_wait_for_names = True  # whether `present` waits for the names of new nodes
 
     def present(self) -> Sequence[str]:
         """Return the names of connected users.
 
         A node that has just connected is asked for its user's name. This method waits for the answer, up to
-        ``_hello_seconds``. It does not wait while :meth:`_update` reads the requests, as that would delay all replies.
+        ``_name_seconds``. It does not wait while :meth:`_update` reads the requests, as that would delay all replies.
         """
-        until = time.monotonic() + self._hello_seconds
+        until = time.monotonic() + self._name_seconds
         self._nodes.refresh()
-        while self._may_wait_for_names and self._nodes.waiting(self._hello_seconds) and time.monotonic() < until:
+        while self._may_wait_for_names and self._nodes.waiting(self._name_seconds) and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
             self._nodes.refresh()
         return sorted(self._nodes.nodes)

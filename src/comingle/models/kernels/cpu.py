@@ -243,7 +243,7 @@ def attend(
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     is_plain = dropout == 0.0 and all(value is None or name in HARMLESS_OPTIONS for name, value in options.items())
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if causal and is_plain and scale > 0 and fits(query, key, value):
+    if causal and is_plain and scale > 0 and supports_attention(query, key, value):
         return causal_attention(query, key, value, scale)[0].transpose(1, 2), None
     if causal and query.shape[2] > 1:  # the family's function needs an explicit mask
         future = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
@@ -252,11 +252,12 @@ def attend(
     return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def supports_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether native causal attention supports queries, keys and values of these shapes, dtype and device.
 
-    There must be as many keys as queries, more than one (no cached tokens), and all heads of the same width. Native
-    code does not use matrix units (AMX); in bfloat16 it is as fast as PyTorch, which does, at a context of 128.
+    There must be as many keys as queries, more than one (no cached tokens), and all heads of the same width. Bfloat16
+    is supported although native code does not use a processor's matrix units (AMX) and PyTorch does: at a context of
+    128 both are equally fast.
 
     Args:
         query: Queries.

@@ -260,6 +260,7 @@ class Sharded(InProcess):
         Returns:
             The numbers; None if the privacy budget is spent, which ends the run in all processes.
         """
+        # The first process selects the participants of all processes and sends them to the others.
         participants = self.ranks.share(partial(super().select_participants, plan))
         if participants is None:
             self.clients.stopped_after = plan.number  # counted from 0, so this many rounds are done
@@ -312,8 +313,8 @@ class Sharded(InProcess):
         self.ranks.each(lambda: None if self.leads else store.open(folder, anew=not found))
         return found
 
-    def _read_key(self, folder: Path | None, *, resume: bool) -> str:
-        return self.ranks.share(partial(super()._read_key, folder, resume=resume))
+    def _load_or_create_key(self, folder: Path | None, *, resume: bool) -> str:
+        return self.ranks.share(partial(super()._load_or_create_key, folder, resume=resume))
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
         """Write a JSON file in the first process."""

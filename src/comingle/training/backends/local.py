@@ -287,15 +287,17 @@ class InProcess(Backend[Sequence[AnyScore]]):
 
     def keep_key(self, folder: Path | None, *, resume: bool) -> None:
         """Set the key of the privacy noise to the one in the run folder; without a folder, to one common key."""
-        set_key(self._read_key(folder, resume=resume), *self._all_mechanisms)
+        set_key(self._load_or_create_key(folder, resume=resume), *self._all_mechanisms)
 
     @property
     def _all_mechanisms(self) -> tuple[PrivacyMechanism, ...]:
         """Privacy mechanisms of clients and server."""
         return *self.clients.mechanisms, *self.server.mechanisms
 
-    def _read_key(self, folder: Path | None, *, resume: bool) -> str:
-        """Return the secret key from which the privacy noise is drawn.
+    def _load_or_create_key(self, folder: Path | None, *, resume: bool) -> str:
+        """Return the key from which the privacy noise is drawn.
+
+        If the noise is secret, a new run stores a new key in its folder, and a resumed run reads it from there.
 
         Args:
             folder: Run folder, which stores the key; None for a run without a folder.

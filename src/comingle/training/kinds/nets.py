@@ -145,7 +145,7 @@ class SampleBatchSource(PassBatchSource):
         equally if it is read again in this round.
 
         Args:
-            trainer: Number of the trainer.
+            trainer: Index into ``self.trainers``, which has one entry per user, or a single one if data is pooled.
             inputs: Inputs ``(batch, ...)``.
             numbers: Sample numbers of the batch.
         """
@@ -348,7 +348,8 @@ def _check_modules(net: nn.Module, name: str) -> None:
     """Check that a net can be trained as one copy per user, all of them in one stacked forward pass.
 
     Raises:
-        RecipeError: A parameter is missing, lazy or not finite, or batch norm has no running statistics or no momentum.
+        RecipeError: The net has no parameters, a parameter or buffer is lazy or not finite, or batch norm has no
+            running statistics or no momentum.
     """
     if not any(True for _ in net.parameters()):
         raise RecipeError(f"net {name!r}: has no parameters; allowed: an nn.Module with parameters")

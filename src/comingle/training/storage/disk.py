@@ -71,38 +71,39 @@ MAX_PENDING_WRITES = 2
 
 
 class OnDisk(State):
-    """State of users in record files; a table has the place of each row's record, its position in the files.
+    """State of users in record files.
 
-    A row is one copy of a user's tensors. Most methods have one copy, so that each user has one row.
+    A row is one copy of a user's tensors. Most methods have one copy, so that each user has one row. A table has the
+    place of each row's record, which is a position in one of the files.
     """
 
     in_memory = False
 
     def __init__(
         self,
-        begin: Callable[[Sequence[int]], State],
-        count: int,
+        initial_state: Callable[[Sequence[int]], State],
+        num_rows: int,
         moments: torch.dtype | None = None,
         names: Sequence[str] = (),
     ):
         """Start a store in which no row has a record yet; files are made at the first write.
 
         Args:
-            begin: Returns the initial state of rows, which are given by number.
-            count: Number of rows: users times copies.
+            initial_state: Function that returns the initial state of rows, which are given by number.
+            num_rows: Number of users times number of copies of the tensors that the method keeps for each user.
             moments: Dtype of optimizer moments in records; None for their dtype in memory.
-            names: Names of the users. They are copied to the run folder if they are stored on disk
-                (:class:`StoredNames`), and are not used otherwise.
+            names: Names of the users. If the names are in files (:class:`StoredNames`), these files are copied to the
+                run folder. Other names are not used.
         """
         # The tensors of this object have no rows: only the shapes, dtypes and device of one row are known in memory.
-        sample = begin([0])
+        sample = initial_state([0])
         self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, best={})
         copy_fields(self, self._empty)
-        self._initial_state, self.count, self._names = begin, count, names
+        self._initial_state, self._num_rows, self._names = initial_state, num_rows, names
         self._device = sample.rows.device
         self._forms = forms_of(sample, moments)  # layout of the records (name, shape, dtype of each tensor) by group
         self._groups = [name for name, form in self._forms.items() if form.bytes]  # "params" and, if used, "moments"
-        self._table = Table.without_records(self._groups, np.full(count, int(sample.versions[0]), dtype=np.int32))
+        self._table = Table.without_records(self._groups, np.full(num_rows, int(sample.versions[0]), dtype=np.int32))
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
         """Open files of each group: first the one in the run folder, None until :meth:`open`; then files that are
         temporary or only read.
@@ -116,7 +117,8 @@ class OnDisk(State):
         """Run folder, once it is open."""
         self._best: Table | None = None
         """Table of the best round, if there is one."""
-        self._shard = Shard(part=Part(), ids=np.arange(count, dtype=np.int32), total_rows=count)
+        # All rows are in this process, Part() or 0 of 1, until `shard` divides them among several processes.
+        self._shard = Shard(part=Part(), ids=np.arange(num_rows, dtype=np.int32), total_rows=num_rows)
 
     # ---------------------------------------------------------------- what State does
 
@@ -357,7 +359,8 @@ class OnDisk(State):
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
         """Restrict the state to the rows of consecutive users, in one of several processes."""
-        first_ids = np.arange(self.count // len(users), dtype=np.int64) * population  # of each copy, in the whole run
+        num_copies = self._num_rows // len(users)
+        first_ids = np.arange(num_copies, dtype=np.int64) * population  # of each copy, in the whole run
         ids = (first_ids[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
         self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(first_ids) * population)
 
