@@ -8,6 +8,7 @@ The user does its work and keeps it, as an honest one does; what leaves the proc
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 import zlib
@@ -34,8 +35,8 @@ _MESSAGE = struct.Struct("<4sHIQI")
 class FaultyClient(Client):
     """A client whose answers are changed, or held back, before they leave."""
 
-    def handle(self, data: bytes) -> bytes:
-        task, honest = unpack_task(data), super().handle(data)
+    def handle(self, data: bytes, deadline: float = math.inf) -> bytes:
+        task, honest = unpack_task(data), super().handle(data, deadline)
         path = self.folder / "faults.json"
         faults = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         fault, _, step = faults.get(str(task.round + 1), "").partition(" in ")
