@@ -61,8 +61,8 @@ class Liar:
     def __init__(self, node: Client, size: float) -> None:
         self.node, self.size = node, size
 
-    def handle(self, task: bytes) -> bytes:
-        answer = unpack_answer(self.node.handle(task))
+    def handle(self, task: bytes, deadline: float) -> bytes:
+        answer = unpack_answer(self.node.handle(task, deadline))
         return replace(answer, messages=tuple(map(self._lie, answer.messages))).pack()
 
     def _lie(self, data: bytes) -> bytes:
