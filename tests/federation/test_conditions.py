@@ -312,6 +312,7 @@ def test_a_wrong_setting_is_named(key: str, value: object, tmp_path: Path) -> No
     with pytest.raises(RecipeError, match=key) as error:
         load_participants((), ["ada"], options)
     assert "\n" not in str(error.value)
+    assert "auto" not in str(error.value)  # a value of the recipe's sizes only
 
 
 def test_threads_are_limited_and_never_more_than_the_user_or_the_federation_wants() -> None:

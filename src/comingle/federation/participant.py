@@ -90,7 +90,10 @@ class Own(Section):
     @field_validator("max_upload_per_day", mode="before")
     @classmethod
     def _in_bytes(cls, size: object) -> object:
-        return parse_bytes(size) if isinstance(size, str) else size
+        try:
+            return parse_bytes(size) if isinstance(size, str) else size
+        except ValueError:
+            raise ValueError("allowed: a positive number with a unit, such as 50MB") from None
 
     def runtime_section(self, public: dict[str, Any]) -> dict[str, Any]:
         """Return the section ``runtime`` of the user's own recipe.
