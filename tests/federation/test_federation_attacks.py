@@ -6,6 +6,7 @@ And a user the server.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,7 @@ class Liar:
     def __init__(self, node: Client, size: float) -> None:
         self.node, self.size = node, size
 
-    def handle(self, task: bytes, deadline: float) -> bytes:
+    def handle(self, task: bytes, deadline: float = math.inf) -> bytes:
         answer = unpack_answer(self.node.handle(task, deadline))
         return replace(answer, messages=tuple(map(self._lie, answer.messages))).pack()
 
