@@ -211,7 +211,6 @@ def open_store(
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     recipe = _within_memory(folder, recipe, public, own, say)
     # Freed memory is returned to the system, as the device has other work between rounds.
     method = check_and_set_up(recipe, keeps_memory=False)
@@ -221,6 +220,7 @@ def open_store(
     run_data = _data_of_run(own, public, recipe, read)
     _check_settings(own, public, read)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
@@ -408,6 +408,7 @@ def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: 
     answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise RecipeError(f"user {own.name!r}: {answer['error']}")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_json(path, {"depends_on": depends_on, **answer})
     return with_choice(recipe, answer["changes"], answer["text"], say)
 
