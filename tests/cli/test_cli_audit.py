@@ -11,6 +11,7 @@ import pytest
 from comingle.runs import api
 
 
+@pytest.mark.slow
 def test_a_page_is_told_and_written_once(comingle: Any, run: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     said = comingle("audit", run, "--trials", 1, "--rounds", 1, "--out", tmp_path / "page")

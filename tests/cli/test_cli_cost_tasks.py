@@ -37,6 +37,7 @@ def test_a_task_is_counted_in_samples(comingle: Any, net_recipe: Path) -> None:
     assert "centralized: fits: needs" in answer.out
 
 
+@pytest.mark.slow
 def test_json_of_a_task_has_what_a_run_then_counts(comingle: Any, net_recipe: Path) -> None:
     found = json.loads(comingle("cost", net_recipe, "--json").out)
     assert comingle("run", net_recipe, "--out", net_recipe.parent / "run").code == 0

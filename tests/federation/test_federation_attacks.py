@@ -78,6 +78,7 @@ class TestUsers:
 
     @pytest.mark.parametrize("method", ["fedavg", "flexlora", "scaffold"])
     @pytest.mark.parametrize("size", [1e7, 3e38])
+    @pytest.mark.sampled(2)
     def test_a_number_that_no_honest_user_has_is_left_out(self, method: str, size: float, tmp_path: Path) -> None:
         plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, method, training__rounds=2)), tmp_path)
         nodes["bob"] = Liar(nodes["bob"], size)  # type: ignore[assignment]

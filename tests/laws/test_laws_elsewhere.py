@@ -139,6 +139,7 @@ def test_compressed_uploads(form: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("title", each([title for title, (name, own) in VARIANTS.items() if "centre" not in own]))
+@pytest.mark.slow
 def test_settings_that_pull_apart(title: str, tmp_path: Path) -> None:
     name, own = VARIANTS[title]
     assert_equal(text_recipe(tmp_path, method(name, **own), **{"training.participation": 0.75}), tmp_path)

@@ -239,6 +239,7 @@ class Hand:
 
 
 @pytest.mark.parametrize("mix", ["output", "linear"])
+@pytest.mark.sampled(1)
 def test_fedamole_is_its_algorithm(tiny: Any, mix: str) -> None:
     federation = tiny(**{"adapters.mix": mix})
     clients, hand, held = federation.clients, Hand(federation), []

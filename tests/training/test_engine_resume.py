@@ -49,7 +49,7 @@ def killed(recipe: Path, stage: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe: Path, whole: Path, killed: Path, moment: str) -> None:
     folder = killed / moment
     assert not (folder / "metrics.json").exists()

@@ -42,6 +42,7 @@ BY_NAME = {
 }
 
 
+@pytest.mark.slow
 def test_values_by_name_are_those_of_a_list(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file).with_changes({"training.rounds": 1, "evaluation.first": False})
     listed, named = recipe.with_changes(LISTS), recipe.with_changes(BY_NAME)
