@@ -18,7 +18,7 @@ from comingle.config import load_recipe
 from comingle.config.settings import KINDS
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
-from comingle.methods.fedavg import fedavg
+from comingle.methods.baselines import fedavg
 from comingle.models import personal
 from comingle.models.nets import NETS, make_net
 from comingle.runs import api, session
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 HALFWAY = """
     from dataclasses import replace
-    from comingle.methods.fedavg import fedavg
+    from comingle.methods.baselines import fedavg
 
     def halfway(*, slow: int = 0, share: float = 0.5, word: str = "so"):
         '''Half of everything: the plug-in's own words.

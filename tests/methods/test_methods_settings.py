@@ -9,7 +9,7 @@ import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import MODEL, ROUTERS, Client, ClientHook, Method, Phase, Placement, alternating, joint
-from comingle.methods.fedavg import fedavg
+from comingle.methods.baselines import fedavg
 from comingle.methods.server import Mean
 from comingle.methods.settings import Range, allowed_values
 from comingle.utils.errors import RecipeError

@@ -19,7 +19,7 @@ from comingle.config.settings import OptimizerSection
 from comingle.data.sources import read_documents
 from comingle.methods import REGISTRY, make
 from comingle.methods.base import Method
-from comingle.methods.fedavg import fedavg
+from comingle.methods.baselines import fedavg
 from comingle.models.loading import given_base, load_base
 from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run

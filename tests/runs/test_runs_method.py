@@ -11,7 +11,7 @@ import comingle
 from comingle import methods
 from comingle.config import parse_recipe
 from comingle.methods.base import Method
-from comingle.methods.fedavg import fedavg
+from comingle.methods.baselines import fedavg
 from comingle.runs.session import prepare
 
 

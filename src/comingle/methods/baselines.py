@@ -1,9 +1,13 @@
-"""Baselines: local training, one model for all data, and the unchanged base model."""
+"""Baselines: local training, FedAvg with its variants, one model for all data, and the unchanged base model."""
 
 from __future__ import annotations
 
-from comingle.methods.base import Client, Method, Placement, joint
-from comingle.methods.server import Server
+from dataclasses import replace
+
+from comingle.methods.base import MODEL, Client, Method, Placement, joint
+from comingle.methods.fedmerge import Proximal
+from comingle.methods.server import Mean, Server
+from comingle.methods.settings import NotNegative
 
 
 def local() -> Method:
@@ -48,3 +52,56 @@ def pretrained() -> Method:
     Differs from the paper: none known.
     """
     return Method(name="pretrained", placement=Placement(), client=Client(), server=Server())
+
+
+def fedavg(*, server_adam_rate: NotNegative = 0.0) -> Method:
+    """Federated averaging of all LoRA parameters.
+
+    Source: McMahan et al. 2017, arXiv:1602.05629; on LoRA as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
+    Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
+    Client: joint steps on training text.  Server: mean over users; with ``server_adam_rate`` above 0 a step of Adam
+    whose gradient is the model minus that mean (Reddi et al. 2021, arXiv:2003.00295).
+    Differs from the paper: the optimiser's moments stay with their user, as in CoMiGS's public code.
+
+    Args:
+        server_adam_rate: Learning rate of Adam on the server, with its model minus the mean of the uploads as gradient;
+            0 takes that mean.
+    """
+    return Method(
+        name="fedavg",
+        placement=Placement(generalists=2, shared=MODEL),
+        client=Client(phases=joint(routed=False)),
+        server=Mean(adam_rate=server_adam_rate),
+    )
+
+
+def fedavg_plus() -> Method:
+    """FedAvg whose users fine-tune the global model on their own data before they use it.
+
+    Source: FedAvg+ in FedEM (Marfoq et al. 2021, arXiv:2108.10252), section 4, after Jiang et al. 2019.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: the fine-tuned copy, which is
+    discarded after use.  Frozen: a language model's base.
+    Client: as for FedAvg; at each evaluation and at the end one more local round, from a copy of the global model, on
+    separately drawn batches.  Server: mean over users.
+    Differs from the paper: none known.  The fine-tuned model is evaluated after the exchange, whatever
+    ``evaluation.model`` says.
+    """
+    return replace(fedavg(), name="fedavg+", client=Client(phases=joint(routed=False), finetunes=True))
+
+
+def fedprox(*, proximal: NotNegative = 0.01) -> Method:
+    """FedProx: FedAvg with ``proximal / 2 |theta - theta_t|^2`` in each user's objective, theta_t the downloaded model.
+
+    Source: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2, eq. 2.
+    Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics.  Local: nothing.  Frozen: a language
+    model's base.
+    Client: joint steps on training data, with the proximal term.  Server: mean over users.
+    Differs from the paper: all users take the same number of local steps, none solves its objective inexactly (gamma);
+    means are weighted by ``training.weighting``, where the paper draws users by their share of the data and weighs them
+    equally.
+
+    Args:
+        proximal: Weight of half the squared distance to the downloaded model in each user's objective: FedProx's mu.
+    """
+    client = Client(phases=joint(routed=False), parts=(Proximal(proximal / 2),))
+    return replace(fedavg(), name="fedprox", client=client)
