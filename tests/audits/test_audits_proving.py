@@ -82,6 +82,7 @@ def test_replacing_doubles_a_gaussians_sensitivity(noise: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.slow
 def test_replacing_one_who_may_be_drawn_is_bounded(rate: float) -> None:
     pytest.importorskip("dp_accounting")
     noise, delta = 1.5, 1e-4

@@ -63,6 +63,7 @@ def test_mistakes_of_joining_are_one_line(
     assert sorted(path.name for path in eve.parent.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_advice_is_a_paragraph_and_a_table(comingle: Any, recipe: Path) -> None:
     said = comingle("advise", recipe, "--seeds", "0,1", "--rounds", 2, "--methods", "fedavg")
     assert said.code == 0, said.err

@@ -72,6 +72,7 @@ def test_a_user_of_a_smaller_size_computes_what_it_would_alone(federate: Any) ->
             assert shape_of(together, row).training(phase).total * tokens == pytest.approx(found, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_a_round_is_the_sum_of_its_steps(federate: Any) -> None:
     """Six rounds of two steps with routers after every third iteration: four times two router steps."""
     method = {"name": "comigs-1g1s", "router_every": 3, "router_steps": 2}

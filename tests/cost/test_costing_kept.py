@@ -117,6 +117,7 @@ def test_what_the_store_refuses_is_refused_before() -> None:
         on_disk("disk", 4, method="centralized")
 
 
+@pytest.mark.slow
 def test_the_best_round_is_kept_beside_the_last() -> None:
     """Nobody's validation data is asked for, as none is read."""
     last, best = (

@@ -116,6 +116,7 @@ def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     assert cost.unit == "sample"
 
 
+@pytest.mark.slow
 def test_users_with_unequal_numbers_of_samples_are_counted_each(tmp_path: Path) -> None:
     """50 images for 4 users: two have 13, of which the last batch has one."""
     images(tmp_path, 50)

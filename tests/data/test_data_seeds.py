@@ -26,6 +26,7 @@ def test_seeds_fit_into_63_bits_and_use_the_upper_half():
     assert sum(seed >= 2**62 for seed in seeds) == pytest.approx(100, abs=35)
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_in_another_process():
     code = "from comingle.utils.seeds import derive; print(derive('user', 7, 'é'))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -133,6 +133,7 @@ def test_text_with_time_limits(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     ("form", "name"),
     [pytest.param("int8", "comigs-1g1s", marks=pytest.mark.slow), ("int8", "hetlora"), ("bfloat16", "fedmerge")],
 )
+@pytest.mark.slow
 def test_compressed_uploads(form: str, name: str, tmp_path: Path) -> None:
     ranks = {"adapters.rank": [4, 1, 2, 3]} if name == "hetlora" else {}
     assert_equal(text_recipe(tmp_path, method(name), **PART, **ranks, **{"training.uploads": form}), tmp_path)
@@ -145,6 +146,7 @@ def test_settings_that_pull_apart(title: str, tmp_path: Path) -> None:
     assert_equal(text_recipe(tmp_path, method(name, **own), **{"training.participation": 0.75}), tmp_path)
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_and_validation_text_to_train_on(tmp_path: Path) -> None:
     """Ann has no router; what waits is kept by its user."""
     own = method("comigs", specialists=[0, 1, 2, 1], accumulate_gradients=True)

@@ -139,6 +139,7 @@ def test_rolora_begins_each_round_with_an_optimiser_that_has_not_taken_a_step(ti
 
 
 @pytest.mark.parametrize("ranks", [2, [2, 1, 2]])
+@pytest.mark.slow
 def test_flora_begins_each_round_with_a_lora_that_is_drawn_anew(tiny: Any, ranks: Any) -> None:
     """A of each user and round by itself, B zero, and an optimiser that has not taken a step."""
     federation = tiny("flora-stacking", **{"adapters.rank": ranks})
@@ -226,6 +227,7 @@ def test_scaffold_controls_the_steps_of_adamw(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["flexlora", "sdflora"])
+@pytest.mark.slow
 def test_who_gets_other_factors_begins_with_an_optimiser_that_has_not_taken_a_step(tiny: Any, name: str) -> None:
     """Singular vectors of a mean change are other directions each round; each user has as many as its rank."""
     ranks = [2, 1, 2]

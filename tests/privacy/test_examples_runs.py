@@ -262,6 +262,7 @@ def user(tmp_path: Path) -> tuple[Any, Client]:
     return channel, Client(tmp_path / "again", own_of(content, "ann"))
 
 
+@pytest.mark.slow
 def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_are_counted(
     tmp_path: Path, user: tuple[Any, Client]
 ) -> None:

@@ -19,6 +19,7 @@ def found(comingle: Any, recipe: Path, *sets: str) -> dict[str, Any]:
     return json.loads(answer.out)["methods"][0]["privacy"]
 
 
+@pytest.mark.slow
 def test_what_it_says_is_what_a_run_spends(comingle: Any, recipe_file: Path) -> None:
     said = found(comingle, recipe_file, "privacy.noise_multiplier=1.5")
     sets = [*PRIVACY, "--set", "privacy.noise_multiplier=1.5"]

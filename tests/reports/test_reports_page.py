@@ -212,6 +212,7 @@ def test_a_page_of_accuracies_speaks_of_accuracies(accuracies: str) -> None:
     assert "perplexity" not in page.partition("</style>")[2].partition("<footer>")[0]  # nor in a figure or its label
 
 
+@pytest.mark.slow
 def test_of_accuracies_the_losses_can_be_seen_too(accuracies: str) -> None:
     radios = re.findall(r'name="curves" value="(\d)"( checked)?> ([^<]*)</label>', accuracies)
     late = "without the start, so that late differences show"
@@ -251,6 +252,7 @@ def test_mixtures_are_shown_with_the_index(accuracies: str) -> None:
     assert all(link.startswith("data:image/png;base64,") for link in loads)
 
 
+@pytest.mark.slow
 def test_without_true_clusters_there_is_no_index(losses: str) -> None:
     text = prose(losses)
     assert "Mixtures of users" in text

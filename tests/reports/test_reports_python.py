@@ -136,6 +136,7 @@ def test_runs_without_a_folder_are_refused(recipe: comingle.Recipe) -> None:
         comingle.report([])
 
 
+@pytest.mark.slow
 def test_a_comparison_in_a_notebook_shows_the_tables_of_show(
     compared: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

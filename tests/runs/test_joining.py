@@ -234,6 +234,7 @@ def test_one_users_own_run_has_no_server_to_join(trained: Callable[..., Run], tm
 
 
 @pytest.mark.parametrize("temperatures", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_of_models_trained_apart_the_shared_one_is_told_alone(
     temperatures: bool, trained: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def chats(name: str, count: int = 12) -> list[dict[str, Any]]:
     [{"name": "comigs-1g1s", "router_every": 2, "router_steps": 1}, pytest.param("fedavg", marks=pytest.mark.slow)],
     ids=str,
 )
+@pytest.mark.slow
 def test_somebody_with_conversations(method: Any, tmp_path: Path) -> None:
     users = {name: chats(name) for name in ("ann", "bob")}
     run(CHATS, users=users, method=method, out=tmp_path / "run")
@@ -77,7 +78,7 @@ def images(seed: int, count: int = 60, classes: tuple[int, ...] = (0, 1, 2)) -> 
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_somebody_with_images(method: Any, tmp_path: Path) -> None:
     """Eve lacks the last class, which the net has all the same."""
     trained = run(SAMPLES, users={"ann": images(1), "bob": images(2)}, method=method, out=tmp_path / "run")

@@ -139,6 +139,7 @@ def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) ->
     assert [e["round"] for e in read_events(folder) if e["event"] == "round"] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_one_process_is_two_writers_too(recipe: Recipe, tmp_path: Path) -> None:
     inputs = describe(prepare(recipe), recipe)
     with open_folder(tmp_path / "run", recipe, inputs, resume=False, force=False):
