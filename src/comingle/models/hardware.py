@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -256,15 +256,8 @@ def keep_buffers() -> bool:
     Returns:
         Whether the allocator accepted the settings.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # musl has no mallopt
-        return False
     # No separate mappings for large blocks, no trimming of the heap, and growth in steps of 64 MiB.
-    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20}
-    return all(mallopt(key, value) == 1 for key, value in settings.items())
+    return _set_malloc_options({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20})
 
 
 def return_buffers() -> bool:
@@ -273,14 +266,24 @@ def return_buffers() -> bool:
     Returns:
         Whether the allocator accepted the settings.
     """
+    return _set_malloc_options(
+        {_M_MMAP_MAX: 1 << 20, _M_MMAP_THRESHOLD: 64 << 10, _M_TRIM_THRESHOLD: 1 << 20, _M_ARENA_MAX: 1}
+    )
+
+
+def _set_malloc_options(options: Mapping[int, int]) -> bool:
+    """Set options of glibc's memory allocator; return whether it accepted all of them.
+
+    Args:
+        options: Values by parameter of mallopt.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # musl has no mallopt
         return False
-    settings = {_M_MMAP_MAX: 1 << 20, _M_MMAP_THRESHOLD: 64 << 10, _M_TRIM_THRESHOLD: 1 << 20, _M_ARENA_MAX: 1}
-    return all(mallopt(key, value) == 1 for key, value in settings.items())
+    return all(mallopt(key, value) == 1 for key, value in options.items())
 
 
 def peak_memory_bytes() -> int:
