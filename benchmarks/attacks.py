@@ -66,16 +66,19 @@ class Attacked(InProcess):
     attack: str
     hostile: Sequence[int]
 
-    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+    def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
         """Upload, with the uploads of hostile users replaced.
 
         Args:
             members: Numbers of the users.
-            done: The round, counted from 1.
+            round_number: The round, counted from 1.
             losses: Mean training loss of each user.
         """
-        super().upload(members, done, losses)
-        sent, hostile_rows = self._sent, [row for row, member in enumerate(members) if member in self.hostile]
+        super().upload(members, round_number, losses)
+        sent, hostile_rows = (
+            self._upload_of_round,
+            [row for row, member in enumerate(members) if member in self.hostile],
+        )
         if sent is None or not hostile_rows or self.attack not in ON_UPLOADS:
             return
         downloaded = {name: t[:, 0] for name, t in self.server.download(sent.users).tensors.items()}
@@ -86,7 +89,9 @@ class Attacked(InProcess):
             changes = uploads.not_a_number(changes, hostile_rows)
         else:
             changes = uploads.BY_NAME[self.attack](changes, hostile_rows)
-        self._sent = drop_non_finite(replace(sent, tensors={name: downloaded[name] + t for name, t in changes.items()}))
+        self._upload_of_round = drop_non_finite(
+            replace(sent, tensors={name: downloaded[name] + t for name, t in changes.items()})
+        )
 
 
 def drop_non_finite(sent: Upload) -> Upload:
