@@ -751,12 +751,12 @@ def memory_choices(
         return _Needs(recipe.with_changes(dict(changes)), names, here=here, process=process)
 
     for format_changes, bits, slowdown in _number_formats(recipe):
-        choices = []
+        choices, quantised = [], {"quantise": bits} if bits else {}
+        saved = _saved_bytes(recipe.with_changes(format_changes | quantised)) if bits else 0
         for checkpointing in _checkpointing(recipe):
             needs, factor = traces(*(format_changes | checkpointing).items()), slowdown
             factor *= _SLOWER["checkpointing"] if checkpointing else 1
-            changes = format_changes | ({"quantise": bits} if bits else {}) | checkpointing
-            saved = _saved_bytes(recipe.with_changes(changes)) if bits else 0
+            changes = format_changes | quantised | checkpointing
             needed = needs.bytes_at(needs.pass_size) - saved
             choices.append(MemoryChoice(changes=changes, needed_bytes=needed, slowdown=factor))
             for size in _halved_passes(needs.pass_size) if _is_free(recipe, "micro_batch") else ():

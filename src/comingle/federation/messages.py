@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def declined(self) -> bool:
-        """Whether the client refused the task because of conditions of its user; it may carry out later ones."""
+        """True if the client refused the task because a condition of its user does not hold now."""
         return bool(self.refused) and self.reported.get("kind") == DeclinedError.__name__
 
 

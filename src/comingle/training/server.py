@@ -465,9 +465,9 @@ def normalise_steps(received: Received, starts: Tree) -> Received:
         starts: Tensors with which each participant began the round, ``(users, *shape)``.
     """
     steps = received.reports[STEPS].double()
-    factors = (received.weights.double() * steps).sum() / steps
     if bool((steps == steps[0]).all()):
         return received
+    factors = (received.weights.double() * steps).sum() / steps
     began = without_padding(starts, received.ranks)  # a user of a smaller rank began without the rest
     tensors = {}
     for name, t in received.tensors.items():

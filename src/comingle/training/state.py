@@ -262,7 +262,7 @@ NEEDS_CLUSTERS = (
 
 
 def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Float[Tensor, "rows clusters"]:
-    """Return router logits by which each row uses only the component of its true cluster.
+    """Return router logits that select the component of each row's true cluster.
 
     The softmax of a row of logits is exactly one-hot. True cluster c has component ``c mod clusters``, so several true
     clusters share a component if there are more true clusters than components.
