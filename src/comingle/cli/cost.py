@@ -250,18 +250,19 @@ def advise(
 ) -> None:
     """Estimate from short runs which users gain from training together, and with which method.
 
-    Runs local and the methods with all users, and the first method with smaller groups: every pair for up to five
-    users, all users but one for up to twelve. Writes nothing.
+    Trains all users with each method. To see who gains from whom, also trains smaller groups with the first method:
+    each pair of 3 to 5 users, or all but one of 6 to 12 users. Writes nothing.
     """
-    read, names = read_recipe(recipe, sets), None if methods is None else split_names(methods)
-    seed_numbers = None if seeds is None else split_seeds(seeds)
+    full_recipe = read_recipe(recipe, sets)
+    method_names = split_names(methods) if methods is not None else None
+    seed_numbers = split_seeds(seeds) if seeds is not None else None
     from comingle.reports.advice import paragraph, render_advice
     from comingle.runs.advise import advise_runs
     from comingle.runs.progress import reporting
 
-    short = read.with_changes(shortened(rounds))  # trains ``rounds`` rounds and evaluates once, at the end
+    short_recipe = full_recipe.with_changes(shortened(rounds))  # trains ``rounds`` rounds, then evaluates once
     with reporting(quiet=quiet) as reporter:
-        advice = advise_runs(short, names, seed_numbers, reporter)
+        advice = advise_runs(short_recipe, method_names, seed_numbers, reporter)
     console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(render_advice(advice))

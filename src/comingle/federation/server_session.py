@@ -596,16 +596,16 @@ class TaskQueue:
         return False
 
     def _is_loading(self, name: str) -> bool:
-        """Return whether a client is joining during a round, and still has time for it.
+        """Return whether a client may still be loading its base model and data, after a join task during a round.
 
-        A joining client loads its base model and data. It has ``_loading_seconds`` (10 times ``network.join_timeout``)
-        from its first join task. Before the first round this is False: :meth:`_may_retry` extends the timeout of the
-        queue instead.
+        It may load for ``_loading_seconds``, counted from its first join task.
         """
-        client = self.session.clients[name]
-        if self._sends_only_joins or client.joined is not None:
+        if self._sends_only_joins:  # no round has begun
             return False
-        if not client.is_present or client.join_asked is None:
+        client = self.session.clients[name]
+        if self._has_joined(name) or not client.is_present:
+            return False
+        if client.join_asked is None:  # it has not got a join task yet
             return False
         return time.monotonic() - client.join_asked <= self._loading_seconds
 

@@ -137,18 +137,23 @@ class MeanByCluster(Mean):
     clipped_mean = False
 
     def coefficients(self, received: Received) -> Tree:
-        """Return each upload's weight in the mean: ``p(k)`` for the base, ``p(k|c)`` for component c.
+        """Return each user's weight in the mean of each tensor.
 
-        ``p(k)`` is the aggregation weight of user k, and ``p(k|c)`` is proportional to ``pi_c p(k)`` with the mixture
-        weights pi that user k reports. With a router per layer, each layer has its own pi.
+        User k has the weight ``p(k)`` in tensors of the base, and ``p(k|c)`` in tensors of component c, which is
+        proportional to ``pi_c^k p(k)``. Here ``pi_c^k`` is how much user k's mixture uses component c.
 
         Args:
-            received: The uploads, with the participants' aggregation weights and mixture weights.
+            received: The uploads, with ``p(k)`` (``weights``) and ``pi`` (the report "mixture").
+
+        Returns:
+            Weights by tensor name: ``(users,)`` for the base, ``(users, components)`` for components.
         """
-        # By tensor of the components (``clustered``): mixture weights (users, components).
-        mixtures = by_layer(received.reports["mixture"], received.clustered)
-        component_weights = {name: aggregation_weights(m, received.weights) for name, m in mixtures.items()}
-        return {**super().coefficients(received), **component_weights}
+        weights = super().coefficients(received)  # p(k), for all tensors
+        # Each tensor of the components has the pi of its layer, or of the whole model.
+        pi_by_tensor = by_layer(received.reports["mixture"], names=received.clustered)
+        for name, pi in pi_by_tensor.items():
+            weights[name] = aggregation_weights(pi, received.weights)  # p(k|c)
+        return weights
 
 
 @dataclass(frozen=True, kw_only=True)

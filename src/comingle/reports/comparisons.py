@@ -107,17 +107,18 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
     return None if len(values) < 2 else one_way(values).interval(share)
 
 
-def has_tied(estimate: Estimate, measure: str) -> bool:
-    """Return whether results are equal for all seeds by chance, so that their spread is unknown.
+def has_no_interval(estimate: Estimate, measure: str) -> bool:
+    """Return whether no confidence interval can be given, as a share such as accuracy is equal for all seeds.
 
-    Only measures that are shares of test samples, such as accuracy, have such ties, as there are few samples. An
-    interval of width 0 would be wrong.
+    With 10 test samples, several seeds may easily give the same accuracy.
 
     Args:
         estimate: The mean over seeds.
-        measure: Name of the measure of the results, such as "perplexity".
+        measure: Name of the measure, such as "accuracy" or "perplexity".
     """
-    return measure in SHARES and estimate.error <= _ROUNDING  # a smaller error comes from rounding
+    is_share = measure in SHARES
+    is_equal_for_all_seeds = estimate.error <= _ROUNDING
+    return is_share and is_equal_for_all_seeds
 
 
 def interval_of_change(
@@ -134,10 +135,10 @@ def interval_of_change(
         num_intervals: Number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
 
     Returns:
-        Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and for
-        seeds that tie (:func:`has_tied`).
+        Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and if
+        :func:`has_no_interval`.
     """
-    if len(differences) < 2 or has_tied(estimate := one_way(differences), measure):
+    if len(differences) < 2 or has_no_interval(estimate := one_way(differences), measure):
         return None
     low, high = (within_limits(as_change(end, measure), measure) for end in estimate.interval(1 / num_intervals))
     return low, high
@@ -243,7 +244,7 @@ class Verdict:
     ``change`` and its interval are in the unit of :func:`comingle.reports.formatting.change`: per cent of perplexities,
     points of shares, powers of ten of losses. They and ``confidence`` are None if ``verdict`` is :data:`NOT_FINITE` or
     :data:`ONE_SEED`. The interval and ``confidence`` are also None if shares do not differ between seeds
-    (:func:`has_tied`); the verdict is then :data:`LEVEL`.
+    (:func:`has_no_interval`); the verdict is then :data:`LEVEL`.
 
     Args:
         method: The method.
@@ -383,7 +384,7 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     estimates = {name: two_way(array) for name, array in arrays.items()}
     # Shares of the error rate, from which the confidence of each method's interval follows. A method whose results do
     # not differ between seeds has no interval. It is counted as not significant.
-    p_of_means = [1.0 if has_tied(estimate, measure) else estimate.p_value for estimate in estimates.values()]
+    p_of_means = [1.0 if has_no_interval(estimate, measure) else estimate.p_value for estimate in estimates.values()]
     shares = dict(zip(arrays, holm_shares(p_of_means), strict=True))
     p_over_users = [signed_rank(array.mean(1).tolist()) for array in arrays.values()]
     p_values = dict(zip(arrays, holm(p_over_users), strict=True))
@@ -498,7 +499,7 @@ def _verdict_of(
         p_value: Its adjusted p-value over users; None if there are too few users.
     """
     change = as_change(estimate.mean, measure)
-    if has_tied(estimate, measure):  # an interval of width 0 would be wrong
+    if has_no_interval(estimate, measure):  # an interval of width 0 would be wrong
         return Verdict(method=name, seeds=seeds, verdict=LEVEL, change=change, p_value=p_value)
     bounds = estimate.interval(share)
     direction = WORSE if is_worse(estimate.mean, measure) else BETTER

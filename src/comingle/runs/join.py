@@ -43,16 +43,14 @@ from comingle.utils.trees import CLIENT_ROUTER
 
 
 @contextmanager
-def temporary_folder_for(
-    folder: Path | None, recipe: Recipe, joined: Path | None, *, force: bool
-) -> Iterator[Path | None]:
+def temporary_folder_for(folder: Path, recipe: Recipe, joined: Path | None, *, force: bool) -> Iterator[Path]:
     """Yield a temporary folder for a newcomer's run, and delete it on exit.
 
     A newcomer's run cannot be resumed, so a run that stops early must leave nothing in its folder. The caller moves the
     temporary folder there when the run has ended.
 
     Args:
-        folder: The run folder, beside which the temporary one is made. None: nothing is written, and None is yielded.
+        folder: The run folder, beside which the temporary one is made.
         recipe: The recipe of the newcomer's run.
         joined: The folder of the run to join.
         force: Whether to replace what is in the folder.
@@ -60,9 +58,6 @@ def temporary_folder_for(
     Raises:
         RunError: The folder cannot be used, overlaps the run to join, or another process writes to it.
     """
-    if folder is None:
-        yield None
-        return
     check_folder(folder, recipe, resume=None, force=force)  # None: the message must not offer to resume
     run_folder, target = None if joined is None else joined.resolve(), folder.resolve()
     if run_folder is not None and (run_folder.is_relative_to(target) or target.is_relative_to(run_folder)):
@@ -254,7 +249,7 @@ def join_run(
     given: Given,
     force: bool = False,
 ) -> Joined:
-    """Train the newcomer and its baselines on its data; write an ordinary run folder of this user.
+    """Train a newcomer and its baselines on its data, and write the newcomer's run folder.
 
     Args:
         run: The run to join.
@@ -267,15 +262,17 @@ def join_run(
     Raises:
         ComingleError: The data is of another kind or too little, or the folder exists.
     """
-    # A newcomer's run cannot be resumed, so it is written to a temporary folder until it has ended.
+    if folder is None:
+        return _train_newcomer(run, new_user, folder=None, reporter=reporter, given=given)
+    # The run is written to a temporary folder, which becomes the run folder once training has ended.
     with temporary_folder_for(folder, new_user.recipe, run.folder, force=force) as temporary_folder:
         joined = _train_newcomer(run, new_user, temporary_folder, reporter, given=given)
-        if folder is None or temporary_folder is None:
-            return joined
-        check_folder(folder, new_user.recipe, resume=None, force=force)  # it may have been created meanwhile
+        # Check again, as another process may have created the folder during training.
+        check_folder(folder, new_user.recipe, resume=None, force=force)
         shutil.rmtree(folder, ignore_errors=True)
         temporary_folder.rename(folder)
-    return replace(joined, run=replace(joined.run, folder=folder))
+    run_in_folder = replace(joined.run, folder=folder)
+    return replace(joined, run=run_in_folder)
 
 
 def _train_newcomer(run: Run, new_user: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:

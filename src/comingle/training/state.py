@@ -162,14 +162,13 @@ class State:
         return write()
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> State:
-        """Return the state at a checkpoint.
+        """Return the state at a checkpoint, by calling ``read``.
 
-        This class only calls ``read``. A store on disk overrides the method: it reads the places of the records, and
-        the records when they are needed.
+        A store on disk overrides this method. It does not call ``read``: it reads a user's tensors at :meth:`take`.
 
         Args:
             checkpoint: Folder of the checkpoint.
-            read: Reads tensors that are in memory.
+            read: Reads the tensors of all users into memory.
         """
         return read()
 

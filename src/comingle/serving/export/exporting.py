@@ -364,7 +364,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
     # The gates of the last batch of windows: `validate` computes the losses of a batch, which writes the gates here,
     # and then asks for the gates.
     last_gates: list[Tensor] = []
-    assert source.about is not None  # it has the user's validation data
+    assert source.model_info is not None  # it has the user's validation data
 
     def gates_of_last_batch() -> Tensor:
         """Return the gates of the last batch, ``(layers, windows, ...)``."""
@@ -372,7 +372,7 @@ def validate_with_gates(source: Source) -> tuple[float, list[Float[Tensor, " exp
 
     # Compiled code does not record gates.
     with routing.record_gates(model.adapters), torch.compiler.set_stance("force_eager"):
-        score = source.about.validate(_personal_losses(source, last_gates), gates_of_last_batch)
+        score = source.model_info.validate(_personal_losses(source, last_gates), gates_of_last_batch)
     present = model.adapters.present[source.row]
     mean_gates = score.expert_scores  # the score averages the gates that it gets, by layer and expert
     return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in mean_gates]
@@ -385,8 +385,8 @@ def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]
         source: The user's model, with its data.
         losses: Computes per-token losses of windows of tokens.
     """
-    assert source.about is not None
-    score = source.about.validate(losses, None)  # None: without the gates of experts
+    assert source.model_info is not None
+    score = source.model_info.validate(losses, None)  # None: without the gates of experts
     return perplexity_of(score.mean_loss)
 
 
@@ -462,7 +462,7 @@ def export_personal(personal: PersonalModel, folder: Path, *, format: str, dtype
         model=cast(AdaptedModel | MixedLanguageModel, personal.model),
         tensors=personal.tensors,
         row=personal.row,
-        about=personal.about,
+        model_info=personal.about,
         logits=personal.logits,
     )
     with torch.no_grad():
@@ -494,7 +494,8 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
     with replace_folder(folder, force=force) as draft, quiet_transformers():
         # For the card: the library that opens the files, and code to do so with placeholders for folder and base.
         exported, library, usage = write(source, draft, number_format)
-        if (tokenizer := _tokenizer_with_template(source)) is not None and format != "gguf":
+        tokenizer = _tokenizer_with_template(source.model.base, source.model_info)
+        if tokenizer is not None and format != "gguf":
             tokenizer.save_pretrained(draft)
         card = Card(
             name=source.name,
@@ -502,8 +503,8 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
             library=library,
             form=exported.form,
             usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
-            example=usage_example(source.model.base, source.about, format) if tokenizer is not None else None,
-            about=source.about,
+            example=usage_example(source.model.base, source.model_info, format) if tokenizer is not None else None,
+            about=source.model_info,
             lost=exported.lost,
         )
         (draft / CARD).write_text(card.text(), encoding="utf-8")
@@ -595,10 +596,10 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file needs")
     network, form = _exact_network(source)
-    network.generation_config = generation_of(base, source.about)
-    tokenizer = _tokenizer_with_template(source)
+    network.generation_config = generation_of(base, source.model_info)
+    tokenizer = _tokenizer_with_template(base, source.model_info)
     assert tokenizer is not None
-    weight_type, end_token = KINDS[number_format], turn_end(base, source.about)
+    weight_type, end_token = KINDS[number_format], turn_end(base, source.model_info)
     write_gguf(draft / GGUF_FILE, source.name, network, tokenizer, weight_type, turn_end=end_token)
     return _exported(draft, f"{form} Saved as {GGUF_FILE} for llama.cpp. Weights: {number_format}."), "gguf", _OPEN_GGUF
 
@@ -621,7 +622,7 @@ def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Writ
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {format_hint(source)}")
     base = source.model.base
     rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[number_format])
-    generation_of(base, source.about).save_pretrained(draft)
+    generation_of(base, source.model_info).save_pretrained(draft)
     form = (
         f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {number_format}."
     )
@@ -645,7 +646,7 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
     Raises:
         DataError: There is no validation data.
     """
-    if source.about is None:
+    if source.model_info is None:
         raise DataError(f"user {source.name!r}: the model has no validation data; open the user's run")
     perplexity_before, gates = validate_with_gates(source)
     # Changes with a key belong to experts, which get the mean gates as weights. Other changes, such as those of
@@ -671,20 +672,30 @@ def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
     transformers' default implementation of experts fails for some sizes. For a network of such a size, a key in
     ``config.json`` selects the implementation "eager", which runs the experts one after another.
     """
-    network.generation_config = generation_of(source.model.base, source.about)
+    network.generation_config = generation_of(source.model.base, source.model_info)
     network.save_pretrained(draft)
     if needs_eager_experts(network.config):  # transformers reads this key of config.json but does not write it.
         path = draft / "config.json"
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "experts_implementation": "eager"})
 
 
-def _tokenizer_with_template(source: Source) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer with the chat template that the model was trained with; None without a tokenizer."""
-    template = chat_template_of(source.model.base, source.about)
-    if template is None or template.source == template.tokenizer.chat_template:
-        return source.model.base.tokenizer
-    tokenizer = copy.deepcopy(template.tokenizer)
-    tokenizer.chat_template = template.source
+def _tokenizer_with_template(base: Base, model_info: ModelInfo | None) -> PreTrainedTokenizerBase | None:
+    """Return the base's tokenizer with the chat template to export; None if the base has no tokenizer.
+
+    Args:
+        base: The base model.
+        model_info: Facts about the training data, such as whether it has conversations; None if unknown.
+    """
+    if base.tokenizer is None:
+        return None
+    template = chat_template_of(base, model_info)
+    if template is None:  # the model is not for conversations
+        return base.tokenizer
+    jinja_template = template.source
+    if jinja_template == base.tokenizer.chat_template:
+        return base.tokenizer
+    tokenizer = copy.deepcopy(base.tokenizer)
+    tokenizer.chat_template = jinja_template
     return tokenizer
 
 

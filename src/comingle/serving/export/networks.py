@@ -258,7 +258,7 @@ class Source:
         model: The model.
         tensors: The user's tensors, shapes ``(1, ...)``.
         row: The user's index among all users of the run.
-        about: Facts about the user's data and scores, for the card; None if unknown.
+        model_info: Facts about the user's data and scores, for the card; None if unknown.
         logits: Computes the model's logits.
     """
 
@@ -266,7 +266,7 @@ class Source:
     model: AdaptedModel | MixedLanguageModel
     tensors: Tree
     row: int
-    about: ModelInfo | None
+    model_info: ModelInfo | None
     logits: Callable[[Int[Tensor, "batch n"]], Float[Tensor, "batch n vocab"]]
 
 

@@ -507,19 +507,19 @@ class Sharded(InProcess):
             self.server.clear_uploads()
         return reason
 
-    def _aggregate_all(self, joined: Upload | None) -> str:
-        """Aggregate the uploads of all processes in the first one.
+    def _aggregate_all(self, uploads: Upload | None) -> str:
+        """Aggregate the uploads of all users; only the first process calls this.
 
         Args:
-            joined: The uploads; None only in other processes, which do not call this.
+            uploads: The uploads of all users, joined in one message.
 
         Returns:
-            Reason why there is no secure sum, for example too few users; an empty string if aggregation succeeded.
+            Why a secure sum failed, such as too few users; an empty string if aggregation succeeded.
         """
-        assert joined is not None
+        assert uploads is not None  # only the other processes have None
         if self.server.sums is not None:
-            return self._aggregate_secure_sum(self.server.sums, joined)
-        self.server.aggregate(joined)
+            return self._aggregate_secure_sum(self.server.sums, uploads)
+        self.server.aggregate(uploads)
         return ""
 
     def _aggregate_sums(self, sums: Tree, joined: Upload | None) -> str:

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -406,9 +405,9 @@ def build_nets(
     population: Population,
     plan: RunPlan,
     *,
-    unread: bool = False,
-    here: Sequence[int] | None = None,
-    reads: bool = True,
+    reads_later: bool = False,
+    local_numbers: Sequence[int] | None = None,
+    checks_validation_data: bool = True,
 ) -> Clients:
     """Return the users with their copies of the net, with adaptors if the method mixes adaptors.
 
@@ -416,9 +415,9 @@ def build_nets(
         recipe: The recipe.
         population: Users of the run.
         plan: Plan of the run.
-        unread: Whether samples are read on first use.
-        here: Numbers of the users whose samples are on this machine; None for all.
-        reads: Whether to check that a user has validation data if the run needs it.
+        reads_later: Whether samples are read on first use, and not now.
+        local_numbers: Numbers of the users whose samples are on this machine; None for all.
+        checks_validation_data: Whether to check that users have validation data, if the run needs it.
 
     Raises:
         RecipeError: The base is not a net, the method is for language models, a method that assigns users to components
@@ -426,34 +425,43 @@ def build_nets(
         DataError: The samples of users cannot share a net.
     """
     plan = with_full_participation(plan)  # the one trainer of pooled data takes part in every round
-    method = plan.method
-    local = population if here is None else replace(population, users=population.users.select(here))
-    users = local.users
-    if not unread:
-        _check_users(local)
-    model = net_model(recipe, population, method)
-    model = model if here is None else model.only(here)
-    if not method.placement.pooled:
+    is_pooled = plan.method.placement.pooled
+    local_population = population
+    if local_numbers is not None:
+        local_population = replace(population, users=population.users.select(local_numbers))
+    users = local_population.users
+    if not reads_later:
+        _check_users(local_population)
+    model = net_model(recipe, population, plan.method)
+    if local_numbers is not None:
+        model = model.only(local_numbers)
+    if not is_pooled:
         trainers = users
-    elif unread:  # the data is pooled when it is first read
+    elif reads_later:
         trainers = as_users([lazy_user(UserSamples, "everyone", lambda: pool_samples(users))])
     else:
         trainers = as_users([pool_samples(users)])
     size = batch_size(plan, len(users))
-    make_batch_source = partial(
-        SampleBatchSource,
-        trainers,
-        plan,
-        size,
-        device=model.device,
-        dtype=model.dtype,
-        loss=local.measure,
-        # Augmentation may have settings for each user, but none for the one trainer of pooled data.
-        augment=None if method.placement.pooled else local.augmentation,
-        least=_least_batch(model, plan, size),  # smallest batch that is trained on; batch norm needs two samples
-    )
-    batch_source = make_batch_source if unread else make_batch_source()
-    return Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=reads and not unread)
+    smallest_size = _least_batch(model, plan, size)
+
+    def make_batch_source() -> SampleBatchSource:
+        """Return the source of the trainers' batches, which reads their samples."""
+        return SampleBatchSource(
+            trainers,
+            plan,
+            size,
+            device=model.device,
+            dtype=model.dtype,
+            loss=local_population.measure,
+            # Augmentation may have settings for each user, but none for the one trainer of pooled data.
+            augment=None if is_pooled else local_population.augmentation,
+            least=smallest_size,
+        )
+
+    if reads_later:  # the clients call the function on first use
+        return Clients(model, plan, trainers=trainers, users=users, batch_source=make_batch_source, reads=False)
+    batch_source = make_batch_source()
+    return Clients(model, plan, trainers=trainers, users=users, batch_source=batch_source, reads=checks_validation_data)
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:

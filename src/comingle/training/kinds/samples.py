@@ -241,8 +241,14 @@ class NetKind(Kind):
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users with their copies of the net."""
-        unread, here, reads = run_data.unread, run_data.here, run_data.reads
-        return build_nets(recipe, run_data.common, plan, unread=unread, here=here, reads=reads)
+        return build_nets(
+            recipe,
+            run_data.common,
+            plan,
+            reads_later=run_data.unread,
+            local_numbers=run_data.here,
+            checks_validation_data=run_data.reads,
+        )
 
     def pooled(self, users: Sequence[AnyUser]) -> UserSamples:
         """Return one user with the samples of all users."""
