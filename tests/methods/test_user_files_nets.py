@@ -39,7 +39,7 @@ def test_a_run_folder_records_the_file_of_its_net(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(user_files.FILES, "")
-    monkeypatch.setenv(user_files.CHANGED, "")
+    monkeypatch.setenv(user_files.REPORTED_CHANGES, "")
     path = tmp_path / "net.py"
     path.write_text(NET.replace("only-here", "recorded-here"))
     user_files.load_file(path)

@@ -145,7 +145,7 @@ def test_who_is_lost_after_masking_is_not_seen_either() -> None:
     left = late.mask(server.sealed_for("user 2"), rehearsal.uploads["user 2"])
     private = server._reconstruct_secret("user 2")
     for name in server.survivors:
-        pair = pair_mask(private, server.roster[name][secure_client.KEY_BYTES :], ("user 2", name), terms)
+        pair = pair_mask(private, server.public_keys[name][secure_client.KEY_BYTES :], ("user 2", name), terms)
         left = left - pair if name > "user 2" else left + pair
     assert p_uniform(left.view(np.uint8)) > SURELY
     assert bool(
@@ -157,11 +157,11 @@ def test_what_is_sealed_is_uniform_and_for_one_reader() -> None:
     rehearsal = rehearse(terms_for(12, 8))
     rehearsal.total(LARGEST)
     server = rehearsal.server
-    sealed = b"".join(one for of in server.sealed.values() for one in of.values())
+    sealed = b"".join(one for of in server.sealed_shares.values() for one in of.values())
     assert p_uniform(np.frombuffer(sealed, np.uint8)) > SURELY
-    assert len(set(server.roster.values())) == 12
+    assert len(set(server.public_keys.values())) == 12
     with pytest.raises(MessageError, match="not sealed"):
-        rehearsal.users["user 1"]._unseal_shares("user 2", server.sealed["user 2"]["user 3"])
+        rehearsal.users["user 1"]._unseal_shares("user 2", server.sealed_shares["user 2"]["user 3"])
 
 
 # -------------------------------------------------------------------- who may know what
@@ -174,7 +174,7 @@ def test_fewer_than_the_threshold_with_the_server_learn_nothing(monkeypatch: pyt
     rehearsal.total(LARGEST)
     everyone = list(rehearsal.users.values())
     colluders, victim = everyone[:3], everyone[5]
-    points = {name: at for at, name in enumerate(rehearsal.server.roster, start=1)}
+    points = {name: at for at, name in enumerate(rehearsal.server.public_keys, start=1)}
     purposes: tuple[Literal["own mask", "masking"], ...] = ("own mask", "masking")
     for purpose in purposes:
         secret = victim._derive_secret(purpose)
@@ -200,7 +200,7 @@ def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one()
         known = secure_client.mask(server._reconstruct_secret(name), terms.entries, terms.word)
         for other in colluders:
             private = rehearsal.users[other]._derive_secret("masking")
-            pair = pair_mask(private, server.roster[name][secure_client.KEY_BYTES :], (other, name), terms)
+            pair = pair_mask(private, server.public_keys[name][secure_client.KEY_BYTES :], (other, name), terms)
             known = known + pair if name < other else known - pair
         left[name] = masked[name] - known
     for count in (1, 2):

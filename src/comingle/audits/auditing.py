@@ -44,7 +44,7 @@ from comingle.runs.given import NOTHING, AnyBase, Given, given_of
 from comingle.runs.progress import LOADING, Reporter, format_duration, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
-from comingle.training.backends.launched import require_alone
+from comingle.training.backends.launched import require_single_process
 from comingle.training.client import Clients
 from comingle.training.events import Observer
 from comingle.training.plan import make_plan
@@ -437,8 +437,8 @@ def audit(
 
     Args:
         run: A finished run, or its folder, which is only read.
-        trials: Short runs with canaries. In each run a coin decides for each user whether its canary is included; the
-            default is enough runs for about 40 coins.
+        trials: Number of short runs with canaries; each includes every user's canary with probability 1/2. None for 40
+            divided by the number of users, rounded up.
         rounds: Rounds of each short run; a larger number than that of the audited run is reduced to it.
         shadows: Short runs on halves of users' training data, as reference models for membership inference; 0 for none.
         out: Folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
@@ -450,17 +450,19 @@ def audit(
     Raises:
         ComingleError: The run is not finished or shares nothing, or the files exist.
     """
-    require_alone("audit")
-    for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):
-        if value < 1:
-            raise RecipeError(f"{name}: got {value}; allowed: a whole number from 1")
-    if shadows < 0 or 0 < shadows < FEWEST:
+    require_single_process("audit")
+    if trials is not None and trials < 1:
+        raise RecipeError(f"trials: got {trials}; allowed: a whole number from 1")
+    if rounds < 1:
+        raise RecipeError(f"rounds: got {rounds}; allowed: a whole number from 1")
+    if shadows != 0 and shadows < FEWEST:
         raise RecipeError(f"shadows: got {shadows}; allowed: 0, or a whole number from {FEWEST}")
     if out is not None:
         check_targets(Path(out), force=force)
-    opened = run if isinstance(run, Run) else load(run, users=users, base=base)
+    loaded_run = run if isinstance(run, Run) else load(run, users=users, base=base)
+    given = given_of(users, base)
     with reporting(quiet=not progress) as reporter:
-        found = audit_run(opened, reporter, trials=trials, rounds=rounds, shadows=shadows, given=given_of(users, base))
+        results = audit_run(loaded_run, reporter, trials=trials, rounds=rounds, shadows=shadows, given=given)
     if out is not None:
-        write_audit(Path(out), found)
-    return found
+        write_audit(Path(out), results)
+    return results

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.audits.canaries import SERVER, LastPublished, ObservedFederation, published
+from comingle.audits.canaries import OWN, SERVER, ObservedFederation, published
 from comingle.config import Recipe
 from comingle.data.samples.samples import UserSamples
 from comingle.data.text.streams import UserData
@@ -401,39 +401,42 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         For each user the number of distinct tokens, the share of them that was recovered and, for comparison, the share
         among the most common tokens of all test texts.
     """
-    # A federation in memory; the observed one below shares its clients and its server.
-    unobserved = build(recipe, run_data, store="memory")
-    factors, last_published = token_factors(unobserved.clients), LastPublished()
-    changes_of_users: dict[int, Tree] = {}
+    built = build(recipe, run_data, store="memory")
+    clients, server = built.clients, built.server
+    factors = token_factors(clients)
+    downloads: Tree = {}  # factors that users downloaded after the first round, (users, models, *shape)
+    changes_by_user: dict[int, Tree] = {}
 
     def record_view(view: str, users: Sequence[int], tensors: Tree) -> None:
-        """Keep the change of each upload that the server sees after the first round."""
-        if view == SERVER and last_published.last:  # something was published, so the first round is over
-            before = last_published.models_before(view, users)
+        """Keep all users' downloads, and the change from a user's download to its upload in the second round."""
+        if view == OWN:
+            downloads.update({name: tensors[name].clone() for name in factors})
+        if view == SERVER and downloads:  # the server sees an upload, and the first round is over
             for row, user in enumerate(users):
-                changes_of_users[user] = {
-                    # Dimension 1 is the models of a user, of which an upload has one.
-                    name: (tensors[name][row, 0] - before[name][row, 0]).double().cpu()
+                changes_by_user[user] = {
+                    # 0: an upload has one model, which was trained from the first one of the download.
+                    name: (tensors[name][row, 0] - downloads[name][user, 0]).double().cpu()
                     for name in factors
                 }
-        last_published.remember(view, tensors)
 
-    federation = ObservedFederation(clients=unobserved.clients, server=unobserved.server, record_view=record_view)
-    execute(federation, recipe, None, observers=watch(unobserved.clients))
+    federation = ObservedFederation(clients=clients, server=server, record_view=record_view)
+    execute(federation, recipe, None, observers=watch(clients))
     # All factors read the same inputs, so any of them finds their layer.
-    candidates = first_inputs(unobserved.clients, recipe.training.context, factors[0])
+    input_by_token = first_inputs(clients, recipe.training.context, factors[0])
     users: Sequence[UserData] = run_data.users
-    common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
-    num_tokens, recovered, guesses = [], [], []
+    counts_in_tests = Counter(torch.cat([user.test for user in users]).tolist())
+    common_first = [token for token, _count in counts_in_tests.most_common()]
     begin_token = None if run_data.base is None else run_data.base.begin
-    for number, changes in sorted(changes_of_users.items()):
-        truth = set(users[number].train[:-1].tolist())  # the last token is only a target
-        nearest_first = nearest_tokens(torch.cat(list(changes.values())), candidates)
+    num_tokens, recovered, guesses = [], [], []
+    for number, changes in sorted(changes_by_user.items()):
+        true_tokens = set(users[number].train[:-1].tolist())  # the last token is only a target
+        count = len(true_tokens)
+        nearest_first = nearest_tokens(torch.cat(list(changes.values())), input_by_token)
         # The begin-of-text token is in every window, so to guess it would be no success.
-        guessed = [token for token in nearest_first if token != begin_token][: len(truth)]
-        num_tokens.append(len(truth))
-        recovered.append(len(truth & set(guessed)) / len(truth))
-        guesses.append(len(truth & set(common[: len(truth)])) / len(truth))
+        nearest_first = [token for token in nearest_first if token != begin_token]
+        num_tokens.append(count)
+        recovered.append(len(true_tokens & set(nearest_first[:count])) / count)
+        guesses.append(len(true_tokens & set(common_first[:count])) / count)
     return Recovery(what=what, tokens=num_tokens, recovered=recovered, guesses=guesses)
 
 
@@ -474,14 +477,14 @@ def first_inputs(clients: Clients, context: int, name: str) -> Float[Tensor, "to
 
 
 def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, "tokens positions width"]) -> list[int]:
-    """Return all tokens, those first that were most probably in the text from which a gradient was computed.
+    """Return all tokens, sorted by how probably they were in the text from which a gradient was computed.
 
-    Inputs of tokens in the text are in the span of the gradient's rows. So tokens are sorted by the distance of their
-    input from the span, relative to its norm, the nearest position first.
+    The span of the gradient's rows contains the inputs of the text's tokens. So a token with input x is sorted by
+    ``|Px| / |x|``, where P projects on the span: 1 if the span contains x, 0 if x is orthogonal to it.
 
     Args:
         rows: Rows of the gradient; if all are zero, tokens are returned in the order of the vocabulary.
-        candidates: Input of each token and position.
+        candidates: Input x of each token at each position; the position with the largest ratio counts.
     """
     lengths = rows.norm(dim=1, keepdim=True)
     unit_rows = (rows / lengths.clamp(min=NOTHING_MOVED))[lengths.squeeze(1) > NOTHING_MOVED]
@@ -490,9 +493,10 @@ def nearest_tokens(rows: Float[Tensor, "rows width"], candidates: Float[Tensor, 
     _, singular_values, directions = torch.linalg.svd(unit_rows, full_matrices=False)
     largest = singular_values[0]  # they are in descending order; those far below it are rounding errors
     basis = directions[singular_values > NOISE * largest]
-    # The share of an input's norm that lies within the span; 1 stands for distance 0.
-    share_within = (candidates @ basis.T).norm(dim=-1) / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
-    return share_within.amax(1).argsort(descending=True, stable=True).tolist()
+    projected_norms = (candidates @ basis.T).norm(dim=-1)  # |Px|, as the basis is orthonormal
+    ratios = projected_norms / candidates.norm(dim=-1).clamp(min=NOTHING_MOVED)
+    largest_ratios = ratios.amax(dim=1)  # over positions
+    return largest_ratios.argsort(descending=True, stable=True).tolist()
 
 
 NOISE = 1e-3

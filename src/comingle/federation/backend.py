@@ -268,18 +268,18 @@ class _SecureSum:
             collector.store_keys(name, secure_client.read_keys(message, name, round_number))
 
         self._process_answers(answers, read_keys)
-        collector.require(collector.roster, "advertise")
+        collector.require(collector.public_keys, "advertise")
 
         def roster_message(name: str) -> Download:
-            return secure_client.roster_message(name, round_number, collector.roster)
+            return secure_client.roster_message(name, round_number, collector.public_keys)
 
         def read_shares(name: str, message: Upload | Download) -> None:
-            others = [other for other in collector.roster if other != name]
+            others = [other for other in collector.public_keys if other != name]
             shares = secure_client.read_shares(message, name, round_number, others, sealed=True)
             collector.store_sealed_shares(name, shares)
 
-        self._request_step("share", collector.roster, roster_message, read_shares)
-        collector.require(collector.sealed, "share")
+        self._request_step("share", collector.public_keys, roster_message, read_shares)
+        collector.require(collector.sharers, "share")
 
         def sealed_message(name: str) -> Download:
             return secure_client.sealed_message(name, round_number, collector.sealed_for(name))

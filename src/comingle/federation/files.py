@@ -33,15 +33,15 @@ from comingle.utils.records import expand_home, write_text
 def load_plan(path: Path) -> Plan:
     """Read a server's file: a recipe without data sources, and the keys ``participants``, ``network`` and ``shapes``.
 
-    The clients have the data. The data is text unless the file names another kind, and a relative path of the base is
-    relative to the file.
+    The data is text unless the file names another kind. A relative path of the base is relative to the file.
 
     Raises:
         RecipeError: The file does not exist, or a value is wrong.
     """
     content = read_mapping(path)
     names = content.pop("participants", None)
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    is_list_of_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list_of_names or not names:
         raise RecipeError(f"{path}: participants: got {names!r}; allowed: a list of names, such as [ada, ben]")
     if problem := name_problem(names):
         raise RecipeError(f"{path}: participants: {problem}")
@@ -51,18 +51,21 @@ def load_plan(path: Path) -> Plan:
             f"{path}: network.min_participants: got {network.min_participants}; allowed: up to the number of "
             f"users, {len(names)}"
         )
-    shapes = content.pop("shapes", {})
+    # The net of users with samples, such as {"input_shape": [28, 28], "classes": 10}; empty for other data.
+    net_settings = content.pop("shapes", {})
     data = content.get("data", {"kind": "text"})
     if isinstance(data, Mapping):
-        if source := next((key for key in ("users", "dataset") if data.get(key) is not None), None):
-            raise RecipeError(
-                f"{path}: data.{source}: not allowed in the server's file; set `data` in each client's file"
-            )
+        for source in ("users", "dataset"):
+            if data.get(source) is not None:
+                raise RecipeError(
+                    f"{path}: data.{source}: not allowed in the server's file; set `data` in each client's file"
+                )
         content["data"] = {"kind": "text", **data, "given": True}  # "given" makes a recipe without sources valid
     recipe = parse_recipe(content, where=str(path))
-    if os.path.exists(path.parent / recipe.base):
-        recipe = recipe.with_changes({"base": str((path.parent / recipe.base).resolve())})
-    return Plan(recipe=recipe, users=tuple(names), settings=shapes, network=network)
+    base_path = path.parent / recipe.base
+    if os.path.exists(base_path):
+        recipe = recipe.with_changes({"base": str(base_path.resolve())})
+    return Plan(recipe=recipe, users=tuple(names), settings=net_settings, network=network)
 
 
 def save_plan(path: Path, plan: Plan) -> None:

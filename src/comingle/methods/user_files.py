@@ -31,7 +31,7 @@ from comingle.utils.records import expand_home, write_json
 FILES = "COMINGLE_PLUGINS"
 """Environment variable that tells subprocesses of a command to load the same files."""
 
-CHANGED = "COMINGLE_CHANGED_PLUGINS"
+REPORTED_CHANGES = "COMINGLE_CHANGED_PLUGINS"
 """Environment variable with the changes (RUN-OLD-NEW digests) that a command's processes have already warned about."""
 
 ORIGIN = "plugins.json"
@@ -165,25 +165,29 @@ def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path)
 
     Args:
         subject: The method or the net, such as "method 'near'".
-        file: The file that defines the method or the net now; None without a file of the user's, for which there is
-            nothing to compare.
+        file: The file that defines the method or the net now; None if it is not in a file of the user.
         digest: SHA-256 of the file when the run began.
         folder: Run folder.
     """
-    if file is None or (current_digest := _digest(file)) == digest:
+    if file is None:
         return
-    old_digest, new_digest = digest[:_DIGEST_CHARACTERS], current_digest[:_DIGEST_CHARACTERS]
-    reported = os.environ.get(CHANGED, "").split()  # subprocesses inherit it
-    run_digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-    if (change := f"{run_digest}-{old_digest}-{new_digest}") not in reported:
-        os.environ[CHANGED] = " ".join([*reported, change])
-        is_finished = (folder / "metrics.json").is_file()
-        old_part = "its results are those" if is_finished else "the rounds before the last checkpoint are those"
-        message = (
-            "%s: %s has changed since the run began: %s had sha256 %s, now %s; %s of the old file; --force trains "
-            "again, or use another --out"
-        )
-        _log.warning(message, folder, subject, file, old_digest, new_digest, old_part)
+    new_digest = _digest(file)
+    if new_digest == digest:
+        return
+    old_start, new_start = digest[:_DIGEST_CHARACTERS], new_digest[:_DIGEST_CHARACTERS]
+    run_start = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    change = f"{run_start}-{old_start}-{new_start}"
+    reported_changes = os.environ.get(REPORTED_CHANGES, "").split()  # by this process or the one that started it
+    if change in reported_changes:
+        return
+    os.environ[REPORTED_CHANGES] = " ".join([*reported_changes, change])
+    is_finished = (folder / "metrics.json").is_file()
+    old_results = "its results" if is_finished else "the rounds before the last checkpoint"
+    message = (
+        f"{folder}: {subject} has changed since the run began: {file} had sha256 {old_start}, now {new_start}; "
+        f"{old_results} are those of the old file; --force trains again, or use another --out"
+    )
+    _log.warning("%s", message)
 
 
 def _import_file(path: Path, where: str) -> ModuleType:

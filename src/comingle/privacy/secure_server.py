@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,16 +23,16 @@ class SumCollector:
 
     Args:
         terms: Public terms of the sum, such as its round, users and threshold.
-        roster: Public keys of the users who advertised.
-        sealed: ``sealed[user][other]`` is what a user sealed for another.
+        public_keys: Public keys of the users who advertised.
+        sealed_shares: ``sealed_shares[user][other]`` is what a user sealed for another.
         masked: Sum of the masked uploads.
         survivors: Users whose masked uploads arrived.
         revealed: ``revealed[user][other]`` is a user's share of another's secret.
     """
 
     terms: Terms
-    roster: dict[str, bytes] = field(default_factory=dict)
-    sealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    public_keys: dict[str, bytes] = field(default_factory=dict)
+    sealed_shares: dict[str, dict[str, bytes]] = field(default_factory=dict)
     masked: np.ndarray | None = None
     survivors: list[str] = field(default_factory=list)
     revealed: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -49,14 +49,14 @@ class SumCollector:
         Raises:
             MessageError: The keys have a wrong length or are another user's.
         """
-        if len(public) != PUBLIC_KEYS_BYTES or public in self.roster.values():
+        if len(public) != PUBLIC_KEYS_BYTES or public in self.public_keys.values():
             raise MessageError("secure aggregation: keys of the wrong length, or those of another user")
-        self.roster[name] = public
+        self.public_keys[name] = public
 
     def store_sealed_shares(self, name: str, sealed: Mapping[str, bytes]) -> None:
         """Store a user's sealed shares for all others."""
-        assert set(sealed) == set(self.roster) - {name}
-        self.sealed[name] = dict(sealed)
+        assert set(sealed) == set(self.public_keys) - {name}
+        self.sealed_shares[name] = dict(sealed)
 
     def add_upload(self, name: str, masked: np.ndarray) -> None:
         """Add a user's masked upload to the sum; single uploads are not stored.
@@ -65,7 +65,7 @@ class SumCollector:
             name: The user.
             masked: The upload plus masks, integers modulo ``2^word``.
         """
-        assert name in self.sealed  # the user has shared its secrets, without which its mask could not be removed
+        assert name in self.sealed_shares  # its mask can be removed, as others have shares of its seed
         assert name not in self.survivors  # it has sent no other upload
         self.masked = masked.copy() if self.masked is None else self.masked + masked
         self.survivors.append(name)
@@ -79,12 +79,12 @@ class SumCollector:
 
     @property
     def sharers(self) -> list[str]:
-        """Users who have shared, in the roster's order."""
-        return [name for name in self.roster if name in self.sealed]
+        """Users who have sealed shares for the others, in the order of ``public_keys``."""
+        return [name for name in self.public_keys if name in self.sealed_shares]
 
     def sealed_for(self, name: str) -> dict[str, bytes]:
         """Return the shares that the other users sealed for a user."""
-        return {other: self.sealed[other][name] for other in self.sharers if other != name}
+        return {other: self.sealed_shares[other][name] for other in self.sharers if other != name}
 
     def require(self, completed: Sequence[str] | Mapping[str, object], step: str) -> None:
         """Check that enough users have completed a step to continue with the sum.
@@ -140,11 +140,11 @@ class SumCollector:
             NoSumError: The shares do not give the user's masking key.
         """
         private = self._reconstruct_secret(dropped)
-        # The roster has two public keys of each user, one after the other; the second is for common masks.
-        if secure_client.public_of(private) != self.roster[dropped][KEY_BYTES:]:
+        # Each user has two public keys, one after the other; the second is for common masks.
+        if secure_client.public_of(private) != self.public_keys[dropped][KEY_BYTES:]:
             raise NoSumError(f"round {self.terms.round}: the shares of user {dropped!r} give another key")
         for name in self.survivors:
-            pair = pair_mask(private, self.roster[name][KEY_BYTES:], (dropped, name), self.terms)
+            pair = pair_mask(private, self.public_keys[name][KEY_BYTES:], (dropped, name), self.terms)
             if name < dropped:  # the first of two users by name has added their common mask
                 total -= pair
             else:
@@ -158,7 +158,7 @@ class SumCollector:
         Raises:
             NoSumError: There are too few shares, or they belong to no secret.
         """
-        points = {user: point for point, user in enumerate(self.roster, start=1)}
+        points = {user: point for point, user in enumerate(self.public_keys, start=1)}
         shares = {points[user]: revealed[name] for user, revealed in self.revealed.items()}
         try:
             return secure_client.join(shares, self.terms.threshold)
@@ -197,38 +197,47 @@ class SimulatedSum:
         }
 
     def total(self, largest: int) -> np.ndarray:
-        """Run all steps of the protocol; return the sum of the uploads of the users that answered until the mask step.
+        """Run the four steps of the protocol, and return the sum of the uploads of the users who answered "mask".
 
-        ``answers(step, user)`` decides which users answer in a step; the others drop out of it.
+        A user who does not answer a step is left out of the later steps.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
 
         Raises:
-            NoSumError: Too few users have answered in a step.
+            NoSumError: Too few users have answered a step.
         """
         server, round_number = self.server, self.terms.round
-        for name, user in self.users.items():
-            if self.answers("advertise", name):
-                keys = secure_client.keys_message(name, round_number, user.advertise())
-                message = self._transmit_upload("advertise", name, keys)
-                server.store_keys(name, secure_client.read_keys(message, name, round_number))
-        server.require(server.roster, "advertise")
-        for name in [user for user in server.roster if self.answers("share", user)]:
+        for name in self._users_who_answer("advertise", self.users):
+            self._run_advertise_step(name, round_number)
+        advertisers = list(server.public_keys)  # users who have answered "advertise"
+        server.require(advertisers, "advertise")
+        for name in self._users_who_answer("share", advertisers):
             self._run_share_step(name, round_number)
-        server.require(server.sealed, "share")
-        for name in [user for user in server.sharers if self.answers("mask", user)]:
+        sharers = server.sharers  # users who have answered "share"
+        server.require(sharers, "share")
+        for name in self._users_who_answer("mask", sharers):
             self._run_mask_step(name, round_number)
-        server.require(server.survivors, "mask")
-        for name in [user for user in server.survivors if self.answers("unmask", user)]:
+        survivors = server.survivors  # users who have answered "mask"
+        server.require(survivors, "mask")
+        for name in self._users_who_answer("unmask", survivors):
             self._run_unmask_step(name, round_number)
         return server.total(largest)
 
+    def _users_who_answer(self, step: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.answers(step, name)]
+
+    def _run_advertise_step(self, name: str, round_number: int) -> None:
+        """Give the server a user's public keys."""
+        keys = secure_client.keys_message(name, round_number, self.users[name].advertise())
+        message = self._transmit_upload("advertise", name, keys)
+        self.server.store_keys(name, secure_client.read_keys(message, name, round_number))
+
     def _run_share_step(self, name: str, round_number: int) -> None:
         """Send all users' public keys to a user, and give the server the shares that the user seals for the others."""
-        user, others = self.users[name], [other for other in self.server.roster if other != name]
+        user, others = self.users[name], [other for other in self.server.public_keys if other != name]
         request = self._transmit_download(
-            "share", name, secure_client.roster_message(name, round_number, self.server.roster)
+            "share", name, secure_client.roster_message(name, round_number, self.server.public_keys)
         )
         own_keys = user.advertise()  # returns the keys again that the user has sent; the message leaves them out
         sealed = user.share(secure_client.read_roster(request, name, round_number, own_keys))

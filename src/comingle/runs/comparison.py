@@ -28,7 +28,7 @@ from comingle.runs.compare import check_baseline, compare_runs, labels_of, recip
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, recipe_with, registered_methods
 from comingle.runs.progress import reporting
 from comingle.runs.results import Run, records_of, table_of
-from comingle.training.backends.launched import require_alone
+from comingle.training.backends.launched import require_single_process
 from comingle.utils.errors import ComingleError, RecipeError, RunError
 from comingle.utils.records import measure_of, read_metrics
 from comingle.utils.terminal import printable
@@ -181,7 +181,7 @@ def compare(
         ComingleError: There is a problem that the user can correct; the message is one line. Wrong settings are
             found before any training.
     """
-    require_alone("compare")
+    require_single_process("compare")
     if not methods:
         raise RecipeError("methods: got none; list them with `comingle methods`")
     given, folder = given_of(users, base, loss=loss), Path(out) if out is not None else None
@@ -248,7 +248,7 @@ def advise(
     Raises:
         ComingleError: There is a problem that the user can correct; the message is one line.
     """
-    require_alone("advise")
+    require_single_process("advise")
     given = given_of(users, base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **shortened(rounds)})

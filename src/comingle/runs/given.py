@@ -170,21 +170,16 @@ def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, los
 
 
 def _hint_for_module(base: object) -> str:
-    """Return the end of the error about a wrong base: a hint if a program passed a module instead of a function.
+    """Return the end of the error about a wrong base: a hint if a program passed a module, otherwise empty.
 
-    Each user needs a net of its own, so a program passes a function that makes nets. The class of a user's own net can
-    be such a function. The hint is empty for other objects, and for a language model, which lacks its tokenizer.
+    Each user needs a net of its own, so a program passes a function that makes nets, such as the class of a net.
     """
-    # Without transformers the name PreTrainedModel stands for nn.Module.
-    is_language_model = PreTrainedModel is not nn.Module and isinstance(base, PreTrainedModel)
-    if not isinstance(base, nn.Module) or is_language_model:
+    if not isinstance(base, nn.Module):
         return ""
-    needs_arguments = type(base).__module__.startswith("torch.")  # such as nn.Linear, which needs sizes
-    return (
-        "; pass a function that makes one"
-        if needs_arguments
-        else (f"; pass the class {type(base).__name__}, or a function that makes one")
-    )
+    is_class_of_torch = type(base).__module__.startswith("torch.")
+    if is_class_of_torch:  # such as nn.Linear, which cannot make a net without arguments
+        return "; pass a function that makes one"
+    return f"; pass the class {type(base).__name__}, or a function that makes one"
 
 
 def recipe_with(

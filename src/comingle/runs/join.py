@@ -29,7 +29,7 @@ from comingle.runs.given import AnyBase, Given, Loss, given_of
 from comingle.runs.progress import Reporter, loading, reporting
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
-from comingle.training.backends.launched import require_alone
+from comingle.training.backends.launched import require_single_process
 from comingle.training.backends.local import InProcess
 from comingle.training.client import Clients
 from comingle.training.cohort import Models
@@ -460,7 +460,7 @@ def join(
     Raises:
         ComingleError: The name is taken, the data is of another kind or too little, or the run has nothing to download.
     """
-    require_alone("join")  # in a run of several processes, each has only a part of the users
+    require_single_process("join")  # in a run of several processes, each has only a part of the users
     opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         new_user = prepare_newcomer(opened, name, data, rounds=rounds, local_step=local_step)

@@ -10,7 +10,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.reports.runs import baseline_comparison, read_entries
 from comingle.runs.comparison import Comparison
 from comingle.runs.results import Run
-from comingle.training.backends.launched import require_alone
+from comingle.training.backends.launched import require_single_process
 from comingle.utils.errors import DataError, RunError, require_user
 from comingle.utils.files import check_target, require_packages
 from comingle.utils.records import PARTICIPANTS, write_text
@@ -195,7 +195,7 @@ def report(
         ComingleError: A run has no folder or cannot be read, the runs are of different users, there is no such user or
             baseline, or the page cannot be written.
     """
-    require_alone("report")
+    require_single_process("report")
     require_packages("comingle.report")
     from comingle.reports.page import render_page
 

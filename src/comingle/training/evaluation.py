@@ -139,25 +139,33 @@ def own_mixtures(clients: Clients) -> dict[str, JsonObject]:
 def merged_mixtures_event(clients: Clients, server: ServerHalf, users: Mapping[str, JsonMapping]) -> JsonObject:
     """Return the mixtures of all users, as part of an evaluation event; empty if the method has none.
 
-    Keys are those of :func:`mixtures_event` and, if true clusters are known, "clusters", the true cluster by user, and
-    "aggregation_mismatch". The latter is the mean distance between the weights with which users contribute to a
-    component and those of the true clusters (:func:`mismatch`). It is left out if a mixture has negative weights.
+    Keys are those of :func:`mixtures_event` and, if all users' true clusters are known:
+
+    - "clusters": the true cluster by user, such as ``{"ada": 0, "ben": 1}``;
+    - "aggregation_mismatch": mean distance of the components from the true clusters, from 0 (equal) to 2
+      (:func:`mismatch`). It is left out if a mixture has negative weights.
 
     Args:
         clients: Clients of this process.
         server: The server, which may know mixtures.
         users: Results of :func:`own_mixtures` of all processes, by user.
     """
-    shares, names = _mixture_weights(server, users), list(users)
-    if shares is None or not (event := mixtures_event(names, shares, clients.method)):
+    mixtures = _mixture_weights(server, users)
+    if mixtures is None:
+        return {}
+    names = list(users)
+    event = mixtures_event(names, mixtures, clients.method)
+    if not event:  # there is a single component
         return {}
     clusters = [of_user["cluster"] for of_user in users.values()]
-    if None not in clusters:
-        event["clusters"] = dict(zip(names, clusters, strict=True))
-    if None not in clusters and _are_shares(shares):
-        weights = _data_shares([of_user["count"] for of_user in users.values()], clients.plan)
-        mismatches = mismatch(shares, torch.tensor(clusters), weights)
-        event["aggregation_mismatch"] = round(float(mismatches.mean()), PRECISION)
+    if None in clusters:
+        return event
+    event["clusters"] = dict(zip(names, clusters, strict=True))
+    if _are_shares(mixtures):
+        counts = [of_user["count"] for of_user in users.values()]
+        data_shares = _data_shares(counts, clients.plan)
+        distances = mismatch(mixtures, torch.tensor(clusters), data_shares)
+        event["aggregation_mismatch"] = round(float(distances.mean()), PRECISION)
     return event
 
 

@@ -657,7 +657,7 @@ class Steps:
         return private.step(self.model, self.batch_source, self.pass_size, cohort, phase, place, first_copies, plain)
 
     def suspect_optimizers(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
-        """Return the optimizers that may have made the loss of a user infinite or NaN, for the error message.
+        """Return the optimizers ("experts", "router") that may have made a user's loss infinite or NaN.
 
         The first result of a round is cached: later all parameters of the user may be NaN.
 
@@ -665,12 +665,16 @@ class Steps:
             row: Row of the user.
             values: Its parameters.
         """
-        if row not in self.known_suspects:
-            roles_by_optimizer: dict[str, frozenset[str]] = {}
-            for name, roles in self.plan.method.client.optimizers:
-                roles_by_optimizer[name] = roles_by_optimizer.get(name, frozenset()) | roles
-            self.known_suspects[row] = find_suspects(self.model.layout, values, roles_by_optimizer)
-        return self.known_suspects[row]
+        if row in self.known_suspects:
+            return self.known_suspects[row]
+        # Which tensors an optimizer trains is given by their roles; the layout says where they are in ``values``.
+        roles_by_optimizer: dict[str, frozenset[str]] = {}
+        for optimizer, roles in self.plan.method.client.optimizers:
+            earlier_roles = roles_by_optimizer.get(optimizer, frozenset())
+            roles_by_optimizer[optimizer] = earlier_roles | roles
+        suspects = find_suspects(self.model.layout, values, roles_by_optimizer)
+        self.known_suspects[row] = suspects
+        return suspects
 
     def _router_noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users *layers clusters"] | None:
         """Return noise for the router logits, from one random stream per user; None if the mixture has no noise.

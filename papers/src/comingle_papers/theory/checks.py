@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 F1, EXAMPLE, WIELANDT = "Theorem F.1", "Example 1", "Example 1 by Wielandt's inequality"
 EUCLIDEAN = "Example 1 as printed, spectral norm of T"
-BLOCKS, F2, LOCAL = "Theorem F.2, by blocks", "Theorem F.2, joint constants", "Example 2, slope near the solution"
+BLOCK_RATE, JOINT_RATE = "Theorem F.2, by blocks", "Theorem F.2, joint constants"
+LOCAL_RATE = "Example 2, slope near the solution"
 EIGENVALUE = "Proposition 1, smallest eigenvalue"
 UNIFORM = "largest share at the solution: 1 / (N + 1)"
 
@@ -222,22 +223,20 @@ def linear_curve(
     router: linear.Weights,
     steps: int,
 ) -> Curve:
-    """Alternate between shares, router and experts on one problem, and check CoMiGS's Theorem F.2 and Proposition 1.
+    """Run CoMiGS's alternation on one problem, and check the paper's Theorem F.2 and Proposition 1.
 
-    The residual is the objective's excess over its minimum, ``F - F*``, after each optimisation of the shares. The
-    claims are:
+    A step optimises the router and the experts, then the shares. The residual is ``F - F*``, the objective F (CoMiGS,
+    eq. 25) minus its minimum. The claims are:
 
-    - two bounds on the factor by which a step multiplies the residual (Theorem F.2): from constants of each block of
-      variables, and from joint constants;
-    - a lower bound on the smallest eigenvalue of the Hessian (Proposition 1);
-    - all shares are ``1 / (N + 1)`` at the solution, where F is strongly convex in experts and router. Renumbering the
-      N + 1 experts does not change F, so its only minimiser has equal experts.
+    - Theorem F.2: a step multiplies the residual by at most a rate. There are two such bounds, one from constants of
+      each block of variables (``BLOCK_RATE``), one from constants of all variables (``JOINT_RATE``).
+    - Proposition 1: F is strongly convex, so no eigenvalue of its Hessian is below the modulus.
+    - At the minimum all N + 1 experts are equal, so all shares are ``1 / (N + 1)``.
 
     Args:
         scheme: Name of the kind of problem.
         instance: Number of the random problem.
-        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of the objective F
-            (CoMiGS, eq. 25).
+        problem: The samples, the loss, and the weights ``decay`` (alpha) and ``coupling`` (mu) of F.
         experts: The initial experts.
         router: The initial router.
         steps: Number of steps.
@@ -247,31 +246,36 @@ def linear_curve(
     """
     bounds = linear.constants(problem, experts, router)
     descent = linear.alternate(problem, experts, router, steps)
-    solution = linear.minimum(problem, descent.points[-1])
-    lowest = linear.decoupled_objective(problem, solution)
-    residuals = np.array(descent.values) - lowest
-    eigenvalue = _smallest_eigenvalue(problem, descent.points)  # of the Hessian
-    measured = largest_step_ratio(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
-    # Without a positive modulus strong convexity is not proved.
+    solution = linear.minimum(problem, near=descent.points[-1])
+    minimum = linear.decoupled_objective(problem, solution)  # F*
+    residuals = np.array(descent.values) - minimum
+    rounding_floor = VALUE_FLOOR * max(1.0, abs(minimum))
+    measured_rate = largest_step_ratio(residuals, floor=rounding_floor)
+    smallest_eigenvalue = _smallest_eigenvalue(problem, descent.points)
+    # F is proved to be strongly convex only if a lower bound on its curvature is positive.
     modulus = bounds.modulus if bounds.modulus > 0 else None
-    uniform_share = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
-    rates = {BLOCKS: bounds.block_rate, F2: bounds.theorem_rate, LOCAL: linear.local_rate(problem, solution)}
+    is_convex_in_experts_and_router = bounds.modulus_weights > 0
+    uniform_share = 1 / problem.num_experts if is_convex_in_experts_and_router else None
+    largest_share = float(solution.shares.max())
+    rates = {
+        BLOCK_RATE: bounds.block_rate,
+        JOINT_RATE: bounds.theorem_rate,
+        LOCAL_RATE: linear.local_rate(problem, solution),  # not a bound: the rate near the solution
+    }
+    rho = bounds.slope  # largest slope of the loss
+    largest_difference_of_experts = float(np.ptp(solution.experts, axis=1).max())
     return Curve(
         scheme=scheme,
         instance=instance,
         residuals=tuple(map(float, residuals)),
         claims=(
-            Claim(statement=BLOCKS, measured=measured, bound=bounds.block_rate),
-            Claim(statement=F2, measured=measured, bound=bounds.theorem_rate),
-            Claim(statement=EIGENVALUE, measured=eigenvalue, bound=modulus, at_least=True),
-            Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform_share),
+            Claim(statement=BLOCK_RATE, measured=measured_rate, bound=bounds.block_rate),
+            Claim(statement=JOINT_RATE, measured=measured_rate, bound=bounds.theorem_rate),
+            Claim(statement=EIGENVALUE, measured=smallest_eigenvalue, bound=modulus, at_least=True),
+            Claim(statement=UNIFORM, measured=largest_share, bound=uniform_share),
         ),
-        rates={name: value for name, value in rates.items() if value is not None},
-        notes={
-            "alpha": problem.decay,
-            "rho": bounds.slope,
-            "experts_apart": float(np.ptp(solution.experts, axis=1).max()),  # largest difference of two experts
-        },
+        rates={name: rate for name, rate in rates.items() if rate is not None},
+        notes={"alpha": problem.decay, "rho": rho, "experts_apart": largest_difference_of_experts},
     )
 
 
@@ -293,9 +297,9 @@ def _smallest_eigenvalue(problem: linear.LinearProblem, points: list[linear.Poin
 STYLES: dict[str, tuple[str, Any]] = {
     F1: ("#D55E00", "--"),
     EXAMPLE: ("#009E73", "-."),
-    BLOCKS: ("#E69F00", (0, (5, 1.5))),
-    F2: ("#000000", (0, (4, 1, 1, 1, 1, 1))),
-    LOCAL: ("#CC79A7", ":"),
+    BLOCK_RATE: ("#E69F00", (0, (5, 1.5))),
+    JOINT_RATE: ("#000000", (0, (4, 1, 1, 1, 1, 1))),
+    LOCAL_RATE: ("#CC79A7", ":"),
     P2: ("#56B4E9", "--"),
 }
 MEASURED, OTHERS = "#0072B2", "#B0B0B0"
@@ -358,14 +362,14 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     """Draw the measured residuals of one algorithm on random problems ("instances"), on a logarithmic axis.
 
     A residual is the distance from the solution, or the excess of the objective. The first instance with a proved rate
-    of convergence is drawn with all its predicted rates, the others as thin grey lines. The rate ``LOCAL`` is not a
+    of convergence is drawn with all its predicted rates, the others as thin grey lines. The rate ``LOCAL_RATE`` is not a
     proved rate: it is the slope that curves approach near the solution.
 
     Args:
         axes: The panel.
         curves: One curve per instance.
     """
-    chosen = next((curve for curve in curves if set(curve.rates) - {LOCAL}), curves[0])
+    chosen = next((curve for curve in curves if set(curve.rates) - {LOCAL_RATE}), curves[0])
     num_residuals = max(3, _count_visible(chosen))  # so that lines of predicted rates have some length
     for curve in curves:
         if curve is not chosen:
@@ -382,7 +386,7 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
         colour, dashes = STYLES[name]
         # The slope near the solution is drawn through the last residual that is large enough (above TOUCHES) not to be
         # distorted by rounding; other rates are drawn through the first residual.
-        start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL else 0
+        start = max(k for k, value in enumerate(measured) if value > TOUCHES) if name == LOCAL_RATE else 0
         prediction = [measured[start] * rate ** (k - start) for k in range(num_residuals)]
         axes.semilogy(range(num_residuals), prediction, linestyle=dashes, color=colour, linewidth=1.8, label=name)
     marker_interval = max(1, num_residuals // 12)

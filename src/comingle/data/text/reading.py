@@ -446,19 +446,25 @@ def _read_documents_of(bad: BadRows, name: str, source: object, max_bytes: int |
 
 
 def _read_documents_at(bad: BadRows, name: str, path: str, max_bytes: int | None) -> list[str]:
-    """Return the documents of a file or folder; for the arguments see :func:`_read_documents_of`.
+    """Return the documents of a file or folder.
+
+    Args:
+        bad: Collects documents that are not text.
+        name: Name of the user.
+        path: The file or folder.
+        max_bytes: Stop after about this many bytes of text; None for all.
 
     Raises:
-        DataError: The path cannot be read; the message adds that a text must be given as a list, since a program may
-            have passed the text itself.
+        DataError: The path cannot be read.
     """
     try:
         return read_documents(path, max_bytes=max_bytes, bad=bad)
     except (NoTextError, BadRowsError):
         raise
     except DataError as error:
-        # At most 300 characters, since the message contains the path, which may be a long text.
-        raise DataError(f"user {name!r}: {error!s:.300}; to pass the text itself, give a list of documents") from None
+        # A program may have passed a long text as the path; the message contains the path, so it is cut.
+        reason = str(error)[:300]
+        raise DataError(f"user {name!r}: {reason}; to pass the text itself, give a list of documents") from None
 
 
 def _iterate_documents(bad: BadRows, source: Any, where: str) -> Iterator[str]:

@@ -71,7 +71,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size, restarts=restarts, meeting=meeting)
 
 
-def require_alone(verb: str) -> None:
+def require_single_process(verb: str) -> None:
     """Check that this process is not one of several, for commands that each process would repeat in the same folder.
 
     Raises:

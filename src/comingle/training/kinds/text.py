@@ -134,14 +134,17 @@ class TextBatchSource(BatchSource):
         return torch.stack(chosen).masked_fill((indices == PAD).unsqueeze(2), PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield as many new windows as the trainers train on in a round; streams are too long to be read in full.
+        """Yield a batch of random training windows for each local step of a round; they differ from those trained on.
 
-        Windows of trainers that take fewer local steps than others are replaced by ``PAD``.
+        A trainer that takes fewer local steps than others gets windows of ``PAD`` after its last step.
         """
-        steps = torch.tensor([self.steps(trainer) for trainer in trainers])
-        for step in range(int(steps.max())):
-            drawn = self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
-            yield drawn.masked_fill((step >= steps).view(-1, 1, 1), PAD)
+        num_steps = torch.tensor([self.steps(trainer) for trainer in trainers])
+        no_training = Phase(roles=frozenset())  # a phase is only needed to choose the training text
+        for step in range(int(num_steps.max())):
+            # Steps that train have repeats from 0, so -1 gives other random windows.
+            windows = self.draw(trainers, no_training, round_number, step, repeat=-1)
+            has_ended = step >= num_steps  # (users,)
+            yield windows.masked_fill(has_ended.view(-1, 1, 1), PAD)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
         """Yield the validation texts in batches of the windows that are scored, padded for users with fewer windows."""

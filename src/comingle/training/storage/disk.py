@@ -95,15 +95,21 @@ class OnDisk(State):
             names: Names of the users. If the names are in files (:class:`StoredNames`), these files are copied to the
                 run folder. Other names are not used.
         """
-        # The tensors of this object have no rows: only the shapes, dtypes and device of one row are known in memory.
-        sample = initial_state([0])
-        self._empty = sample.filled({name: t[:0] for name, t in sample.tensors().items()}, best={})
-        copy_fields(self, self._empty)
-        self._initial_state, self._num_rows, self._names = initial_state, num_rows, names
-        self._device = sample.rows.device
-        self._forms = forms_of(sample, moments)  # layout of the records (name, shape, dtype of each tensor) by group
-        self._groups = [name for name, form in self._forms.items() if form.bytes]  # "params" and, if used, "moments"
-        self._table = Table.without_records(self._groups, np.full(num_rows, int(sample.versions[0]), dtype=np.int32))
+        self._initial_state = initial_state
+        self._num_rows = num_rows
+        self._names = names
+        first_row = initial_state([0])
+        self._device = first_row.rows.device
+        # Tensors without rows, which tell shapes and dtypes; this object has the same ones, as its rows are on disk.
+        tensors_without_rows = {name: t[:0] for name, t in first_row.tensors().items()}
+        self._template = first_row.filled(tensors_without_rows, best={})
+        copy_fields(self, self._template)
+        # A record's layout: name, shape and dtype of each tensor. Groups are "params" and, if used, "moments".
+        self._layouts = forms_of(first_row, moments)
+        self._groups = [group for group, layout in self._layouts.items() if layout.bytes]
+        # The table has the place of each row's record, none so far, and the version of each row's last download.
+        versions = np.full(num_rows, int(first_row.versions[0]), dtype=np.int32)
+        self._table = Table.without_records(self._groups, versions)
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
         """Open files of each group: first the one in the run folder, None until :meth:`open`; then files that are
         temporary or only read.
@@ -117,8 +123,9 @@ class OnDisk(State):
         """Run folder, once it is open."""
         self._best: Table | None = None
         """Table of the best round, if there is one."""
-        # All rows are in this process, Part() or 0 of 1, until `shard` divides them among several processes.
-        self._shard = Shard(part=Part(), ids=np.arange(num_rows, dtype=np.int32), total_rows=num_rows)
+        # The shard has the rows of this process: all, with process 0 of 1, until :meth:`shard` divides them.
+        only_process = Part(number=0, count=1)
+        self._shard = Shard(part=only_process, ids=np.arange(num_rows, dtype=np.int32), total_rows=num_rows)
 
     # ---------------------------------------------------------------- what State does
 
@@ -198,7 +205,7 @@ class OnDisk(State):
             prefetched, self._prefetched = self._prefetched[1], None
         reads = {name: prefetched.get(name) or self._start_read(name, rows) for name in groups}
         has_record = self._table.places["params"][rows] >= 0
-        tensors = self._forms["params"].unpack(self._result(reads["params"]))  # of rows with a record
+        tensors = self._layouts["params"].unpack(self._result(reads["params"]))  # of rows with a record
         new_rows = [row for row, is_stored in zip(rows, has_record.tolist(), strict=True) if not is_stored]
         if new_rows:
             stored, initial = tensors, self._initial_state(new_rows).tensors()
@@ -208,7 +215,7 @@ class OnDisk(State):
             for name, t in tensors.items():
                 t[stored_places], t[new_places] = stored[name], initial[name].to(t.device)
         tensors |= self._unpack_moments(rows, reads.get("moments"))
-        return self._empty.filled({name: t.to(self._device) for name, t in tensors.items()}, best={})
+        return self._template.filled({name: t.to(self._device) for name, t in tensors.items()}, best={})
 
     def _unpack_moments(self, rows: list[int], read: Future[np.ndarray] | None) -> dict[str, Tensor]:
         """Return the moments of some rows, ``first`` and ``second``; zero for rows without a record.
@@ -222,7 +229,7 @@ class OnDisk(State):
         if read is None:
             return {name: t.new_zeros(len(rows), 0) for name, t in templates.items()}
         moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in templates.items()}
-        stored = self._forms["moments"].unpack(self._result(read))
+        stored = self._layouts["moments"].unpack(self._result(read))
         places = self._table.places["moments"][rows]  # -1 for rows without a record
         recorded = torch.from_numpy(np.flatnonzero(places >= 0))
         for name, t in stored.items():
@@ -257,7 +264,7 @@ class OnDisk(State):
         places_of_rows = self._table.places[group][rows].tolist() if places is None else places
         ids = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
         located = [(place, row_id) for place, row_id in zip(places_of_rows, ids, strict=True) if place >= 0]
-        files, size_bytes = self._files[group], self._forms[group].bytes
+        files, size_bytes = self._files[group], self._layouts[group].bytes
 
         def read() -> np.ndarray:
             """Read the records, file after file; runs in the store's thread."""
@@ -292,7 +299,7 @@ class OnDisk(State):
             old_place_in_file = old_place % PLACES_PER_FILE if is_in_file else -1
             new_places.append(file.place_to_write(old_place_in_file))
         table[rows] = file_number * PLACES_PER_FILE + np.array(new_places, dtype=np.int64)
-        records = self._forms[group].pack(self._shard.ids[rows].tolist(), tensors)
+        records = self._layouts[group].pack(self._shard.ids[rows].tolist(), tensors)
         self._worker.write(file, new_places, records)
         self._wait_for_writes(MAX_PENDING_WRITES)
 
@@ -312,7 +319,7 @@ class OnDisk(State):
             with disk_errors(self._run):
                 handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
             with open(handle, "rb"):  # only to close this handle; RecordFile opens the file again
-                files.append(RecordFile(Path(name), self._forms[group].bytes, writes=True, lives=False))
+                files.append(RecordFile(Path(name), self._layouts[group].bytes, writes=True, lives=False))
             self._write_numbers[group] = len(files) - 1
         number = self._write_numbers[group]
         file = files[number]
@@ -390,7 +397,7 @@ class OnDisk(State):
                 write_json(folder / ABOUT, self._about | {"id": secrets.token_hex(8)})
             for name in self._groups:
                 path = self._shard.part.records(run, name)
-                own_file = RecordFile(path, self._forms[name].bytes, writes=True)
+                own_file = RecordFile(path, self._layouts[name].bytes, writes=True)
                 self._files[name][0] = own_file  # file 0 is this process's own; other files are only read
             to_disk(folder)  # the folder's entries, so that new files survive a power failure
         self._write_numbers = dict.fromkeys(self._groups, 0)  # new records go to file 0
@@ -400,7 +407,7 @@ class OnDisk(State):
         """Description of the records of all processes, to compare with that of a checkpoint."""
         return {
             "rows": self._shard.total_rows,
-            **{name: [f.description for f in self._forms[name].fields] for name in self._groups},
+            **{name: [f.description for f in self._layouts[name].fields] for name in self._groups},
         }
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
@@ -493,7 +500,7 @@ class OnDisk(State):
             numbers[name] = 0 if is_own else len(files)
             if is_own and files[0] is not None:
                 continue
-            file = RecordFile(part.records(run, name), self._forms[name].bytes, writes=False)
+            file = RecordFile(part.records(run, name), self._layouts[name].bytes, writes=False)
             if is_own:
                 files[0] = file
             else:
@@ -565,7 +572,7 @@ class _WithoutMoments(State):
     in_memory = False
 
     def __init__(self, store: OnDisk):
-        copy_fields(self, replace(store._empty, first=store.first[:, :0], second=store.second[:, :0]))
+        copy_fields(self, replace(store._template, first=store.first[:, :0], second=store.second[:, :0]))
         self._store = store
 
     def take(self, users: Sequence[int]) -> State:
