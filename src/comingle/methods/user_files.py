@@ -175,8 +175,8 @@ def _warn_if_changed(subject: str, file: Path | None, digest: str, folder: Path)
     if new_digest == digest:
         return
     old_start, new_start = digest[:_DIGEST_CHARACTERS], new_digest[:_DIGEST_CHARACTERS]
-    run_start = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-    change = f"{run_start}-{old_start}-{new_start}"
+    run_digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    change = f"{run_digest}-{old_start}-{new_start}"
     reported_changes = os.environ.get(REPORTED_CHANGES, "").split()  # by this process or the one that started it
     if change in reported_changes:
         return

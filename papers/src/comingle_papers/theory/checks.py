@@ -362,7 +362,7 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
     """Draw the measured residuals of one algorithm on random problems ("instances"), on a logarithmic axis.
 
     A residual is the distance from the solution, or the excess of the objective. The first instance with a proved rate
-    of convergence is drawn with all its predicted rates, the others as thin grey lines. The rate ``LOCAL_RATE`` is not a
+    of convergence is drawn with all its predicted rates, the others as thin grey lines. ``LOCAL_RATE`` is not a
     proved rate: it is the slope that curves approach near the solution.
 
     Args:

@@ -139,10 +139,10 @@ class TextBatchSource(BatchSource):
         A trainer that takes fewer local steps than others gets windows of ``PAD`` after its last step.
         """
         num_steps = torch.tensor([self.steps(trainer) for trainer in trainers])
-        no_training = Phase(roles=frozenset())  # a phase is only needed to choose the training text
+        phase = Phase(roles=frozenset())  # reads training text and trains no roles
         for step in range(int(num_steps.max())):
             # Steps that train have repeats from 0, so -1 gives other random windows.
-            windows = self.draw(trainers, no_training, round_number, step, repeat=-1)
+            windows = self.draw(trainers, phase, round_number, step, repeat=-1)
             has_ended = step >= num_steps  # (users,)
             yield windows.masked_fill(has_ended.view(-1, 1, 1), PAD)
 
