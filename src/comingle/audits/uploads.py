@@ -414,7 +414,7 @@ def _recover_from_run(what: str, recipe: Recipe, run_data: RunData, watch: Watch
         if view == SERVER and downloads:  # the server sees an upload, and the first round is over
             for row, user in enumerate(users):
                 changes_by_user[user] = {
-                    # 0: an upload has one model, which was trained from the first one of the download.
+                    # An upload has one model, number 0, which was trained from model 0 of the download.
                     name: (tensors[name][row, 0] - downloads[name][user, 0]).double().cpu()
                     for name in factors
                 }

@@ -135,8 +135,8 @@ def interval_of_change(
         num_intervals: Number of intervals that hold simultaneously with 95% (Bonferroni); more make each one wider.
 
     Returns:
-        Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and if
-        :func:`has_no_interval`.
+        Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and for
+        shares that are equal for all seeds (:func:`has_no_interval`).
     """
     if len(differences) < 2 or has_no_interval(estimate := one_way(differences), measure):
         return None
