@@ -250,8 +250,8 @@ def advise(
 ) -> None:
     """Estimate from short runs which users gain from training together, and with which method.
 
-    Trains all users with each method. To see which users gain from which, also trains smaller groups with the first
-    method: each pair of 3 to 5 users, or all but one of 6 to 12 users. Writes nothing.
+    Trains all users with local and each method. To see which users gain from which, also trains smaller groups with the
+    first method: each pair of 3 to 5 users, or all but one of 6 to 12 users. Writes nothing.
     """
     full_recipe = read_recipe(recipe, sets)
     method_names = split_names(methods) if methods is not None else None
