@@ -185,7 +185,7 @@ def test_a_restart_before_the_folder_was_opened_still_replaces_what_was_there(
         "import os, signal\n"
         "from comingle.cli import main, training\n"
         "if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0'):\n"
-        "    training.read_shared = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    training.read_users_of_process = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main()\n"
     )
     process = started(*TORCHRUN, "--max-restarts", "1", str(script), *short, "--force")

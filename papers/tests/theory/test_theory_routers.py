@@ -118,6 +118,7 @@ def test_otherwise_it_is_off_by_the_curvature(seed: int) -> None:
     models, hessian = rng.standard_normal((3, 5)), draw_clients(rng, 1, 5, 7.0)[0][0]
     step, update = logit_step(lambda w: float(w @ hessian @ w / 2), lambda w: hessian @ w, models, 0.4)
     away = np.log(step / update)
+    # Logits differ, up to a constant, by at most rate / C * L / 2 * |w_c - mean w|^2, with L the largest curvature.
     allowed = 0.4 / 3 * 7.0 / 2 * ((models - models.mean(0)) ** 2).sum(1).max()
     assert 1e-6 < np.ptp(away) <= allowed
 

@@ -55,10 +55,8 @@ def audit(
 ) -> None:
     """Attack a run with the messages that the server and other users see, and report what leaks.
 
-    With text or conversations, short runs with canaries in half of the users' data give a lower bound on epsilon, and
-    models are tested for the windows or conversations that they trained on, with short runs as reference. With text,
-    tokens are recovered from one upload. With samples, an input is reconstructed from one upload. Writes audit.json and
-    audit.md, by default to the run folder.
+    Text and conversations: bound epsilon from below with canaries, and guess which texts a user's model was trained on.
+    Text: recover tokens from one upload. Samples: reconstruct an input from one upload. Write audit.json and audit.md.
     """
     from comingle.audits import auditing
     from comingle.reports.audit import check_targets, conclusions, render_audit

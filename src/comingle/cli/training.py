@@ -28,7 +28,7 @@ from comingle.data.splits import REPEATED, UserText
 from comingle.data.streaming import MAX_LISTED_USERS
 from comingle.data.text.streams import UserData
 from comingle.reports.formatting import Table
-from comingle.runs.distributed import read_shared, run_sharded
+from comingle.runs.distributed import read_users_of_process, run_sharded
 from comingle.runs.folders import check_folder, with_bos_of_run
 from comingle.runs.given import Given
 from comingle.runs.progress import loading, reporting
@@ -278,7 +278,7 @@ def train_here(
                     if ranks is None:
                         run_data = prepare(recipe, given=given, method=method)
                     else:  # the processes share the reading of the data among them
-                        run_data = read_shared(recipe, ranks, method, given)
+                        run_data = read_users_of_process(recipe, ranks, method, given)
                     warn_overlaps(run_data)
                 if is_first:
                     warn_unread(recipe, method)

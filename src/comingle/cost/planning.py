@@ -257,7 +257,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     """
     if users is not None:
         check_num_users(users)
-        recipes = [kind_of(recipe).of_users(recipe, users) for recipe in recipes]
+        recipes = [kind_of(recipe).with_num_users(recipe, users) for recipe in recipes]
     population = prepare(recipes[0]).common
     # The FLOPs of the net alone, with which those of each method are compared, are those of FedAvg.
     fedavg = rehearse_nets(with_method(recipes[0], "fedavg"), population)
@@ -855,19 +855,27 @@ class _Needs:
         return replace(size, users=min(size.users, self._num_users))
 
     def bytes_at(self, size: PassSize) -> int:
-        """Return the memory that the run needs with passes of ``size``."""
-        costs = [peak_memory(traced, alone=self._alone, pass_size=size) for traced in self._rehearsals.values()]
-        cost = costs[0]
-        if len(costs) > 1:
-            few, more = self._rehearsals
-            layers_beyond, layers_apart = self._num_layers - few, more - few
-            fields = zip(*(asdict(cost).items() for cost in costs), strict=True)
-            cost = MemoryCost(
-                **{name: low + layers_beyond * (high - low) // layers_apart for (name, low), (_, high) in fields}
-            )
+        """Return the bytes of memory that the run needs with passes of ``size``."""
+        cost = self._cost_at(size)
         if self._device.type != "cpu":
             return cost.total_bytes
-        return cost.total_bytes - cost.allocator_bytes + int(RETURNED_GAPS * cost.pass_bytes) + LIBRARY_BYTES
+        # With `runtime.memory` freed blocks are returned to the system: the gaps are smaller than `cost` assumes.
+        bytes_without_gaps = cost.total_bytes - cost.allocator_bytes
+        gap_bytes = int(RETURNED_GAPS * cost.pass_bytes)
+        return bytes_without_gaps + gap_bytes + LIBRARY_BYTES
+
+    def _cost_at(self, size: PassSize) -> MemoryCost:
+        """Return the cost of passes of ``size``, extrapolated from models with 1 and 2 layers to all layers."""
+        costs = [peak_memory(rehearsal, alone=self._alone, pass_size=size) for rehearsal in self._rehearsals.values()]
+        if len(costs) == 1:  # a small model, rehearsed with all its layers
+            return costs[0]
+        few_layers, more_layers = self._rehearsals.keys()  # 1 and 2
+        bytes_with_few, bytes_with_more = asdict(costs[0]), asdict(costs[1])
+        extrapolated: dict[str, int] = {}
+        for name, num_bytes in bytes_with_few.items():
+            added_bytes = (self._num_layers - few_layers) * (bytes_with_more[name] - num_bytes)
+            extrapolated[name] = num_bytes + added_bytes // (more_layers - few_layers)
+        return MemoryCost(**extrapolated)
 
 
 def choose_within(

@@ -26,7 +26,7 @@ from comingle.models.lora import init_zero, lora_scale
 from comingle.models.model import share_weights
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import quantise_shapes
-from comingle.models.random_bases import PREFIX, random_base
+from comingle.models.random_bases import RANDOM_BASE_PREFIX, random_base
 from comingle.models.stacked import MixedLanguageModel
 from comingle.training.backends.local import InProcess, federate
 from comingle.training.client import Clients
@@ -68,7 +68,7 @@ def load_skeleton(
     run_dtype = resolve_dtype(dtype, run_device)
     implementation = resolve_attention(attention, run_device)
     with torch.device("meta"):
-        if name.startswith(PREFIX):
+        if name.startswith(RANDOM_BASE_PREFIX):
             model = random_base(name, dtype=run_dtype, attention=implementation, seed=0)
         else:
             model = _model_of_config(name, run_dtype, implementation)

@@ -59,29 +59,30 @@ def fedlora() -> Method:
 
 
 def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fusion_steps: Count = 30) -> Method:
-    """FDLoRA: a global LoRA that is averaged and a personal one that is not, fused at the end on validation text.
+    """FDLoRA: each user trains a global LoRA, which is averaged, and a personal one; at the end the two are fused.
 
     Source: Qi et al. 2024, "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",
     arXiv:2406.07925; a baseline in CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
-    Shared: attention and 1 LoRA expert per MLP of the global copy.  Local: the personal copy.  Frozen: the base.
-    Client: inner steps on training text, on both copies; at the end w_global * global + w_personal * personal, with
-    ``fusion_steps`` gradient-free (Nelder-Mead) evaluations on each user's validation text.
-    Server: outer steps with Nesterov momentum on the users' mean change; with rate 1 and momentum 0 that is the mean.
-    Differs from the paper: both copies start equal and are trained from the first round on the same batches, instead of
-    one after the other; the outer optimiser's settings are those of DiLoCo (Douillard et al. 2023); the search has no
-    penalty on the weights.  Before the end a user is evaluated with its personal copy; the fused model is evaluated
-    after the last exchange whatever ``evaluation.model`` says.  Attention has 2 copies too, so more parameters are
-    trained than with the other methods.
+    Shared: the global LoRA (attention, 1 expert per MLP).  Local: the personal LoRA, of the same shapes.  Frozen: the
+    base.
+    Client: steps on training text, on both LoRA.  After the last round each user has the LoRA
+    ``a * global + b * personal``; Nelder-Mead finds a and b with ``fusion_steps`` evaluations of the validation text.
+    Server: steps with Nesterov momentum on the users' mean change; with rate 1 and momentum 0 the plain mean.
+    Differs from the paper: both LoRA start equal and are trained on the same batches, instead of one after the other.
+    The server's settings are those of DiLoCo (Douillard et al. 2023).  The search has no penalty on the weights.  Until
+    the last round, users are evaluated with the personal LoRA.
 
     Args:
         outer_rate: Learning rate of the server's outer steps.
         outer_momentum: Nesterov momentum of the server's outer steps, from 0 to below 1.
         fusion_steps: Evaluations of the validation text in the search for a user's two fusion weights.
     """
+    placement = Placement(shared=frozenset({ATTENTION, GENERALIST}), copies=2)  # the global and the personal LoRA
+    one_phase_without_router = joint(routed=False)
     return Method(
         name="fdlora",
-        placement=Placement(shared=frozenset({ATTENTION, GENERALIST}), copies=2),
-        client=Client(phases=joint(routed=False), parts=(Fuse(fusion_steps),)),
+        placement=placement,
+        client=Client(phases=one_phase_without_router, parts=(Fuse(fusion_steps),)),
         server=OuterSteps(rate=outer_rate, momentum=outer_momentum),
     )
 

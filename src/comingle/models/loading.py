@@ -37,7 +37,7 @@ from comingle.models.quantised import Bits
 from comingle.models.quantised import quantise as pack
 from comingle.models.random_bases import (
     FAMILIES,
-    PREFIX,
+    RANDOM_BASE_PREFIX,
     byte_tokenizer,
     estimate_parameters,
     parse_random,
@@ -166,7 +166,7 @@ ALIASES = {
 
 def is_public(name: str) -> bool:
     """Return whether a name is an alias, a hub name or a random base, and not a file or folder."""
-    if name in ALIASES or name.startswith(PREFIX):
+    if name in ALIASES or name.startswith(RANDOM_BASE_PREFIX):
         return True
     return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(".gguf")
 
@@ -244,10 +244,11 @@ def _packaged_file(alias: Alias) -> Path | None:
 def _not_found(name: str, reason: str) -> str:
     """Return the message for a name that is no model: the reason, all allowed forms, and similar names."""
     aliases = ", ".join(ALIASES)
-    hint = did_you_mean(name, [*ALIASES, *(PREFIX + family for family in FAMILIES)])
+    hint = did_you_mean(name, [*ALIASES, *(RANDOM_BASE_PREFIX + family for family in FAMILIES)])
     return (
         f"base model {name!r}: {reason.rstrip('.')}. Allowed: a hub name (owner/model), a folder with config.json "
-        f"and safetensors, a .gguf file, an alias ({aliases}), {PREFIX}FAMILY ({', '.join(FAMILIES)}).{hint}"
+        f"and safetensors, a .gguf file, an alias ({aliases}), "
+        f"{RANDOM_BASE_PREFIX}FAMILY ({', '.join(FAMILIES)}).{hint}"
     )
 
 
@@ -427,7 +428,7 @@ def load_base(
     if bits is not None and place.type == "cpu":
         cpu.enable(cache_folder() / "native")  # to unpack weights
     with quiet_transformers():
-        if name.startswith(PREFIX):
+        if name.startswith(RANDOM_BASE_PREFIX):
             _require_memory(name)
             model = random_base(name, dtype=torch_dtype, attention=implementation, seed=seed)
             if bits is not None:

@@ -40,7 +40,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
-PREFIX = "random:"
+RANDOM_BASE_PREFIX = "random:"
 # Divisor of every head's width: some families rotate a quarter of it, and rotations need pairs.
 _HEAD_DIM_STEP = 8
 MAX_LAYERS = 1000
@@ -147,7 +147,7 @@ def parse_random(name: str) -> tuple[Family, Shape]:
     Raises:
         BaseModelError: A family or override is unknown, or sizes are inconsistent.
     """
-    key, _, query = name.removeprefix(PREFIX).partition("?")
+    key, _, query = name.removeprefix(RANDOM_BASE_PREFIX).partition("?")
     if key not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BaseModelError(

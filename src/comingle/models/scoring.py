@@ -316,14 +316,16 @@ def _stack_padded(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots bat
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
-    """Return the gates of each slot of a pass, summed over the positions that have a target.
+    """Return for each slot the sum of its gates over all positions that have a target.
 
     Args:
-        gates: Gates of the pass; position n counts through the windows of a slot.
-        windows: Tokens of the pass. A position has a target if its next token is not negative.
+        gates: Gates of one forward pass, with ``n = batch * context`` positions per slot.
+        windows: Token ids of the pass; a negative id is not a target.
     """
-    has_target = (windows[..., 1:] >= 0).flatten(1).to(gates)
-    return list(torch.einsum("lsne,sn->sle", gates, has_target).double().cpu())
+    targets = windows[..., 1:]  # (slots, batch, context)
+    has_target = (targets >= 0).flatten(start_dim=1).to(gates)  # (slots, n)
+    gate_sums = torch.einsum("lsne,sn->sle", gates, has_target)  # over n
+    return list(gate_sums.double().cpu())
 
 
 def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], ...]:

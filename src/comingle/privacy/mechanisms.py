@@ -99,12 +99,10 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- before a run
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that noise, or a secure sum, covers all that users send with this method and these settings.
-
-        Also check settings of noise, weights and adaptive clipping.
+        """Raise an error if noise does not protect all that users send, or if privacy settings are wrong.
 
         Raises:
-            RecipeError: A check fails.
+            RecipeError: The mechanism does not support the method or the recipe; the message says why.
         """
         self.check_noise()
         if method.placement.pooled:
@@ -113,15 +111,17 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
         if not method.shared:  # Users send nothing that has to be protected.
             return
-        if why := _why_data_unprotected(method) or self.why_unsupported(method):
-            raise RecipeError(f"privacy: method {method.name}: {why}")
+        reason = _why_data_unprotected(method) or self.why_unsupported(method)
+        if reason:
+            raise RecipeError(f"privacy: method {method.name}: {reason}")
         if recipe.evaluation.select == "best":
             raise RecipeError(
                 "privacy: evaluation.select: best makes users report validation losses, which have no noise"
             )
         self.check_weights(recipe)
-        # A mechanism that can adapt the clip norm sends the new one with each download.
-        if self.privacy.adaptive and not overrides(self, "download"):
+        # An adaptive clip norm changes in each round; `download` sends it to the users.
+        sends_clip_norm = overrides(self, "download")
+        if self.privacy.adaptive and not sends_clip_norm:
             raise RecipeError(
                 "privacy.clip_norm: adaptive needs a server that counts clipped changes; allowed with mechanism "
                 f"{self.privacy.mechanism}: a number"

@@ -71,13 +71,13 @@ class _RankHandler(logging.Handler):
 _RANK_HANDLER = _RankHandler()
 
 
-def read_shared(
+def read_users_of_process(
     recipe: Recipe, ranks: Ranks, method: Method, given: Given = NOTHING, run_data: RunData | None = None
 ) -> RunData:
-    """Set up this process of a run, and return the base model and the data of the users of this process.
+    """Set up this process of a run, and return the base model and the data of its share of the users.
 
-    Every process calls this function. ``ranks.each`` runs a function in every process and raises in all of them if it
-    raises in one; ``share`` sends a result of process 0 to all.
+    Every process calls this function. ``ranks.each`` calls a function in every process, and raises in all of them if it
+    raises in one. ``ranks.share`` calls it in process 0 and returns the result in every process.
 
     Args:
         recipe: The recipe.
@@ -89,18 +89,22 @@ def read_shared(
     Raises:
         ComingleError: The base or the users' data cannot be used, or there are more processes than users or GPUs.
     """
-    if not ranks.leads:
+    is_process_0 = ranks.leads
+    if not is_process_0:
         _RANK_HANDLER.install()  # so that a message that every process logs appears once, from process 0
     ranks.each(lambda: select_gpu(recipe, ranks.place))
     take_threads(recipe, ranks.place)
+
     # Chat templates may write the date into prompts, so all processes use the date of process 0.
     date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
-    all_data = ranks.each(lambda: run_data or prepare(recipe, given=replace(given, date=date), method=method))
-    # Each process gets whole cohorts; with `users_per_step: auto` their size is not known yet.
-    users_per_step = recipe.runtime.users_per_step
-    cohort_size = users_per_step if isinstance(users_per_step, int) else 1
-    user_numbers = ranks.each(lambda: divide_users(len(all_data.users), ranks.size, cohort_size)[ranks.rank])
-    return keep_users(all_data, user_numbers)
+    given = replace(given, date=date)
+    data_of_all = ranks.each(lambda: run_data or prepare(recipe, given=given, method=method))
+
+    cohort_size = recipe.runtime.users_per_step
+    if not isinstance(cohort_size, int):  # "auto": the size is chosen later
+        cohort_size = 1
+    users_by_process = ranks.each(lambda: divide_users(len(data_of_all.users), ranks.size, cohort_size))
+    return keep_users(data_of_all, users_by_process[ranks.rank])
 
 
 def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[range]:
@@ -399,7 +403,7 @@ def run(
                 given = replace(given, date=recorded_date(folder) if resume else "")
                 # A program that passes `run_data` has read it with `prepare`, which checks the recipe.
                 run_method = ranks.each(lambda: method_of(full_recipe, checked=run_data is not None))
-                shard = read_shared(full_recipe, ranks, run_method, given, run_data)
+                shard = read_users_of_process(full_recipe, ranks, run_method, given, run_data)
 
             def make_observers(clients: Clients) -> list[Observer]:
                 warn_unread(full_recipe, clients.method)

@@ -116,19 +116,23 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bo
 
 
 def _difference_from_run(folder: Path, recipe: Recipe) -> str:
-    """Return the difference between a recipe and that of the run in a folder, for the error that forbids to resume it.
+    """Return the first difference between a recipe and that of the run in a folder.
 
     Returns:
-        The first key that differs, with both values. Empty if the folder has no run, if the run's recipe is damaged, or
-        if both recipes compute the same.
+        For example ``"training.rounds was 10 and is 20"``. Empty if there is no difference, or no readable recipe in
+        the folder.
     """
     if not (folder / "recipe.yaml").is_file():
         return ""
     try:
-        old_recipe, new_recipe = load_recipe(folder), with_bos_of_run(folder, recipe, resume=True)
-    except ComingleError:  # a damaged recipe; --resume says what is wrong
+        recipe_of_run = load_recipe(folder)
+        # If the recipe does not set `data.add_bos_token`, the value of the run does not count as a difference.
+        recipe = with_bos_of_run(folder, recipe, resume=True)
+    except ComingleError:  # recipe.yaml is damaged
         return ""
-    return "" if old_recipe.fingerprint == new_recipe.fingerprint else first_difference(old_recipe, new_recipe)
+    if recipe.fingerprint == recipe_of_run.fingerprint:
+        return ""
+    return first_difference(recipe_of_run, recipe)
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:

@@ -39,10 +39,10 @@ STATE, SERVER = "state.safetensors", "server.safetensors"
 OF_SERVER = "server/"
 """Prefix of the names of the server's tensors."""
 
-_ROWS = "user/"
+_PARAMETER_PREFIX = "user/"
 """Prefix of the names of the users' parameters."""
 
-_BEST = "best/"
+_BEST_PREFIX = "best/"
 """Prefix of the names of tensors as of the best round."""
 
 
@@ -377,7 +377,7 @@ def _problem_of_values(name: str, tensor: Tensor) -> str:
     if tensor.is_floating_point():
         is_wrong = tensor.isnan() if name == OF_SERVER + LOWEST else ~tensor.isfinite()
         return "is not finite" if bool(is_wrong.any()) else ""
-    smallest = -1 if name.removeprefix(_BEST) == "versions" else 0  # -1: has not downloaded the initial model
+    smallest = -1 if name.removeprefix(_BEST_PREFIX) == "versions" else 0  # -1: has not downloaded the initial model
     return "has a negative count" if bool((tensor < smallest).any()) else ""
 
 
@@ -392,9 +392,9 @@ def named_tensors(layout: Layout, state: State, server: Tree) -> dict[str, Tenso
         server: State of the server.
     """
     tensors = state.tensors()
-    parameters = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
+    parameters = {_PARAMETER_PREFIX + name: t for name, t in layout.views(tensors.pop("rows")).items()}
     server_tensors = {OF_SERVER + name: t for name, t in server.items()}
-    best_tensors = {_BEST + name: t for name, t in state.best.items()}
+    best_tensors = {_BEST_PREFIX + name: t for name, t in state.best.items()}
     return parameters | tensors | server_tensors | best_tensors
 
 
@@ -509,13 +509,17 @@ def _shape_in_file(name: str, t: Tensor, rows: int) -> tuple[int, ...]:
 
 
 def _fill_state(layout: Layout, like: State, tensors: dict[str, Tensor]) -> State:
-    """Return a state of users from the tensors in a checkpoint; the reverse of :func:`named_tensors`.
+    """Return the users' state from the tensors of a checkpoint; the reverse of :func:`named_tensors`.
 
     Args:
-        layout: Layout of the columns.
-        like: State of the same recipe, which says how many tensors of the best round there are.
-        tensors: Tensors of users by their names in the file; emptied.
+        layout: Layout of the parameters.
+        like: State whose ``best`` has the names of the best round's tensors.
+        tensors: The users' tensors by name, such as "user/mlp.a" (a parameter), "best/rows" or "iterations".
     """
-    rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
-    best = {name: tensors.pop(_BEST + name) for name in like.best}
-    return like.filled({"rows": rows, **tensors}, best)
+    parameters = [tensors[_PARAMETER_PREFIX + slot.name] for slot in layout.slots]
+    best_tensors = {name: tensors[_BEST_PREFIX + name] for name in like.best}
+    filled_tensors = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith((_PARAMETER_PREFIX, _BEST_PREFIX))
+    }
+    filled_tensors["rows"] = flatten(parameters)
+    return like.filled(filled_tensors, best_tensors)

@@ -84,6 +84,13 @@ class Slot:
         """
         return [not roles.isdisjoint((role, f"{role}.{self.factor}", f"{role}.{self.part}")) for role in self.roles]
 
+    def experts_with(self, roles: Set[str]) -> list[int]:
+        """Return the indices of the experts that ``roles`` chooses, such as ``[1, 2]``.
+
+        A tensor without an expert axis counts as one expert.
+        """
+        return [index for index, is_chosen in enumerate(self.chosen(roles)) if is_chosen]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -226,30 +233,30 @@ def restrict(tree: Tree, layout: Layout, roles: Iterable[str]) -> Tree:
     wanted = set(roles)
     restricted: Tree = {}
     for slot in layout.slots:
-        keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
-        if len(keep) == len(slot.roles):
+        experts = slot.experts_with(wanted)
+        if len(experts) == len(slot.roles):
             restricted[slot.name] = tree[slot.name]
-        elif keep:
-            restricted[slot.name] = tree[slot.name][:, keep]
+        elif experts:
+            restricted[slot.name] = tree[slot.name][:, experts]
     return restricted
 
 
 def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> None:
-    """Write ``values``, as returned by :func:`restrict`, back into ``tree`` in place.
+    """Write new values of the tensors and experts with the given roles into ``tree``.
 
     Args:
-        tree: The named tensors, modified in place.
-        layout: Their layout.
-        roles: Roles of the entries to write.
-        values: New entries by name.
+        tree: Tensors ``(users, ...)`` by name, changed in place; those of experts are ``(users, experts, ...)``.
+        layout: Layout of ``tree``.
+        roles: Roles to write, such as ``{"generalist"}``; other tensors and experts are unchanged.
+        values: New values by name: whole tensors, or only the experts with these roles.
     """
     wanted = set(roles)
     for slot in layout.slots:
-        keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
-        if len(keep) == len(slot.roles):
+        experts = slot.experts_with(wanted)
+        if len(experts) == len(slot.roles):  # the whole tensor
             tree[slot.name].copy_(values[slot.name])
-        elif keep:  # some experts; their axis follows that of the users
-            tree[slot.name][:, keep] = values[slot.name]
+        elif experts:
+            tree[slot.name][:, experts] = values[slot.name]
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Float[Tensor, "users columns"]:

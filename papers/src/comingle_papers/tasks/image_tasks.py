@@ -96,6 +96,16 @@ class Setting:
     augment: bool = False
 
     @property
+    def is_synthetic(self) -> bool:
+        """Whether samples are generated, not read."""
+        return not self.hub
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether images are dealt out unevenly, by ``partition``: users have other labels or another domain."""
+        return self.partition is not None
+
+    @property
     def coloured(self) -> bool:
         """Whether images have three channels."""
         return self.colours is not None

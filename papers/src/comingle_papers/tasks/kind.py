@@ -156,26 +156,38 @@ def make_task(
     """
     setting = _find_setting(name)
     _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
-    population = {
-        "users": _given_or_default(users, setting.users),
-        "clusters": _given_or_default(clusters, setting.clusters),
-    }
-    held_out = float(_given_or_default(valid, setting.valid))
-    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **population)
+    num_users = _given_or_default(users, setting.users)
+    num_clusters = _given_or_default(clusters, setting.clusters)
+    valid_share = float(_given_or_default(valid, setting.valid))
+    _check_numbers(
+        name,
+        users=num_users,
+        clusters=num_clusters,
+        fraction=fraction,
+        test_samples=test_samples,
+        valid=valid_share,
+    )
     chosen_shift = _choose_shift(name, shift)
-    common = {"seed": seed, "test_samples": test_samples, **population}
-    skew = {  # how users' labels differ
-        "alpha": _given_or_default(alpha, setting.alpha),
-        "labels_per_cluster": labels_per_cluster,
-        "fraction": fraction,
+    common_arguments: dict[str, Any] = {
+        "seed": seed,
+        "users": num_users,
+        "clusters": num_clusters,
+        "test_samples": test_samples,
     }
-    if not setting.hub:  # samples are generated, not read
-        task = _make_synthetic_task(cast(Kind, name), path, **common)
-    elif setting.partition is None:  # FLoRAL's tasks deal images out evenly; FedMerge's name a partition
-        task = _make_shifted_task(name, path, shift=chosen_shift, **common)
-    else:
-        task = _make_skewed_task(name, path, **skew, **common)
-    return _split_and_check(task, setting, fraction=fraction, valid=held_out)
+    if setting.is_synthetic:  # FLoRAL's regressions
+        task = _make_synthetic_task(cast(Kind, name), path, **common_arguments)
+    elif setting.is_skewed:  # FedMerge's image tasks
+        task = _make_skewed_task(
+            name,
+            path,
+            alpha=_given_or_default(alpha, setting.alpha),
+            labels_per_cluster=labels_per_cluster,
+            fraction=fraction,
+            **common_arguments,
+        )
+    else:  # FLoRAL's image tasks
+        task = _make_shifted_task(name, path, shift=chosen_shift, **common_arguments)
+    return _split_and_check(task, setting, fraction=fraction, valid=valid_share)
 
 
 def _find_setting(name: str) -> Setting:
@@ -540,7 +552,7 @@ class TaskKind(NetKind):
             warn_unseen(task.users)
         return RunData(kind=self, base=None, users=task.users, common=task)
 
-    def of_users(self, recipe: Recipe, users: int) -> Recipe:
+    def with_num_users(self, recipe: Recipe, users: int) -> Recipe:
         """Return the recipe with another number of users."""
         return recipe.with_changes({"data.task.users": users})
 

@@ -763,24 +763,26 @@ def logit_step(
     models: Float[np.ndarray, "clusters size"],
     rate: float,
 ) -> tuple[Float[np.ndarray, " clusters"], Float[np.ndarray, " clusters"]]:
-    """Return the router after a gradient step on its logits, and FLoRAL's router, which approximates it (eq. 35).
+    """Return the router after one gradient step on its logits, and FLoRAL's approximation of it.
 
-    The gradient step is on the loss of the mixed model ``sum_c pi_c w_c``, from equal shares ``pi_c = 1 / C``. FLoRAL's
-    router is (eq. 5) ``softmax(-eta f(w_c))``, here with ``eta = rate / C``. The two routers are equal if the loss f is
-    affine. Otherwise entry c of their logits differs, up to a constant, by at most
-    ``rate / C * L / 2 * |w_c - mean w|^2`` with L the largest curvature of f.
+    The step starts from logits 0. The approximation is ``softmax(-eta f(w_c))`` (FLoRAL, eq. 5 and 35).
 
     Args:
-        loss: The user's loss.
-        gradient: Its gradient.
-        models: The model of each of C clusters.
+        loss: The user's loss f.
+        gradient: Gradient of f.
+        models: The model w_c of each cluster.
         rate: Step size of the gradient step.
     """
-    clusters = len(models)
-    equal = np.full(clusters, 1 / clusters)
-    after_step = special.softmax(-rate * logit_gradient(gradient(equal @ models), models, equal))
-    from_losses = router(np.array([loss(model) for model in models]), rate / clusters)
-    return after_step, from_losses
+    num_clusters = len(models)
+    equal_shares = np.full(num_clusters, 1 / num_clusters)  # softmax of the logits 0
+    mixed_model = equal_shares @ models
+    logits_after_step = -rate * logit_gradient(gradient(mixed_model), models, equal_shares)
+    router_after_step = special.softmax(logits_after_step)
+
+    losses = np.array([loss(model) for model in models])
+    eta = rate / num_clusters  # makes both routers equal if f is affine
+    approximation = router(losses, eta)
+    return router_after_step, approximation
 
 
 A2, A3, A4, A5 = "Lemma A.2, gradients", "Lemma A.3, drift", "Lemma A.4, descent", "Corollary A.5, local SGD"

@@ -644,16 +644,18 @@ class LinearConstants:
 
     @property
     def block_rate(self) -> float | None:
-        """Bound on the factor by which a step multiplies ``F - F*``, the objective's excess over its minimum.
+        """Bound ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` on the factor by which a step multiplies ``F - F*``.
 
-        The bound is ``(1 - m_Y / L_Y) (1 - m_X / L_X)`` with the moduli m of strong convexity and the largest
-        curvatures L of the objective F (CoMiGS, eq. 25): in experts and router (Y), and in the shares (X). If m_X is
-        not positive, the second factor is 1. If m_Y is not positive, nothing is proved, and the result is None.
+        F is the objective (CoMiGS, eq. 25) and F* its minimum. None if m_Y is not positive, so that nothing is proved.
         """
-        if self.modulus_weights <= 0:
+        # The modulus m of strong convexity and the largest curvature L of F: in experts and router (Y), in shares (X).
+        m_y, l_y = self.modulus_weights, self.smoothness_weights
+        m_x, l_x = self.modulus_shares, self.smoothness_shares
+        if m_y <= 0:
             return None
-        shares_factor = 1 - max(self.modulus_shares, 0.0) / self.smoothness_shares
-        return (1 - self.modulus_weights / self.smoothness_weights) * shares_factor
+        factor_x = 1 - max(m_x, 0.0) / l_x
+        factor_y = 1 - m_y / l_y
+        return factor_y * factor_x
 
     @property
     def _rho2_plus_mu2(self) -> float:

@@ -194,36 +194,34 @@ def read_folder(folder: Path, image_format: ImageFormat, key: str) -> Images:
 
 
 def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
-    """Check that the subfolders are classes, which hold images directly.
-
-    Without the check, subfolders such as ``train`` and ``test``, whose own subfolders are the classes, would become
-    classes. The check fails in two cases. Either no subfolder holds images directly, or a subfolder named as a split
-    has images only in its own subfolders.
+    """Check that images are directly in the class folders: ``folder/cat/1.png``, not ``folder/train/cat/1.png``.
 
     Args:
         folder: The folder.
-        images: Images at any depth below each of its subfolders.
+        images: Images by class folder, at any depth below it.
         key: Recipe key that names the folder.
 
     Raises:
-        DataError: The images are one level deeper; the message says what to give instead.
+        DataError: All images are deeper, or those in a folder with the name of a split, such as "train".
     """
-    with_images = [path for path, files in images.items() if files]
-    # Subfolders with images only in their own subfolders.
-    deeper = [path for path in with_images if not any(file.parent == path for file in images[path])]
-    some_are_direct = deeper != with_images
-    if some_are_direct and not any(split_named(path.name) for path in deeper):
+    folders_with_images = [path for path, files in images.items() if files]
+    # Folders with no images of their own, only in subfolders.
+    deep_folders = [path for path in folders_with_images if not any(file.parent == path for file in images[path])]
+    all_are_deep = len(deep_folders) == len(folders_with_images)
+    a_split_is_deep = any(split_named(path.name) for path in deep_folders)
+    if not all_are_deep and not a_split_is_deep:
         return
-    names = [path.name for path in deeper]
-    inner = sorted({file.relative_to(path).parts[0] for path in deeper for file in images[path]})
-    if len(deeper) == 1:
-        advice = f"give {key} as {deeper[0]}"
-    elif any(split_named(name) for name in [*names, *inner]):
+
+    names = [path.name for path in deep_folders]
+    subfolders = sorted({file.relative_to(path).parts[0] for path in deep_folders for file in images[path]})
+    if len(deep_folders) == 1:
+        advice = f"give {key} as {deep_folders[0]}"
+    elif any(split_named(name) for name in [*names, *subfolders]):
         advice = _one_by_one(key)
     else:
         advice = "put each class's images into one folder"
-    holds = f"{_listed(names)} {'holds' if len(names) == 1 else 'hold'} {_listed(inner)}"
-    raise DataError(f"{folder}: {holds}, but no images; {advice}")
+    verb = "holds" if len(names) == 1 else "hold"
+    raise DataError(f"{folder}: {_listed(names)} {verb} {_listed(subfolders)}, but no images; {advice}")
 
 
 def _listed(names: Sequence[str]) -> str:

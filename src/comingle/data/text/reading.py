@@ -44,7 +44,7 @@ from comingle.models.base import Base, tokenizer_of
 from comingle.models.chat_templates import begin_of
 from comingle.models.folders import digest_tokenizer, load_tokenizer
 from comingle.models.pretrained import PreTrainedTokenizerBase
-from comingle.models.random_bases import PREFIX, byte_tokenizer
+from comingle.models.random_bases import RANDOM_BASE_PREFIX, byte_tokenizer
 from comingle.utils.errors import DataError, NoTextError, RecipeError, did_you_mean, list_names
 from comingle.utils.names import is_named
 from comingle.utils.records import expand_home
@@ -779,8 +779,17 @@ def _paths_of_users(data: DocumentsSection) -> list[str]:
 
 
 def local_tokenizer(base: str) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a base model if it is on this machine; None if it would have to be downloaded."""
-    if base.startswith(PREFIX):
+    """Return the tokenizer of a base model, without downloading anything.
+
+    Args:
+        base: Name of the base: "random:..." for random weights, a folder, or a name on the Hub.
+
+    Returns:
+        The tokenizer; None if the base is not in a folder on this machine.
+    """
+    if base.startswith(RANDOM_BASE_PREFIX):
         return byte_tokenizer()
     folder = expand_home(base)
-    return load_tokenizer(folder) if os.path.isdir(folder) else None
+    if not os.path.isdir(folder):
+        return None
+    return load_tokenizer(folder)

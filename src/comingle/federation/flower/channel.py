@@ -40,11 +40,17 @@ class Channel(Protocol):
         ...
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Send each client its request; yield ``(name, reply)`` as replies arrive, or ``(name, why it failed)``.
+        """Send each client its request, and yield its reply or the reason why there is none.
 
-        Ends when all have replied or failed, or after ``timeout`` seconds. The reason of a failure is one line. A reply
-        to an older request is never yielded. ``requests`` may change during iteration: a channel that waits sends new
-        requests, and stops waiting for removed ones.
+        The iteration ends when all clients have replied or failed, at the latest after ``timeout`` seconds.
+
+        Args:
+            requests: Requests by user. The caller may change them during the iteration; replies to removed requests
+                are dropped.
+            timeout: Seconds to wait for replies.
+
+        Yields:
+            A user's name with the bytes of the reply, or with one line such as ``"no reply within 60 s"``.
         """
         ...
 

@@ -87,12 +87,12 @@ LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 _FIRST_WAIT_SECONDS, _LAST_WAIT_SECONDS = 1.0, 20.0
 _HEALTHY_SECONDS = 120.0
 """Lifetime after which a child counts as recovered, so that its number of restarts is reset."""
-_STARTS = 10
+_MAX_STARTS = 10
 
 REFUSED = 2
 """Exit status of a child after an error that a user or operator has to fix."""
 
-SAYS = "comingle: "
+_LINE_PREFIX = "comingle: "
 """Prefix of a child's lines that are shown to the user."""
 
 _END_SECONDS = 10.0
@@ -271,24 +271,28 @@ class Service:
             self._process.wait()
 
     def _record_exit(self, now: float) -> None:
-        """Record that the child has ended, and show the user why; :meth:`tend` restarts it after a pause.
-
-        The reason is the last line of the child's log, or its signal or exit code.
+        """Record when the child has ended, and show why, for example ``"server: killed by signal 9; restarting"``.
 
         Args:
             now: Time on the monotonic clock.
 
         Raises:
-            RunError: It has ended too often, or with an error that a user has to fix.
+            RunError: The child must not be restarted: it has ended too often, or with an error that a user has to fix.
         """
         assert self._process is not None
-        code, self._process, self._died = self._process.returncode, None, now
-        why = f"killed by signal {-code}" if code < 0 else last_line(self.log) or f"exited with code {code}"
-        if code == REFUSED:  # The child has printed an error that a user has to fix, after the prefix of its lines.
-            raise RunError(f"{self.name}: {why.removeprefix(SAYS)}")
-        if self.starts >= _STARTS:
-            raise RunError(f"{self.name}: ended {self.starts} times, giving up ({why}); see {self.log}")
-        self.say(f"{self.name}: {why}; restarting")
+        exit_code = self._process.returncode
+        self._process = None
+        self._died = now
+        if exit_code < 0:
+            reason = f"killed by signal {-exit_code}"
+        else:
+            reason = last_line(self.log) or f"exited with code {exit_code}"
+        if exit_code == REFUSED:
+            # The last line is an error for the user: "comingle: ...".
+            raise RunError(f"{self.name}: {reason.removeprefix(_LINE_PREFIX)}")
+        if self.starts >= _MAX_STARTS:
+            raise RunError(f"{self.name}: ended {self.starts} times, giving up ({reason}); see {self.log}")
+        self.say(f"{self.name}: {reason}; restarting")
 
 
 def last_line(log: Path) -> str:

@@ -149,28 +149,32 @@ class ServerWatch:
     link: SuperLink
     _shown_bytes: int = 0
 
-    def look(self) -> bool:
-        """Restart the process if it has died, show new lines of the app's log, and return whether the run is finished.
+    def is_finished(self) -> bool:
+        """Return whether the app has finished the run.
 
         Raises:
-            RunError: The app reports an error that the operator has to fix, or the process dies repeatedly.
+            RunError: The app has failed with an error that the operator has to fix.
         """
-        self._show_log()
-        state = read_status(self.link.folder)
-        if state is not None and state.state == FINISHED:
-            return True
-        if state is not None and state.state == FAILED:
-            raise RunError(state.line)
+        status = read_status(self.link.folder)
+        if status is not None and status.state == FAILED:
+            raise RunError(status.line)
+        return status is not None and status.state == FINISHED
+
+    def restart_if_ended(self) -> None:
+        """Start the process if it does not run.
+
+        Raises:
+            RunError: The app has failed, or the process ends repeatedly.
+        """
         try:
             self.link.tend()
         except RunError:
-            state = read_status(self.link.folder)
-            if state is not None and state.state == FAILED:  # written since it was read above
-                raise RunError(state.line) from None
+            status = read_status(self.link.folder)
+            if status is not None and status.state == FAILED:  # The app's own error says more.
+                raise RunError(status.line) from None
             raise
-        return False
 
-    def _show_log(self) -> None:
+    def show_new_lines(self) -> None:
         """Show the lines that the app has added to its log since the last call, without their times."""
         log = self.link.folder / FOLDER / LOG
         if not log.exists():
@@ -185,7 +189,7 @@ class ServerWatch:
 
 
 def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Run the server process until the run is finished, restart it if it dies, and show the lines of its log.
+    """Run the server process until the run is finished; restart it if it dies, and show the new lines of its log.
 
     Args:
         link: The server process.
@@ -196,10 +200,15 @@ def supervise(link: SuperLink, meanwhile: Callable[[], None] = lambda: None) -> 
     """
     (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # from an earlier process
     log = link.folder / FOLDER / LOG
-    watch = ServerWatch(link, log.stat().st_size if log.exists() else 0)  # shows only new lines
+    old_bytes = log.stat().st_size if log.exists() else 0
+    watch = ServerWatch(link, _shown_bytes=old_bytes)
     try:
         with interrupt_on_sigterm():
-            while not watch.look():
+            while True:
+                watch.show_new_lines()
+                if watch.is_finished():
+                    break
+                watch.restart_if_ended()
                 meanwhile()
                 time.sleep(_LOOK_SECONDS)
     finally:

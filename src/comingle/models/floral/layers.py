@@ -25,18 +25,18 @@ A factor uses the layer's stride, padding and dilation in the kernel dimensions 
 padding in the others. So the pair equals one convolution with the full weight for every padding mode: the inner factor
 has no bias and treats each line of the outer dimensions separately, so the outer factor can pad them afterwards.
 
-**Preconditioning** (:func:`precondition`). With the inner factor I (width x columns) and the outer factor O (rows x
+**Preconditioning** (:func:`precondition`). With the inner factor A (width x columns) and the outer factor B (rows x
 width) of an adaptor, before each step::
 
-    linear        G_I <- (O^T O + eps)^-1 G_I            G_O <- G_O (I I^T + eps)^-1
-    convolution   G_I <- G_I / (||O^T O||_F + eps)       G_O <- G_O / (||I I^T||_F + eps)
+    linear        G_A <- (B^T B + eps)^-1 G_A            G_B <- G_B (A A^T + eps)^-1
+    convolution   G_A <- G_A / (||B^T B||_F + eps)       G_B <- G_B / (||A A^T||_F + eps)
 
 Gradients of biases and norm adaptors are unchanged. The groups of a convolution are blocks of one matrix and share its
 norm.
 
-**Centring** (:func:`centre`). ``W += alpha * E_c[O_c I_c]`` and ``O_c, I_c <- O Sigma^(1/2), Sigma^(1/2) I`` of the
-truncated SVD of ``O_c I_c - E_c[O_c I_c]`` (p = q = 2), where E_c is the mean under p(c) of eq. 2, so that eq. 30
-holds. The model ``W + alpha * sum_c pi_c O_c I_c`` is unchanged for every mixture if the rank of each difference is at
+**Centring** (:func:`centre`). ``W += alpha * E_c[B_c A_c]`` and ``B_c, A_c <- B Sigma^(1/2), Sigma^(1/2) A`` of the
+truncated SVD of ``B_c A_c - E_c[B_c A_c]`` (p = q = 2), where E_c is the mean under p(c) of eq. 2, so that eq. 30
+holds. The model ``W + alpha * sum_c pi_c B_c A_c`` is unchanged for every mixture if the rank of each difference is at
 most the adaptor's width; otherwise it is the closest that this width allows. Biases and the gains and shifts of norms
 are centred exactly. A batch norm whose adaptors have local statistics is unchanged in training mode (plain form) or in
 eval mode (BatchNorA); in the other mode only where the local statistics equal the base's.
@@ -631,10 +631,10 @@ def precondition(
 ) -> dict[str, Tensor]:
     """Return gradients of low-rank factors, each preconditioned by the other factor of its adaptor (FLoRAL eq. 36).
 
-    With inner factor I, outer factor O and their gradients G_I and G_O::
+    With inner factor A, outer factor B and their gradients G_A and G_B::
 
-        linear        G_I <- (O^T O + eps)^-1 G_I            G_O <- G_O (I I^T + eps)^-1
-        convolution   G_I <- G_I / (||O^T O||_F + eps)       G_O <- G_O / (||I I^T||_F + eps)
+        linear        G_A <- (B^T B + eps)^-1 G_A            G_B <- G_B (A A^T + eps)^-1
+        convolution   G_A <- G_A / (||B^T B||_F + eps)       G_B <- G_B / (||A A^T||_F + eps)
 
     Cost: for a linear two solves of rank x rank per adaptor.
 
@@ -655,37 +655,49 @@ def precondition(
 
 
 def _precondition_inner(pair: Pair, outer: Tensor, gradient: Tensor, eps: float) -> Tensor:
-    """Return the preconditioned gradient of an inner factor I, by the Gram matrix of the outer factor O.
+    """Return the gradient G of an inner factor, preconditioned by the outer factor B (FLoRAL, eq. 36).
 
-    For a linear ``(O^T O + eps)^-1 G_I``, for a convolution ``G_I / (||O^T O||_F + eps)``.
+    For a linear ``(B^T B + eps)^-1 G``, for a convolution ``G / (||B^T B||_F + eps)``.
 
     Args:
         pair: The adaptor.
-        outer: Value of its outer factor O.
-        gradient: Gradient of its inner factor.
+        outer: Its outer factor B.
+        gradient: Gradient G of its inner factor.
         eps: Damping.
     """
-    matrix = _at_least_float32(pair.geometry.outer_matrix(outer))
-    gram, g = matrix.mT @ matrix, _at_least_float32(pair.geometry.inner_matrix(gradient))
-    result = _solve(gram, g, eps) if pair.geometry.kind == "linear" else g / (_block_norm(gram) + eps)
-    return pair.geometry.inner_from_matrix(result).to(gradient.dtype)
+    geometry = pair.geometry
+    b = _at_least_float32(geometry.outer_matrix(outer))
+    g = _at_least_float32(geometry.inner_matrix(gradient))
+    gram = b.mT @ b
+    if geometry.kind == "linear":
+        preconditioned = _solve(gram, g, eps)
+    else:
+        norm = _frobenius_norm(gram)
+        preconditioned = g / (norm + eps)
+    return geometry.inner_from_matrix(preconditioned).to(gradient.dtype)
 
 
 def _precondition_outer(pair: Pair, inner: Tensor, gradient: Tensor, eps: float) -> Tensor:
-    """Return the preconditioned gradient of an outer factor O, by the Gram matrix of the inner factor I.
+    """Return the gradient G of an outer factor, preconditioned by the inner factor A (FLoRAL, eq. 36).
 
-    For a linear ``G_O (I I^T + eps)^-1``, for a convolution ``G_O / (||I I^T||_F + eps)``.
+    For a linear ``G (A A^T + eps)^-1``, for a convolution ``G / (||A A^T||_F + eps)``.
 
     Args:
         pair: The adaptor.
-        inner: Value of its inner factor I.
-        gradient: Gradient of its outer factor.
+        inner: Its inner factor A.
+        gradient: Gradient G of its outer factor.
         eps: Damping.
     """
-    matrix = _at_least_float32(pair.geometry.inner_matrix(inner))
-    gram, g = matrix @ matrix.mT, _at_least_float32(pair.geometry.outer_matrix(gradient))
-    result = _solve(gram, g.mT, eps).mT if pair.geometry.kind == "linear" else g / (_block_norm(gram) + eps)
-    return pair.geometry.outer_from_matrix(result).to(gradient.dtype)
+    geometry = pair.geometry
+    a = _at_least_float32(geometry.inner_matrix(inner))
+    g = _at_least_float32(geometry.outer_matrix(gradient))
+    gram = a @ a.mT
+    if geometry.kind == "linear":
+        preconditioned = _solve(gram, g.mT, eps).mT  # gram is symmetric
+    else:
+        norm = _frobenius_norm(gram)
+        preconditioned = g / (norm + eps)
+    return geometry.outer_from_matrix(preconditioned).to(gradient.dtype)
 
 
 def _at_least_float32(matrix: Tensor) -> Tensor:
@@ -700,7 +712,7 @@ def _solve(gram: Gram, right: Float[Tensor, "... groups width n"], eps: float) -
     return solution
 
 
-def _block_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
+def _frobenius_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
     """Return the Frobenius norm of the block-diagonal matrix of all groups."""
     return torch.linalg.vector_norm(gram, dim=(-3, -2, -1), keepdim=True)
 
@@ -709,10 +721,10 @@ def _block_norm(gram: Gram) -> Float[Tensor, "... 1 1 1"]:
 def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " clusters"]) -> dict[str, Tensor]:
     """Move the mean of the clusters' adaptors into the base, so that adaptors hold differences only (FLoRAL eq. 37).
 
-    With the mean E_c over clusters c, weighted by p(c), and the low-rank change ``O_c I_c`` of cluster c::
+    With the mean E_c over clusters c, weighted by p(c), and the low-rank change ``B_c A_c`` of cluster c::
 
-        W        <- W + alpha E_c[O_c I_c]
-        O_c I_c  <- O_c I_c - E_c[O_c I_c]    truncated to the rank of the adaptor by an SVD
+        W        <- W + alpha E_c[B_c A_c]
+        B_c A_c  <- B_c A_c - E_c[B_c A_c]    truncated to the rank of the adaptor by an SVD
         bias     <- bias + alpha E_c[bias_c], bias_c <- bias_c - E_c[bias_c]    also gains and shifts of norms
 
     Args:
@@ -743,18 +755,18 @@ def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " 
 def _centre_factors(
     geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the clusters' low-rank changes ``O_c I_c`` into their mean and the differences from the mean.
+    """Split the clusters' low-rank changes ``B_c A_c`` into their mean and the differences from the mean.
 
     Each difference is factorised again, truncated to the factors' width (the rank) by an SVD. No difference is computed
-    at full size: with the QR decompositions ``[O_1 .. O_C] = Q_O R_O`` and ``[I_1^T .. I_C^T] = Q_I R_I`` a difference
-    is ``Q_O (R_O D_c R_I^T) Q_I^T``. The diagonal matrix D_c has ``[k = c] - p(k)`` at the columns of
+    at full size: with the QR decompositions ``[B_1 .. B_C] = Q_B R_B`` and ``[A_1^T .. A_C^T] = Q_A R_A`` a difference
+    is ``Q_B (R_B D_c R_A^T) Q_A^T``. The diagonal matrix D_c has ``[k = c] - p(k)`` at the columns of
     cluster k (:func:`_deviations`). So the SVD is that of a square matrix
     with at most C * width rows.
 
     Args:
         geometry: Shapes of the factors.
-        inner: Inner factors I_c, with the cluster axis before those of :attr:`Geometry.inner_shape`.
-        outer: Outer factors O_c, with the cluster axis before those of :attr:`Geometry.outer_shape`.
+        inner: Inner factors A_c, with the cluster axis before those of :attr:`Geometry.inner_shape`.
+        outer: Outer factors B_c, with the cluster axis before those of :attr:`Geometry.outer_shape`.
         shares: Weight p(c) of each cluster in the mean.
 
     Returns:
@@ -763,16 +775,16 @@ def _centre_factors(
     dtype = torch.promote_types(inner.dtype, torch.float32)
     inner_matrices = geometry.inner_matrix(inner.to(dtype))  # (..., clusters, groups, width, columns)
     outer_matrices = geometry.outer_matrix(outer.to(dtype))  # (..., clusters, groups, rows, width)
-    # The factors of all clusters side by side: I is (..., groups, clusters * width, columns), O (..., groups, rows,
+    # The factors of all clusters side by side: A is (..., groups, clusters * width, columns), B (..., groups, rows,
     # clusters * width).
     all_inner = inner_matrices.movedim(-4, -3).flatten(-3, -2)
     all_outer = outer_matrices.movedim(-4, -2).flatten(-2)
     shares_by_column = shares.to(inner_matrices).repeat_interleave(geometry.width)
     mean = geometry.weight_from_matrix((all_outer * shares_by_column) @ all_inner).to(inner.dtype)
 
-    left, left_core = torch.linalg.qr(all_outer)  # Q_O and R_O
-    right, right_core = torch.linalg.qr(all_inner.mT)  # Q_I and R_I
-    # R_O D_c R_I^T of each cluster c: (..., clusters, groups, m, n)
+    left, left_core = torch.linalg.qr(all_outer)  # Q_B and R_B
+    right, right_core = torch.linalg.qr(all_inner.mT)  # Q_A and R_A
+    # R_B D_c R_A^T of each cluster c: (..., clusters, groups, m, n)
     core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
     u, values, v_t = _truncated_svd(core, geometry.width)
     # A singular value counts as zero if it is below the rounding error of products of the factors' size.
@@ -793,14 +805,14 @@ def _centre_factors(
 
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
-    """Return the diagonals of matrices ``D_c`` with ``O D_c I = O_c I_c - sum_k p(k) O_k I_k`` for each cluster c.
+    """Return the diagonals of matrices ``D_c`` with ``B D_c A = B_c A_c - sum_k p(k) B_k A_k`` for each cluster c.
 
-    The columns of O are the outer factors O_k of all clusters k, the rows of I their inner factors I_k. The right side
+    The columns of B are the outer factors B_k of all clusters k, the rows of A their inner factors A_k. The right side
     is the difference of a cluster's low-rank change from the mean, so the entries for cluster k are ``[k = c] - p(k)``.
 
     Args:
         shares: Weight p(k) of each cluster in the mean.
-        width: Number of columns of a cluster in O.
+        width: Number of columns of a cluster in B.
     """
     deviations = torch.eye(len(shares)).to(shares) - shares
     return deviations.repeat_interleave(width, dim=-1)[:, None, None]

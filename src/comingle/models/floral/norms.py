@@ -158,17 +158,18 @@ class AdaptedBatchNorm(AdaptedNorm):
 
         With ``nora`` (BatchNorA, FLoRAL eq. 42) they are changed to::
 
-            gain   <-  gain sigma_local / sigma
-            shift  <-  shift + sg(gain) (mu_local - mu) / sigma
+            gain   <-  sigma_ratio * gain                    with sigma_ratio = sigma_local / sigma
+            shift  <-  shift + mean_offset * detached_gain   with mean_offset = (mu_local - mu) / sigma
 
-        mu and sigma are the mean and standard deviation of the base's running statistics, mu_local and sigma_local
-        those of the adaptors'. The stop-gradient sg applies to the adaptors' values but not to the mixture weights.
+        mu and sigma are the base's running mean and standard deviation, mu_local and sigma_local the adaptors'.
         """
         gain, shift = self.mixed()
-        if not self.nora or self.running_mean is None:  # without running statistics there is nothing to rescale by
+        has_running_statistics = self.running_mean is not None
+        if not self.nora or not has_running_statistics:
             return gain, shift
         sigma_ratio, mean_offset = self._relative_statistics()
-        detached_gain = mix(self.shares(self.weight), self.weight.detach())  # has gradients of the mixture weights only
+        # `gain` again, without a gradient for the clusters' gains; the mixture weights keep theirs.
+        detached_gain = mix(self.shares(self.weight), self.weight.detach())
         return sigma_ratio * gain, _add_present(shift, mean_offset * detached_gain)
 
     def _relative_statistics(self) -> tuple[Tensor, Tensor]:

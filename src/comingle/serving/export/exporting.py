@@ -38,7 +38,7 @@ from comingle.models.personal import (
     turn_end,
 )
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.models.random_bases import PREFIX
+from comingle.models.random_bases import RANDOM_BASE_PREFIX
 from comingle.models.scoring import PAD, inputs_of, perplexity_of
 from comingle.models.stacked import MixedLanguageModel
 from comingle.serving.export.gguf import KINDS, why_no_gguf, write_gguf
@@ -179,7 +179,7 @@ class Card:
         """Return the front matter that the Hugging Face Hub reads: licence and base if known, library, tags."""
         licence, name = licence_of(self.base), name_of(self.base)
         # Random bases ("random:...") are made here, not loaded from the Hub.
-        is_on_hub = "/" in name and is_public(name) and not name.startswith(PREFIX)
+        is_on_hub = "/" in name and is_public(name) and not name.startswith(RANDOM_BASE_PREFIX)
         return [
             "---",
             *([f"base_model: {name}"] if is_on_hub else []),
@@ -538,7 +538,7 @@ def _number_format(source: Source, format: str, dtype: str | None) -> str:
 # -------------------------------------------------------------------- formats
 
 _Written = tuple[Exported, str, str]
-"""Description of the export, the library that opens it, and code that does so."""
+"""The written export, the name of the library that opens it, and code that opens it."""
 
 _OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -567,7 +567,7 @@ def _write_transformers(source: Source, draft: Path, number_format: str) -> _Wri
         number_format: Number format of the weights.
 
     Returns:
-        For the model card: the written export, the library that opens it, and code that does so.
+        The written export, the name of the library that opens it, and code that opens it.
     """
     network, form = _exact_network(source)
     _save(source, cast_parameters(network, DTYPES[number_format]), draft)
@@ -583,7 +583,7 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
         number_format: Number format of the weights.
 
     Returns:
-        For the model card: the written export, the library that opens it, and code that does so.
+        The written export, the name of the library that opens it, and code that opens it.
 
     Raises:
         DataError: llama.cpp cannot represent the model, or the base has no tokenizer.
@@ -605,28 +605,30 @@ def _write_gguf_folder(source: Source, draft: Path, number_format: str) -> _Writ
 
 
 def _write_peft_folder(source: Source, draft: Path, number_format: str) -> _Written:
-    """Write an adapter for PEFT, without the base.
+    """Write the user's model as a LoRA adapter for PEFT, without the base.
 
     Args:
         source: The user's model.
         draft: The folder.
-        number_format: Number format of the weights.
+        number_format: Number format of the weights, such as "bfloat16".
 
     Returns:
-        For the model card: the written export, the library that opens it, and code that does so.
+        The written export, the name of the library that opens it, and code that opens it.
 
     Raises:
         DataError: The model cannot be written as a single LoRA, for example if it is a mixture of experts.
     """
-    if why := why_not_plain(source):
-        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {format_hint(source)}")
+    if reason := why_not_plain(source):
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {reason}; {format_hint(source)}")
     base = source.model.base
-    rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[number_format])
-    generation_of(base, source.model_info).save_pretrained(draft)
-    form = (
-        f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {number_format}."
-    )
-    return _exported(draft, form), "peft", _OPEN_PEFT
+    base_name = name_of(base)
+    weight_changes = plain_changes(source)
+    rank = write_peft(draft, base.model, base_name, weight_changes, DTYPES[number_format])
+    generation_config = generation_of(base, source.model_info)
+    generation_config.save_pretrained(draft)
+    description = f"One LoRA of rank {rank} for the base {base_name}, which is not in this folder."
+    exported = _exported(draft, f"{description} Weights: {number_format}.")
+    return exported, "peft", _OPEN_PEFT
 
 
 def _write_approximate(source: Source, draft: Path, number_format: str) -> _Written:
@@ -641,7 +643,7 @@ def _write_approximate(source: Source, draft: Path, number_format: str) -> _Writ
         number_format: Number format of the weights.
 
     Returns:
-        For the model card: the written export, the library that opens it, and code that does so.
+        The written export, the name of the library that opens it, and code that opens it.
 
     Raises:
         DataError: There is no validation data.

@@ -534,23 +534,29 @@ class Sharded(InProcess):
         return ""
 
     def _gather_uploads(self, own_upload: Upload) -> Upload | None:
-        """Return the uploads of all processes joined, in the first process; None in others.
+        """Return the joined uploads of all processes in process 0, and None in other processes.
 
-        Tensors, reports and LoRA ranks of a process travel as one set of named tensors.
+        Args:
+            own_upload: The upload of this process, without users if none of them takes part in the round.
         """
-        reports = {_REPORT_PREFIX + name: t for name, t in own_upload.reports.items()}
-        tensors = own_upload.tensors | reports | {"ranks": own_upload.ranks}
-        # A process whose users do not take part has an empty upload, which is left out.
-        tensors_by_rank = self.ranks.collect(tensors if own_upload.users else {})
-        users_by_rank = self.ranks.gather(lambda: list(own_upload.users))
-        if not self.leads:
+        tensors: Tree = {}
+        if own_upload.users:
+            tensors.update(own_upload.tensors)
+            tensors.update({_REPORT_PREFIX + name: report for name, report in own_upload.reports.items()})
+            tensors["ranks"] = own_upload.ranks  # the users' LoRA ranks
+        tensors_by_process = self.ranks.collect(tensors)
+        users_by_process = self.ranks.gather(lambda: list(own_upload.users))
+        is_process_0 = self.leads
+        if not is_process_0:
             return None
         uploads = [
-            _upload_from_tensors(own_upload.round, users, tree)
-            for users, tree in zip(users_by_rank, tensors_by_rank, strict=True)
+            _upload_from_tensors(own_upload.round, users, tensors_of_process)
+            for users, tensors_of_process in zip(users_by_process, tensors_by_process, strict=True)
             if users
         ]
-        return join_uploads(uploads) if uploads else no_uploads(own_upload.round)
+        if not uploads:
+            return no_uploads(own_upload.round)
+        return join_uploads(uploads)
 
     def _weighted_sums(self, own_upload: Upload, joined: Upload | None, users: Sequence[str]) -> Tree:
         """Return the weighted sums of all uploads by tensor name; they are complete only in the first process.

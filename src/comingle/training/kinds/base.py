@@ -310,7 +310,7 @@ class Kind(ABC):
         """
         return tuple(recipe.data.names)
 
-    def of_users(self, recipe: Recipe, users: int) -> Recipe:
+    def with_num_users(self, recipe: Recipe, users: int) -> Recipe:
         """Return the recipe with ``users`` users, if costs depend only on their number."""
         return recipe
 

@@ -278,13 +278,13 @@ class NetKind(Kind):
         """Return the net of a user with a function that reads the user's test data."""
         return replace(cast(PersonalNet, personal), test_data=test_data)
 
-    def of_users(self, recipe: Recipe, users: int) -> Recipe:
-        """Raise an error: costs cannot be counted for a number of users, as they depend on the users' samples.
+    def with_num_users(self, recipe: Recipe, users: int) -> Recipe:
+        """Raise an error, as the number of users follows from the data of the recipe.
 
         Raises:
             RecipeError: Always.
         """
-        raise RecipeError(f"--users: got {users}; costs depend on the users' samples, which are read; leave it out")
+        raise RecipeError(f"--users: got {users}; the users are those of the recipe's data; leave out --users")
 
 
 class SamplesKind(NetKind):
@@ -299,16 +299,19 @@ class SamplesKind(NetKind):
             find_loss(loss, classes=False)
 
     def reader(self, request: DataRequest) -> SamplesReader:
-        """Return a reader of files, or of the data that a program passes; loads no base model.
+        """Return a reader of the users' samples: those that a program passes, or the files that the recipe names.
 
         Raises:
-            DataError: The recipe expects users from a program, but the program passes none.
-            RecipeError: The recipe scales images, but a program passes samples (checked by the reader).
+            DataError: The recipe names no files, and no program passes samples.
+            RecipeError: A program passes samples, but the recipe sets ``image_size`` or ``grayscale``.
         """
-        data, given = section(request.recipe), request.given
-        if given is None and data.users is None:
+        data_section = section(request.recipe)
+        has_passed_samples = request.given is not None
+        has_files = data_section.users is not None
+        if not has_passed_samples and not has_files:
             raise DataError("users: passed by a program; pass them again: comingle.run(recipe, users={...})")
-        return SamplesReader(data, request.recipe.data_seed, given=given, net=request.net, loss=request.loss)
+        seed = request.recipe.data_seed
+        return SamplesReader(data_section, seed, given=request.given, net=request.net, loss=request.loss)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` is a PyTorch dataset, a pair of arrays, or splits of these."""

@@ -147,14 +147,17 @@ class TextBatchSource(BatchSource):
             yield windows.masked_fill(has_ended.view(-1, 1, 1), PAD)
 
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
-        """Yield the validation texts in batches of the windows that are scored, padded for users with fewer windows."""
-        context, size = self.plan.training.context, self.batch_size
-        all_windows = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
-        for start in range(0, max(map(len, all_windows)), size):
-            batch = torch.full((len(trainers), size, context + 1), PAD, dtype=torch.int64)
-            for row, windows in zip(batch, all_windows, strict=True):
-                windows_of_batch = windows[start : start + size]
-                row[: len(windows_of_batch)] = windows_of_batch
+        """Yield batches of the windows of all validation texts; trainers with fewer windows get windows of ``PAD``."""
+        context = self.plan.training.context
+        windows_by_trainer = [
+            evaluation_windows(self.trainers[trainer].valid, context=context, begin=self.begin) for trainer in trainers
+        ]
+        max_windows = max(len(windows) for windows in windows_by_trainer)
+        for start in range(0, max_windows, self.batch_size):
+            batch = torch.full((len(trainers), self.batch_size, context + 1), PAD, dtype=torch.int64)
+            for row, windows in enumerate(windows_by_trainer):
+                next_windows = windows[start : start + self.batch_size]
+                batch[row, : len(next_windows)] = next_windows
             yield batch
 
     def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
