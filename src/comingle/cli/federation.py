@@ -167,6 +167,16 @@ def client(
         str | None,
         typer.Option("--max-upload-per-day", metavar="SIZE", help="Send at most this much per day, such as 50MB."),
     ] = None,
+    serve: Annotated[
+        int | None,
+        typer.Option(
+            "--serve",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve the user's current model on this machine: chat page and OpenAI API; 0 selects a free port.",
+        ),
+    ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Wait for the next federation when one has ended.")] = False,
     supernode: Annotated[
         bool, typer.Option("--supernode", help="Run Flower's SuperNode, with a process for each message.")
@@ -178,6 +188,10 @@ def client(
     One process can take part for several users, who then share the base model in memory.
     """
     require_flower(complete=supernode)
+    if serve is not None:
+        from comingle.cli.serve import require_serving_packages
+
+        require_serving_packages("client --serve")
     paths = {"state": state, "certificates": certificates, "key": key}
     options: dict[str, Any] = {
         "data": _make_absolute(data),
@@ -198,7 +212,7 @@ def client(
 
     say = line_printer(quiet=quiet)
     participants = load_participants(files or (), names or (), options, say)
-    take_part(participants, say=say, stays=stay, supernode=supernode)
+    take_part(participants, say=say, stays=stay, supernode=supernode, port=serve)
 
 
 def _make_absolute(source: str | None) -> str | None:

@@ -514,6 +514,9 @@ REVERTED_NOTICE = "the last answer was late or lost; the server continued withou
 Say = Callable[[str], None]
 """Called with each line to show to the user."""
 
+CHANGING = frozenset({"receive", "train", "finish", "choose"})
+"""Steps that change the user's model."""
+
 
 class Client:
     """One user's side of a session with the server."""
@@ -528,6 +531,7 @@ class Client:
         say: Say = lambda line: None,
         refuse: Say = lambda line: None,
         end: Callable[[], None] = lambda: None,
+        publish: Callable[[ClientStore], None] | None = None,
     ) -> None:
         """Create a client without an open run; :meth:`handle` opens the run of each task.
 
@@ -541,9 +545,10 @@ class Client:
             say: Called with each line to show to the user.
             refuse: Called with the reason if this user cannot join before its settings are changed.
             end: Called when the user's model has been saved, at the end of a federation.
+            publish: Called with the user's part of a run when its model has changed, between two tasks.
         """
         self.folder, self.own, self.say, self.refuse, self.end = folder, own, say, refuse, end
-        self._bases = bases
+        self._bases, self._publish = bases, publish
         self._conditions = conditions or own.conditions(folder, say=say)
         self._store: ClientStore | None = None  # the user's part of the run `_run`, which is opened at its first task
         self._run = ""
@@ -584,6 +589,17 @@ class Client:
         self._conditions.count_upload(len(packed))
         return packed
 
+    def publish_newest_run(self) -> None:
+        """Publish the model of the run that this user has joined last, if there is one; show errors to the user."""
+        folders = [path.parent for path in self.folder.glob(f"{run_folder(self.folder, '*').name}/{PUBLIC}")]
+        if self._publish is None or not folders:
+            return
+        newest = max(folders, key=lambda folder: (folder / PUBLIC).stat().st_mtime)
+        try:
+            self._publish(self._open(newest.name.removeprefix(run_folder(self.folder, "").name)))
+        except ComingleError as error:
+            self.say(str(error))
+
     # ---------------------------------------------------------------- which task
 
     def _join(self, task: Task) -> Answer:
@@ -615,6 +631,8 @@ class Client:
             )
         check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
+        if self._publish is not None:
+            self._publish(store)
         self.say(upload_notice(store))
         self.say(report_notice(store, self.own))
         warn_of_untrained(store.clients.plan, store.clients.steps.local_steps)
@@ -667,6 +685,8 @@ class Client:
             self.say(_describe_answer(store, task, answer))
             if "end" in task.todo:
                 self.end()
+            if self._publish is not None and not CHANGING.isdisjoint(task.todo):
+                self._publish(store)
         except BaseException:
             store.revert()
             raise

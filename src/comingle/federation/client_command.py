@@ -10,10 +10,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies, proxy_bypass
 
 from comingle.federation.conditions import limit_threads, lower_priority
@@ -35,12 +35,20 @@ from comingle.federation.participant import FILE, Participant, save_participant
 from comingle.utils.errors import RecipeError, RunError
 from comingle.utils.files import locked
 
+if TYPE_CHECKING:
+    from comingle.federation.model_server import ModelServer
+
 LINGER_SECONDS = 5.0
 """Time between the end of a client's federation and its exit, in which the server receives the last reply."""
 
 
 def take_part(
-    participants: Sequence[Participant], *, say: Callable[[str], None], stays: bool = False, supernode: bool = False
+    participants: Sequence[Participant],
+    *,
+    say: Callable[[str], None],
+    stays: bool = False,
+    supernode: bool = False,
+    port: int | None = None,
 ) -> None:
     """Run the clients of one or more users until their federations end or the process is interrupted.
 
@@ -52,12 +60,15 @@ def take_part(
         stays: Whether to wait for the next federation when one has ended.
         supernode: Whether to run Flower's SuperNode, which starts a process for each message, instead of a client in
             this process; for one user.
+        port: Port on this machine at which the users' models are served while they take part; None to serve none.
 
     Raises:
         ComingleError: A setting is missing or wrong, or a user cannot take part.
     """
     if supernode and len(participants) > 1:
         raise RecipeError(f"client: got --supernode for {len(participants)} users; allowed: for one")
+    if supernode and port is not None:
+        raise RecipeError("client: got --serve with --supernode, which ends its processes; allowed: one of the two")
     for participant in participants:
         _check_server(participant, say)
     if PARENT in os.environ:  # started by `comingle federate`
@@ -72,7 +83,20 @@ def take_part(
         if supernode:
             _run_supernode(participants[0])
         else:
-            _run_clients(participants, say, stays=stays)
+            model_server = None if port is None else locks.enter_context(_serve_models(port, say))
+            _run_clients(participants, say, stays=stays, model_server=model_server)
+
+
+@contextmanager
+def _serve_models(port: int, say: Callable[[str], None]) -> Iterator[ModelServer]:
+    """Serve the models of this process's users while the context is active."""
+    from comingle.federation.model_server import ModelServer
+
+    model_server = ModelServer(port, say)
+    try:
+        yield model_server
+    finally:
+        model_server.close()
 
 
 def _limit_process(participants: Sequence[Participant]) -> list[Participant]:
@@ -111,13 +135,20 @@ def _run_supernode(participant: Participant) -> None:
     raise RunError(f"flower-supernode: exited with code {status}")
 
 
-def _run_clients(participants: Sequence[Participant], say: Callable[[str], None], *, stays: bool) -> None:
+def _run_clients(
+    participants: Sequence[Participant],
+    say: Callable[[str], None],
+    *,
+    stays: bool,
+    model_server: ModelServer | None = None,
+) -> None:
     """Run the clients of some users in this process until all have ended.
 
     Args:
         participants: The users.
         say: Called with each line to show; lines of several users begin with the user's name.
         stays: Whether clients wait for the next federation when one has ended.
+        model_server: Serves the users' models; None to serve none.
 
     Raises:
         RunError: A user cannot take part; the others have ended.
@@ -128,7 +159,7 @@ def _run_clients(participants: Sequence[Participant], say: Callable[[str], None]
     clients = []
     for participant, ending in zip(participants, endings, strict=True):
         say_for_user = say if len(participants) == 1 else _prefixed(say, participant)
-        clients.append(_fleet_client(participant, calls, ending, bases, say_for_user))
+        clients.append(_fleet_client(participant, calls, ending, bases, say_for_user, model_server))
     for participant in participants:
         say(f"{participant.name}: waiting for {participant.server}; everything private stays in {participant.state}")
 
@@ -151,6 +182,7 @@ def _fleet_client(
     ending: EndCondition,
     bases: dict[Any, Any],
     say: Callable[[str], None],
+    model_server: ModelServer | None,
 ) -> FleetClient:
     """Return a user's client, which loads torch and transformers only at its first task.
 
@@ -161,6 +193,7 @@ def _fleet_client(
         bases: Base models that the clients of this process share, by name, quantisation, dtype, device and kind of
             attention; the client adds those that it loads.
         say: Called with each line to show to the user.
+        model_server: Serves the user's model after each task; None to serve none.
     """
 
     def load() -> Handle:
@@ -174,14 +207,26 @@ def _fleet_client(
         state = Path(participant.state)
         own = participant.own
         conditions = own.conditions(state, say=say, wait=calls.serve)  # Tasks of other users go on during a pause.
-        client = Client(state, own, bases=bases, conditions=conditions, say=say, refuse=ending.refuse, end=ending.end)
+        client = Client(
+            state,
+            own,
+            bases=bases,
+            conditions=conditions,
+            say=say,
+            refuse=ending.refuse,
+            end=ending.end,
+            publish=None if model_server is None else lambda store: model_server.publish(store, participant.name),
+        )
+        client.publish_newest_run()
         return client.handle
 
     address = participant.server
     assert address is not None
     authority, key = (Path(path) if path else None for path in (participant.certificates, participant.key))
     server = Server(address=address, authority=authority, key=key)
-    return FleetClient(User(name=participant.name, state=Path(participant.state)), server, load, calls, say)
+    user = User(name=participant.name, state=Path(participant.state))
+    # A client that is restarted serves the model of its last task at once.
+    return FleetClient(user, server, load, calls, say, loads_at_start=model_server is not None)
 
 
 class EndCondition:

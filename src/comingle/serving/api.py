@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from comingle.models.personal import PersonalModel
 from comingle.serving import engine as engines
@@ -67,6 +68,7 @@ def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True
         service.worker.close()
 
     app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.service = service
     app.add_exception_handler(ApiError, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     app.add_exception_handler(
@@ -399,8 +401,25 @@ def serve(
         ready: Called with the URL before the first request.
     """
     app = make_app(Engine(models, rows=limits.rows), Keys(models, keys), limits, answers=answers)
-    # No WebSockets, which the API does not use. On a signal, running answers have 5 seconds to end.
-    config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = uvicorn_server(app)
     ready(url_of(sock))
     server.run(sockets=[sock])
+
+
+def uvicorn_server(app: ASGIApp, *, lifespan: Literal["on", "off"] = "on") -> uvicorn.Server:
+    """Return a server of an ASGI application. When it is stopped, answers in progress have 5 seconds to end.
+
+    Args:
+        app: The application.
+        lifespan: Whether the application is told when the server starts and stops.
+    """
+    config = uvicorn.Config(
+        app,
+        interface="asgi3",
+        lifespan=lifespan,
+        ws="none",  # the API uses no WebSockets
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
+    return uvicorn.Server(config)

@@ -286,6 +286,14 @@ class Engine:
         self.check(request)
         self.waiting.append(request)
 
+    def replace(self, personal: PersonalModel) -> None:
+        """Replace a user's model, or add one, for requests that begin later; its tensors have the shapes of the others.
+
+        Call it between two steps.
+        """
+        self.models[personal.name] = personal
+        self.rows.replace(personal)
+
     def ends(self, request: Request) -> tuple[int, ...]:
         """Return the tokens that end an answer."""
         return stop_tokens(self.network, self.tokenizer, request.sampling)

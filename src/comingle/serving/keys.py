@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ class Keys:
     """The keys that give access to users' models.
 
     Args:
-        names: All users.
+        names: All users; may change later.
         keys: Key by user; None to give everyone who reaches the server access to all models.
     """
 
-    def __init__(self, names: Iterable[str], keys: Mapping[str, str] | None) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Collection[str], keys: Mapping[str, str] | None) -> None:
+        self.names = names
         self._digests = None if keys is None else {name: _digest(key) for name, key in keys.items()}
 
     @property
@@ -46,7 +46,7 @@ class Keys:
         import hmac  # loads OpenSSL, which `comingle --help` does not need
 
         if self._digests is None:
-            return self.names
+            return tuple(self.names)
         given = _digest(key)
         return tuple([name for name, known in self._digests.items() if hmac.compare_digest(given, known)])
 

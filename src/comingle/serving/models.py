@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from comingle.config import Recipe, load_recipe
+from comingle.models.base import Base
 from comingle.models.kernels import expert_mlp
 from comingle.models.personal import PersonalModel
 from comingle.runs.api import load
@@ -115,9 +116,15 @@ def open_models(run: Path, method: str | None = None) -> UserModels:
     if may_compile and is_worth_compiling and expert_mlp.fits(base.device, base.dtype):
         expert_mlp.enable(cache_folder() / "native")
     prepare(base.model)  # stores weights in an order that is faster for few rows
-    # Models answer messages if they were trained on conversations, or if the base has a chat template.
-    template = getattr(base.tokenizer, "chat_template", None)
-    return UserModels(models=models, answers=kind_of(opened.recipe).name in TURN_KINDS or bool(template))
+    return UserModels(models=models, answers=answers_messages(opened.recipe, base))
+
+
+def answers_messages(recipe: Recipe, base: Base) -> bool:
+    """Return whether models answer messages rather than continue a text.
+
+    They do if they were trained on conversations, or if their base has a chat template.
+    """
+    return kind_of(recipe).name in TURN_KINDS or bool(getattr(base.tokenizer, "chat_template", None))
 
 
 def users_in(run: Path) -> list[str]:

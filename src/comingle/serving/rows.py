@@ -185,20 +185,33 @@ class Rows(ABC):
 
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
         self.user_tensors = {name: self._adapters_of(personal) for name, personal in models.items()}
+        self.numbers = {name: personal.row for name, personal in models.items()}
+        """Index of each user among all users of the run."""
         first = next(iter(self.user_tensors.values()))
         self.stacked: Tree = {name: t.new_zeros(max_rows, *t.shape[1:]) for name, t in first.items()}
         self.names = [""] * max_rows
+        self.copied: list[Tree | None] = [None] * max_rows
+        """The tensors that each row has a copy of; None for a row that was never used."""
 
     def set(self, row: int, name: str) -> None:
         """Assign a row to a user: copy the user's adapters into the row, unless the row has them already."""
-        if self.names[row] != name:
-            for slot, tensor in self.user_tensors[name].items():
+        tensors = self.user_tensors[name]
+        if self.names[row] != name or self.copied[row] is not tensors:
+            for slot, tensor in tensors.items():
                 self.stacked[slot][row] = tensor[0]  # from (1, ...), one user, into (max_rows, ...)
-            self.names[row] = name
+            self.names[row], self.copied[row] = name, tensors
 
     def move(self, row: int, to: int) -> None:
-        """Assign the row ``to`` to the user of another row."""
-        self.set(to, self.names[row])
+        """Copy a row's adapters to the row ``to``; those of its user may have been replaced since the row was set."""
+        if self.copied[to] is not self.copied[row]:
+            for tensor in self.stacked.values():
+                tensor[to] = tensor[row]
+            self.names[to], self.copied[to] = self.names[row], self.copied[row]
+
+    def replace(self, personal: PersonalModel) -> None:
+        """Replace a user's model, or add one, for rows that are set from now on; other rows keep their adapters."""
+        self.user_tensors[personal.name] = self._adapters_of(personal)
+        self.numbers[personal.name] = personal.row
 
     def bind(self, rows: slice) -> None:
         """Make the network compute the models of these rows' users, from now on, with one text per row."""
@@ -219,7 +232,6 @@ class AdaptedRows(Rows):
     def __init__(self, models: Mapping[str, PersonalModel], max_rows: int) -> None:
         super().__init__(models, max_rows)
         self.model = cast(AdaptedModel, next(iter(models.values())).model)
-        self.numbers = {name: personal.row for name, personal in models.items()}
         self.network = self.model.network
 
     def _adapters_of(self, personal: PersonalModel) -> Tree:
@@ -286,7 +298,6 @@ class EnsembleRows(Rows):
         """
         super().__init__(models, max_rows)
         self.model = cast(EnsembleModel, next(iter(models.values())).model)
-        self.numbers = {name: personal.row for name, personal in models.items()}  # index of each user in the run
         # For the rows that were bound last: weights of the mixture, and exponents of the probabilities before they are
         # mixed. No rows are bound yet.
         self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)

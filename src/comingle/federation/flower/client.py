@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -81,7 +82,14 @@ class FleetClient:
     """A user's connection to a server, with the thread that exchanges messages."""
 
     def __init__(
-        self, user: User, server: Server, load: Callable[[], Handle], calls: CallQueue, say: Callable[[str], None]
+        self,
+        user: User,
+        server: Server,
+        load: Callable[[], Handle],
+        calls: CallQueue,
+        say: Callable[[str], None],
+        *,
+        loads_at_start: bool = False,
     ) -> None:
         """Create the state folder and the connection; nothing is sent before the thread starts.
 
@@ -92,7 +100,9 @@ class FleetClient:
                 ``calls``: ``load`` once, at the first request, and the function for each request.
             calls: Queue of calls of this process, which one thread makes for all users.
             say: Called with each line to show to the user.
+            loads_at_start: Whether to call ``load`` without waiting for the first request.
         """
+        self.loads_at_start = loads_at_start
         self.refusal = ""
         """Why this client cannot take part, as the server or the connection says; empty while it can."""
         self._say, self._load, self._address = say, load, server.address
@@ -129,12 +139,22 @@ class FleetClient:
         """
         if self._handle is None:
             self._say(f"connected to {self._address}; loading the base model and the data")
+            self._handle = self.load()
+        return self._handle(request, deadline)
+
+    def load(self) -> Handle:
+        """Load torch and the code that answers requests, unless they are loaded, and return the function that answers.
+
+        Raises:
+            ComingleError: Loading fails, so the client cannot take part; :attr:`refusal` says why.
+        """
+        if self._handle is None:
             try:
                 self._handle = self._load()
             except ComingleError as error:
                 self.refusal = str(error)
                 raise
-        return self._handle(request, deadline)
+        return self._handle
 
     def _refuse(self, reason: str) -> None:
         self.refusal = f"refused: {reason}"
@@ -174,6 +194,10 @@ def participate(clients: Sequence[FleetClient], calls: CallQueue, until: Callabl
         with interrupt_on_sigterm() as interrupted:
             for client in clients:
                 client.start()
+            for client in clients:
+                if client.loads_at_start:
+                    with suppress(ComingleError):  # `client.refusal` has the reason
+                        client.load()
             while not until():
                 if interrupted.is_set():  # by SIGTERM, whose KeyboardInterrupt may have been lost in a callback
                     raise KeyboardInterrupt

@@ -1,0 +1,149 @@
+"""The personal models of a client process, served on this machine while the clients take part in a federation.
+
+The server is that of ``comingle serve``: an OpenAI-compatible API with a chat page. It reads the base model that
+training holds in memory. It adds a copy of each user's adapters, and keys and values of the answer in progress.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from starlette.types import Receive, Scope, Send
+
+from comingle.serving.api import listen, url_of, uvicorn_server
+from comingle.serving.keys import Keys, Limits
+from comingle.serving.schemas import ApiError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from comingle.federation.client_store import ClientStore
+    from comingle.models.model import Model
+    from comingle.models.personal import PersonalModel
+
+LIMITS = Limits(rows=1)
+"""Limits on requests. There is one answer at a time, because each has keys and values of its own in memory."""
+
+RETRY_SECONDS = 10
+"""When to retry a request that came before the first model."""
+
+
+class ModelServer:
+    """Server of the personal models of the users of a client process, for programs on this machine.
+
+    Until the first model is published, requests are refused with status 503. A newer model of a user answers requests
+    that arrive after it; answers in progress are completed by the older one.
+    """
+
+    def __init__(self, port: int, say: Callable[[str], None]) -> None:
+        """Start to listen in a thread.
+
+        Args:
+            port: Port on the loopback interface; 0 selects a free one.
+            say: Called with each line to show to the users.
+
+        Raises:
+            RunError: The port is in use.
+        """
+        self._say = say
+        self._app: FastAPI | None = None  # None until the first model is published
+        self._model: Model | None = None  # computes the models of all users of the run
+        self._run = ""  # digest of the recipe of the run
+        self._socket = listen("127.0.0.1", port)
+        self.url = url_of(self._socket)
+        """Address of the chat page."""
+        self._server = uvicorn_server(self._respond, lifespan="off")
+        run = {"sockets": [self._socket]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="model server", daemon=True)
+        self._thread.start()
+
+    def publish(self, store: ClientStore, name: str) -> None:
+        """Serve the current model of a user from the next request on.
+
+        Called by the thread that trains, between two tasks.
+
+        Args:
+            store: The user's part of a run.
+            name: Name of the user.
+        """
+        from comingle.training.kinds.base import kind_of
+
+        if not kind_of(store.recipe).needs_base:
+            self._say(f"{name}: --serve: {store.clients.model.name} does not generate text; it is not served")
+            return
+        if self._model is None:
+            self._model, self._run = model_of_all_users(store), store.public.digest
+        elif self._run != store.public.digest:
+            self._say(f"{name}: --serve: takes part in another federation than the models served; it is not served")
+            return
+        personal = personal_model(store, self._model, name)
+        if self._app is None:
+            self._app = self._make_app(store, personal)
+            self._say(f"{self.url}  chat page · {self.url}/v1  OpenAI-compatible API")
+        else:
+            service = self._app.state.service
+            service.worker.call(lambda: service.engine.replace(personal)).result()
+
+    def close(self) -> None:
+        """End the server; an answer in progress is cut off."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+        if self._app is not None:
+            self._app.state.service.worker.close()
+
+    @staticmethod
+    def _make_app(store: ClientStore, personal: PersonalModel) -> FastAPI:
+        """Return the API with its first model."""
+        from comingle.serving.api import make_app
+        from comingle.serving.engine import Engine
+        from comingle.serving.models import answers_messages
+
+        engine = Engine({personal.name: personal}, rows=LIMITS.rows)
+        answers = answers_messages(store.recipe, personal.model.base)
+        return make_app(engine, Keys(engine.models, None), LIMITS, answers=answers)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the API, or refuse it if there is no model yet."""
+        if self._app is not None:
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(503, "no model yet: the client waits for the server", retry_after=RETRY_SECONDS)
+        await error.response()(scope, receive, send)
+
+
+def model_of_all_users(store: ClientStore) -> Model:
+    """Return a model over the base of a store that computes the models of all users of its run.
+
+    Its network is not the one that is trained, but shares the weights of the base with it. So both can be used at the
+    same time.
+    """
+    from comingle.federation.public import remote_data
+    from comingle.training.kinds.base import kind_of
+
+    data_of_all_users = remote_data(store.public, store.recipe, store.read.base)
+    return kind_of(store.recipe).model(store.recipe, data_of_all_users, store.clients.plan)
+
+
+def personal_model(store: ClientStore, model: Model, name: str) -> PersonalModel:
+    """Return the current model of a user, with a copy of its tensors.
+
+    Args:
+        store: The user's part of a run.
+        model: Model of all users of the run, from :func:`model_of_all_users`.
+        name: Name of the user.
+    """
+    from comingle.training.checkpoints import personal_tensors
+    from comingle.training.client import finetuned, settle
+    from comingle.training.kinds.base import kind_of
+
+    clients = store.clients
+    settle(clients)  # computes tensors that follow from trained ones
+    last_copy = clients.row_of[0]
+    with finetuned(clients):  # for methods whose personal models are fine-tuned
+        tensors = personal_tensors(clients.model.layout, clients.state, last_copy)
+        tensors = {slot: tensor.to(model.dtype, copy=True) for slot, tensor in tensors.items()}
+    number = store.public.users.index(name)
+    return cast("PersonalModel", kind_of(store.recipe).personal(name, model, tensors, number))

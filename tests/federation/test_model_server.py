@@ -1,0 +1,182 @@
+"""Clients that serve their users' models while they take part."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federation.direct import Direct, nodes_of
+from tests.federation.tiny import assert_equal, tensors_of, tiny
+
+import comingle
+from comingle.config import parse_recipe
+from comingle.federation.client import Client
+from comingle.federation.client_store import ClientStore
+from comingle.federation.model_server import ModelServer, model_of_all_users, personal_model
+from comingle.federation.run_folder import run_federation
+from comingle.models.generation import read_sampling
+from comingle.serving.api import listen
+from comingle.serving.engine import Engine, Piece, Request
+from comingle.utils.errors import RunError
+
+PROMPT, NUM_TOKENS = "once upon", 12
+
+
+@contextmanager
+def model_server(lines: list[str]) -> Iterator[ModelServer]:
+    server = ModelServer(0, lines.append)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.loads(response.read())
+    return answer
+
+
+def completion(server: ModelServer, name: str) -> str:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+    text: str = post(f"{server.url}/v1/completions", body)["choices"][0]["text"]
+    return text
+
+
+def served_federation(content: dict[str, Any], folder: Path, server: ModelServer | None) -> Direct:
+    plan, nodes = nodes_of(parse_recipe(content), folder)
+    if server is not None:
+        nodes = {name: Client(node.folder, node.own, publish=publisher(server, name)) for name, node in nodes.items()}
+    channel = Direct(nodes)
+    run_federation(plan, channel, folder / "server")
+    return channel
+
+
+def publisher(server: ModelServer, name: str) -> Any:
+    return lambda store: server.publish(store, name)
+
+
+def store_of(client: Client) -> ClientStore:
+    assert client._store is not None
+    return client._store
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg", "fedavg+", "floral", "ifca"])
+def test_the_served_models_are_those_that_the_clients_save(method: str, tmp_path: Path, shared_base: None) -> None:
+    content = tiny(tmp_path, method, training__rounds=1)
+    lines: list[str] = []
+    with model_server(lines) as server:
+        channel = served_federation(content, tmp_path / "served", server)
+        for name, client in channel.nodes.items():
+            saved = comingle.load(store_of(client).folder / "model").user(name)
+            expected = saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+            assert completion(server, name) == expected
+    assert [line for line in lines if server.url in line]
+
+
+def test_a_client_that_is_restarted_serves_the_model_of_its_last_task(tmp_path: Path, shared_base: None) -> None:
+    before = next(iter(served_federation(tiny(tmp_path), tmp_path, None).nodes.values()))
+    with model_server([]) as server:
+        name = before.own.name
+        Client(before.folder, before.own, publish=publisher(server, name)).publish_newest_run()
+        saved = comingle.load(store_of(before).folder / "model").user(name)
+        assert completion(server, name) == saved.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)
+
+
+def test_serving_changes_nothing_in_training(tmp_path: Path, shared_base: None) -> None:
+    content = tiny(tmp_path)
+    with model_server([]) as server:
+        served = served_federation(content, tmp_path / "served", server)
+    plain = served_federation(content, tmp_path / "plain", None)
+    for name in plain.nodes:
+        assert_equal(tensors_of(served.nodes[name]), tensors_of(plain.nodes[name]))
+
+
+def test_requests_before_the_first_model_are_refused_with_status_503(tmp_path: Path) -> None:
+    with model_server([]) as server:
+        with pytest.raises(urllib.error.HTTPError) as error:
+            completion(server, "ada")
+        assert error.value.code == 503
+        assert error.value.headers["Retry-After"]
+        error.value.close()
+
+
+def test_a_request_during_local_steps_is_answered(tmp_path: Path, shared_base: None) -> None:
+    """A task holds the training thread until the answer to a request has arrived."""
+    content = tiny(tmp_path, training__rounds=1)
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path)
+    answers: list[str] = []
+    with model_server([]) as server:
+        name = next(iter(nodes))
+        node = nodes[name]
+        client = Client(node.folder, node.own, publish=publisher(server, name))
+        end_step = client._conditions.end_step
+
+        def request_and_go_on(*args: Any) -> Any:
+            if not answers:
+                thread = threading.Thread(target=lambda: answers.append(completion(server, name)))
+                thread.start()
+                thread.join(timeout=60)
+            return end_step(*args)
+
+        client._conditions.end_step = request_and_go_on  # type: ignore[method-assign]
+        run_federation(plan, Direct({**nodes, name: client}), tmp_path / "server")
+    assert len(answers) == 1
+
+
+def test_an_answer_in_progress_is_completed_by_the_model_that_began_it(tmp_path: Path, shared_base: None) -> None:
+    client = next(iter(served_federation(tiny(tmp_path), tmp_path / "plain", None).nodes.values()))
+    store, name = store_of(client), client.own.name
+    model = model_of_all_users(store)
+    old = personal_model(store, model, name)
+    store.clients.state.rows.mul_(-3.0)
+    new = personal_model(store, model, name)
+    prompt = old.model.base.tokenizer(PROMPT)["input_ids"]  # type: ignore[misc]
+
+    def generate(engine: Engine, *, replaced_after: int | None = None) -> str:
+        sampling = read_sampling(max_new_tokens=NUM_TOKENS, do_sample=False)
+        pieces: list[Piece] = []
+        engine.submit(Request(name=name, prompt=prompt, sampling=sampling, on_piece=pieces.append, continues=True))
+        for step in range(NUM_TOKENS):
+            engine.step()
+            if step == replaced_after:
+                engine.replace(new)
+        return "".join(piece.text for piece in pieces)
+
+    text_of_old, text_of_new = generate(Engine({name: old}, rows=2)), generate(Engine({name: new}, rows=2))
+    assert text_of_old != text_of_new
+    engine = Engine({name: old}, rows=2)
+    assert generate(engine, replaced_after=3) == text_of_old
+    assert generate(engine) == text_of_new
+
+
+def test_a_row_that_moves_keeps_the_model_that_began_it(tmp_path: Path, shared_base: None) -> None:
+    client = next(iter(served_federation(tiny(tmp_path), tmp_path / "plain", None).nodes.values()))
+    store, name = store_of(client), client.own.name
+    model = model_of_all_users(store)
+    old = personal_model(store, model, name)
+    engine = Engine({name: old}, rows=2)
+    engine.rows.set(0, name)
+    engine.rows.set(1, name)
+    store.clients.state.rows.mul_(2.0)
+    engine.replace(personal_model(store, model, name))
+    engine.rows.set(0, name)
+    engine.rows.move(1, 0)
+    assert all(torch.equal(tensor[0], old.tensors[slot][0]) for slot, tensor in engine.rows.stacked.items())
+
+
+def test_a_port_in_use_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError) as error:
+            ModelServer(port, print)
+    assert str(port) in str(error.value)
