@@ -411,7 +411,7 @@ def uvicorn_server(app: ASGIApp, *, lifespan: Literal["on", "off"] = "on") -> uv
 
     Args:
         app: The application.
-        lifespan: Whether the application is told when the server starts and stops.
+        lifespan: Whether to tell the application when the server starts and stops.
     """
     config = uvicorn.Config(
         app,
