@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies, proxy_bypass
@@ -207,6 +208,7 @@ def _fleet_client(
         state = Path(participant.state)
         own = participant.own
         conditions = own.conditions(state, say=say, wait=calls.serve)  # Tasks of other users go on during a pause.
+        publish = None if model_server is None else partial(model_server.publish, name=participant.name)
         client = Client(
             state,
             own,
@@ -215,7 +217,7 @@ def _fleet_client(
             say=say,
             refuse=ending.refuse,
             end=ending.end,
-            publish=None if model_server is None else lambda store: model_server.publish(store, participant.name),
+            publish=publish,
         )
         client.publish_newest_run()
         return client.handle
