@@ -17,7 +17,7 @@ from on_device import recipe_of
 from pretend import Pretended
 
 import comingle
-from comingle.training.backends.distributed import reduced
+from comingle.training.backends.distributed import sum_over_processes
 from comingle.training.backends.launched import Place
 from comingle.training.backends.ranks import Ranks, joined
 
@@ -84,7 +84,7 @@ def test_one_gpu_is_reached_through_nccl(alone: Ranks) -> None:
         assert torch.equal(t, tree[name])
     weights = {name: torch.tensor([0.25, 0.75], device="cuda") for name in ("wide", "narrow")}
     some = {name: tree[name] for name in weights}
-    found = reduced(some, weights, 2, reduce_max=alone.largest, reduce_sum=alone.total)
+    found = sum_over_processes(some, weights, 2, reduce_max=alone.reduce_max, reduce_sum=alone.reduce_sum)
     assert found["wide"].device.type == "cuda"
     assert found["wide"].tolist() == [2.25, 3.25, 4.25]
     assert found["narrow"].tolist() == [1.0] * 5

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.training.backends.distributed import integer_sums, largest_terms, reduced, shifts_of, sums_of
+from comingle.training.backends.distributed import (
+    choose_shifts,
+    integer_sums,
+    largest_terms,
+    sum_over_processes,
+    sums_from_integers,
+)
 from comingle.utils.errors import DivergenceError
 
 USERS = 7
@@ -36,9 +42,9 @@ def added(edges: list[int]) -> dict[str, Tensor]:
     spans = [slice(*edge) for edge in pairwise(edges)]
     parts = [({n: t[s] for n, t in uploads().items()}, {n: t[s] for n, t in weights().items()}) for s in spans]
     largest = torch.stack([largest_terms(*part) for part in parts]).amax(0)
-    shifts = shifts_of(largest, USERS)
+    shifts = choose_shifts(largest, USERS)
     total = torch.stack([integer_sums(*part, shifts) for part in parts]).sum(0)
-    return sums_of(total, uploads(), shifts)
+    return sums_from_integers(total, uploads(), shifts)
 
 
 @pytest.mark.parametrize("edges", [[0, 3, 7], [0, 0, 7], [0, 1, 2, 3, 4, 5, 6, 7]], ids=str)
@@ -61,7 +67,9 @@ def test_sums_are_those_of_float64_rounded_once() -> None:
 
 
 def test_one_process_has_the_same() -> None:
-    found = reduced(uploads(), weights(), USERS, reduce_max=lambda values: values, reduce_sum=lambda values: values)
+    found = sum_over_processes(
+        uploads(), weights(), USERS, reduce_max=lambda values: values, reduce_sum=lambda values: values
+    )
     assert all(torch.equal(t, found[name]) for name, t in added([0, 4, USERS]).items())
 
 
@@ -69,7 +77,7 @@ def test_what_is_not_finite_has_no_sum() -> None:
     broken = uploads()
     broken["wide"][3, 0, 0] = float("nan")
     with pytest.raises(DivergenceError, match="not finite"):
-        shifts_of(largest_terms(broken, weights()), USERS)
+        choose_shifts(largest_terms(broken, weights()), USERS)
 
 
 @pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-300, 2.0**-963, 1.0, 2.0**1020])
@@ -77,5 +85,5 @@ def test_terms_of_any_size_have_a_sum(size: float) -> None:
     """Of three users, as exact as float64 has it: where powers of two are beyond it, too."""
     tensors = {"x": torch.tensor([[size, 0.0], [size, size], [size, -size]], dtype=torch.float64)}
     ones = {"x": torch.ones(3, dtype=torch.float64)}
-    found = reduced(tensors, ones, 3, reduce_max=lambda values: values, reduce_sum=lambda values: values)
+    found = sum_over_processes(tensors, ones, 3, reduce_max=lambda values: values, reduce_sum=lambda values: values)
     assert found["x"].tolist() == [3 * size, 0.0]

@@ -94,7 +94,7 @@ def test_a_gpu_beside_none_is_refused() -> None:
     def federation(*others: list[str]) -> Sharded:
         made: Any = object.__new__(Sharded)
         made.clients = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32))
-        made.ranks = SimpleNamespace(gather=lambda own: [own(), *others], share=lambda work: work())
+        made.ranks = SimpleNamespace(gather=lambda own: [own(), *others], run_in_first=lambda work: work())
         return made
 
     told = "runtime: process 0 .*cpu in float32, process 2 cuda in float32; set runtime.device and runtime.dtype"
@@ -109,7 +109,7 @@ from comingle.training.backends.launched import Place
 from comingle.training.backends.ranks import joined
 with joined(Place(rank=int(sys.argv[1]), size=2, local_rank=0, local_size=1, meeting=sys.argv[2])) as ranks:
     import torch._dynamo
-    ranks.share(lambda: 1)
+    ranks.run_in_first(lambda: 1)
     within = len(os.listdir("/proc/self/task"))
 print(within, len(os.listdir("/proc/self/task")))
 """

@@ -252,9 +252,9 @@ def train_here(
     try:
         # ``ranks`` is the group of all processes of the run; None for a single process.
         with nullcontext() if place is None else joined(place) as ranks:
-            # Each process must do all these steps. ``ranks.each`` raises in all processes if one of them fails, as
-            # the others would wait for it forever.
-            in_each_process = _call if ranks is None else ranks.each
+            # Each process must do all these steps. ``ranks.run_in_all`` raises in all processes if one of them fails,
+            # as the others would wait for it forever.
+            in_each_process = _call if ranks is None else ranks.run_in_all
             recipe = in_each_process(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
             if ranks is not None and ranks.has_opened(folder):  # torchrun has restarted failed processes of this run

@@ -43,7 +43,7 @@ from comingle.protocol.messages import LOSS, Upload
 from comingle.runs.distributed import build_sharded, divide_users, keep_users, select_gpu
 from comingle.runs.session import build, prepare
 from comingle.training.backends import local
-from comingle.training.backends.distributed import integer_sums, largest_terms, shifts_of
+from comingle.training.backends.distributed import choose_shifts, integer_sums, largest_terms
 from comingle.training.backends.launched import find_place
 from comingle.training.backends.local import InProcess
 from comingle.training.backends.ranks import Ranks, joined
@@ -616,7 +616,7 @@ def time_exchange(federation: InProcess) -> dict[str, object]:
         def sum_uploads() -> None:
             """Sum this process's uploads as several processes do: as integers, so that their order does not matter."""
             largest = largest_terms(upload.tensors, weights)
-            integer_sums(upload.tensors, weights, shifts_of(largest, len(members)))
+            integer_sums(upload.tensors, weights, choose_shifts(largest, len(members)))
 
         # For other number formats of uploads, sums are assumed to take as long as making the uploads.
         is_float32 = clients.plan.training.uploads == "float32"
@@ -640,7 +640,7 @@ def measure_links(ranks: Ranks) -> dict[str, float]:
     numbers = torch.ones(_BUS_NUMBERS, dtype=torch.int64)
     P = ranks.size
     barrier_seconds = median_seconds(lambda: [ranks.barrier() for _ in range(_NUM_BARRIERS)]) / _NUM_BARRIERS
-    sum_seconds = median_seconds(lambda: ranks.total(numbers))
+    sum_seconds = median_seconds(lambda: ranks.reduce_sum(numbers))
     broadcast_seconds = median_seconds(lambda: ranks.broadcast({"numbers": numbers}))
     sum_rate = 2 * (P - 1) / P * numbers.nbytes / sum_seconds
     broadcast_rate = numbers.nbytes / broadcast_seconds

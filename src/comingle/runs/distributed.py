@@ -76,8 +76,8 @@ def read_users_of_process(
 ) -> RunData:
     """Set up this process of a run, and return the base model and the data of its share of the users.
 
-    Every process calls this function. ``ranks.each`` calls a function in every process, and raises in all of them if it
-    raises in one. ``ranks.share`` calls it in process 0 and returns the result in every process.
+    Every process calls this function. ``ranks.run_in_all`` calls a function in every process, and raises in all of them
+    if it raises in one. ``ranks.run_in_first`` calls it in process 0 and returns the result in every process.
 
     Args:
         recipe: The recipe.
@@ -92,18 +92,18 @@ def read_users_of_process(
     is_process_0 = ranks.leads
     if not is_process_0:
         _RANK_HANDLER.install()  # so that a message that every process logs appears once, from process 0
-    ranks.each(lambda: select_gpu(recipe, ranks.place))
+    ranks.run_in_all(lambda: select_gpu(recipe, ranks.place))
     take_threads(recipe, ranks.place)
 
     # Chat templates may write the date into prompts, so all processes use the date of process 0.
-    date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
+    date = ranks.run_in_first(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
     given = replace(given, date=date)
-    data_of_all = ranks.each(lambda: run_data or prepare(recipe, given=given, method=method))
+    data_of_all = ranks.run_in_all(lambda: run_data or prepare(recipe, given=given, method=method))
 
     cohort_size = recipe.runtime.users_per_step
     if not isinstance(cohort_size, int):  # "auto": the size is chosen later
         cohort_size = 1
-    users_by_process = ranks.each(lambda: divide_users(len(data_of_all.users), ranks.size, cohort_size))
+    users_by_process = ranks.run_in_all(lambda: divide_users(len(data_of_all.users), ranks.size, cohort_size))
     return keep_users(data_of_all, users_by_process[ranks.rank])
 
 
@@ -164,9 +164,9 @@ def keep_users(run_data: RunData, here: range) -> RunData:
 def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Ranks) -> Sharded:
     """Return this process's shard of a recipe's federation, before the first round.
 
-    Every process calls this function. ``ranks.each`` runs a function in every process and raises in all of them if it
-    raises in one; ``gather`` collects its results in process 0, and ``share`` sends a result of process 0 to all. The
-    processes exchange what depends on all users.
+    Every process calls this function. ``ranks.run_in_all`` runs a function in every process and raises in all of them
+    if it raises in one; ``gather`` collects its results in process 0, and ``run_in_first`` sends a result of process 0
+    to all. The processes exchange what depends on all users.
 
     Args:
         recipe: The recipe.
@@ -177,29 +177,31 @@ def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Rank
     Raises:
         ComingleError: Settings, data and base do not fit together, or there are more processes than users.
     """
-    recipe = ranks.each(lambda: fitted(recipe, run_data))  # users_per_step: auto becomes a number
+    recipe = ranks.run_in_all(lambda: fitted(recipe, run_data))  # users_per_step: auto becomes a number
     plan = make_plan(recipe, method, run_data.users.names)
     plan = plan.updated("runtime", store=recipe.runtime.store)
-    federation = ranks.each(lambda: _build_shard(recipe, run_data, plan, ranks))
+    federation = ranks.run_in_all(lambda: _build_shard(recipe, run_data, plan, ranks))
     clients = federation.clients
     _check_alike(federation)
     # In epochs, users with more data take more steps. All processes must agree on the largest number.
     local_steps = ranks.gather(lambda: clients.steps.local_steps)
-    clients.steps.most_steps = ranks.share(lambda: max(local_steps))
+    clients.steps.most_steps = ranks.run_in_first(lambda: max(local_steps))
     num_trainers = ranks.gather(lambda: len(clients.trainers))
-    federation.shards = ranks.share(lambda: num_trainers)  # checkpoints record the number of users of each process
+    federation.shards = ranks.run_in_first(lambda: num_trainers)  # checkpoints record the number of each process
     if (private := clients.steps.private) is not None:
         # The accountant of DP-SGD, which runs in process 0, needs every user's amount of work (`Work`: its number of
         # examples, batch size, steps and rounds). Processes exchange these as dicts.
         works_of_shards = ranks.gather(
             lambda: {name: asdict(work) for name, work in private.works(clients.batch_source).items()}
         )
-        all_works = ranks.share(lambda: {name: work for works in works_of_shards for name, work in works.items()})
+        all_works = ranks.run_in_first(
+            lambda: {name: work for works in works_of_shards for name, work in works.items()}
+        )
         works_by_user = {name: Work(**work) for name, work in all_works.items()}
         federation.server.mechanisms.set_works(lambda: works_by_user)
     if plan.evaluation.select == "best":  # needs validation data, which the users of another process may have
         has_validation = ranks.gather(lambda: any(len(user.valid) for user in clients.users))
-        ranks.share(lambda: clients.require_validation(any(has_validation)))
+        ranks.run_in_first(lambda: clients.require_validation(any(has_validation)))
     if not federation.leads:
         federation.server.kept = {}  # free the server's state, which only process 0 needs
     return federation
@@ -239,8 +241,8 @@ def run_sharded(
             contexts: Stack on which the folder stays open until the end of the run.
             opening: Context manager that opens the folder.
         """
-        ranks.share(lambda: contexts.enter_context(opening))
-        ranks.opened(folder)
+        ranks.run_in_first(lambda: contexts.enter_context(opening))
+        ranks.record_opened(folder)
 
     building = partial(build_sharded, ranks=ranks)
     return run_in(
@@ -303,7 +305,7 @@ def _check_alike(federation: Sharded) -> None:
                 devices = f"process 0 uses {' in '.join(devices_and_dtypes[0])}, process {rank} {' in '.join(other)}"
                 raise RecipeError(f"runtime: {devices}; set runtime.device and runtime.dtype to the same for all")
 
-    ranks.share(check)  # only process 0 has gathered them; its error is raised in all processes
+    ranks.run_in_first(check)  # only process 0 has gathered them; its error is raised in all processes
 
 
 def select_gpu(recipe: Recipe, place: Place) -> None:
@@ -391,18 +393,20 @@ def run(
     folder, given = Path(out), given_of(users, base, method, loss)
     # Recipes name methods, so a passed method is registered under its name until the run has ended.
     with joined(place) as ranks, registered_methods([method]) as [named_method]:
-        # `ranks.each` calls a function in every process; if it fails in one of them, all stop.
-        full_recipe = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named_method, changes=changes))
+        # `ranks.run_in_all` calls a function in every process; if it fails in one of them, all stop.
+        full_recipe = ranks.run_in_all(
+            lambda: recipe_with(recipe, given, base=base, method=named_method, changes=changes)
+        )
         if ranks.has_opened(folder):  # the launcher has restarted the program, which goes on with its own run
             resume, force = True, False
-        full_recipe = ranks.each(partial(with_bos_of_run, folder, full_recipe, resume=resume))
-        ranks.each(lambda: check_folder(folder, full_recipe, resume=resume, force=force) if place.leads else None)
+        full_recipe = ranks.run_in_all(partial(with_bos_of_run, folder, full_recipe, resume=resume))
+        ranks.run_in_all(lambda: check_folder(folder, full_recipe, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(loading(full_recipe)):
                 # A chat template may write the date into prompts; a resumed run keeps that of its start.
                 given = replace(given, date=recorded_date(folder) if resume else "")
                 # A program that passes `run_data` has read it with `prepare`, which checks the recipe.
-                run_method = ranks.each(lambda: method_of(full_recipe, checked=run_data is not None))
+                run_method = ranks.run_in_all(lambda: method_of(full_recipe, checked=run_data is not None))
                 shard = read_users_of_process(full_recipe, ranks, run_method, given, run_data)
 
             def make_observers(clients: Clients) -> list[Observer]:

@@ -69,16 +69,18 @@ _CHUNK_ENTRIES = 2**22
 
 
 def weighted_terms(t: Float[Tensor, "users ..."], weights: Float[Tensor, "users ..."]) -> Float[Tensor, "users ..."]:
-    """Return the terms ``weight_u t_u`` of the weighted sum over users u, in float64.
+    """Return ``weight_u t_u`` for each user u, in float64.
 
-    The weights are rounded to the dtype of ``t``, as float64 holds the product of two float32 numbers exactly.
+    The weights are first rounded to the dtype of ``t``; float64 holds the product of two float32 numbers exactly.
 
     Args:
         t: A tensor of all users.
-        weights: Weight of each user, or of each user and component of a mixture ``(users, clusters)``.
+        weights: Weight of each user ``(users,)``, or of each user and component of a mixture ``(users, clusters)``.
     """
-    factors = weights.to(t).double()
-    return t.double() * factors.view(*factors.shape, *[1] * (t.dim() - factors.dim()))
+    weights = weights.to(t).double()
+    num_missing_dims = t.dim() - weights.dim()
+    weights = weights.view(*weights.shape, *[1] * num_missing_dims)  # (users, 1, ..., 1), to broadcast over entries
+    return t.double() * weights
 
 
 def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
@@ -87,45 +89,48 @@ def largest_terms(tensors: Tree, weights: Tree) -> Float[Tensor, " tensors"]:
 
 
 def _largest_term(t: Tensor, weights: Tensor) -> Float[Tensor, ""]:
-    """Return the largest magnitude of ``weight_u t_u`` in float64; 0 without users."""
-    maxima = [
-        weighted_terms(chunk, chunk_weights).abs().max()
-        for chunk, chunk_weights in _chunks(t, weights)
-        if chunk.numel()
-    ]
-    return torch.stack(maxima).max().cpu() if maxima else torch.zeros((), dtype=torch.float64)
+    """Return the largest magnitude of an entry of ``weight_u t_u`` over users u, in float64; 0 without entries."""
+    largest_of_chunks: list[Tensor] = []
+    for chunk, chunk_weights in _chunks(t, weights):
+        if chunk.numel():
+            largest_of_chunks.append(weighted_terms(chunk, chunk_weights).abs().max())
+    if not largest_of_chunks:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(largest_of_chunks).max().cpu()
 
 
-def shifts_of(largest: Float[Tensor, " tensors"], num_users: int) -> list[int]:
-    """Return the exponent s for each tensor with which ``sum_u round(term_u 2^s)`` fits into a 64-bit integer.
+def choose_shifts(largest: Float[Tensor, " tensors"], num_users: int) -> list[int]:
+    """Return for each tensor the largest exponent s with which ``sum_u round(term_u 2^s)`` fits into 61 bits.
 
-    A larger exponent loses less by rounding, so s is the largest with which a sum has at most 61 bits (``_SUM_BITS``).
-    A rounded term is wrong by at most half a unit, so the error of a sum is at most
-    ``num_users 2^(log2(num_users) - 61)`` times its largest term.
+    The larger s, the less is lost by rounding: each term is wrong by at most ``2^-s / 2``.
 
     Args:
         largest: Largest magnitude of the terms of each tensor, over all processes.
-        num_users: Number of users of all processes.
+        num_users: Number of users of all processes, which is the number of terms.
 
     Raises:
         DivergenceError: A term is not finite.
     """
     if not bool(largest.isfinite().all()):
         raise DivergenceError("the sum of the users' uploads is not finite; try a smaller learning rate")
-    term_bits = _SUM_BITS - math.ceil(math.log2(max(num_users, 2)))  # bits of a term
-    # frexp returns a fraction below 1 and the exponent e with term = fraction 2^e, so that term < 2^e.
-    return [term_bits - math.frexp(term)[1] if term else 0 for term in largest.tolist()]
+    bits_per_term = _SUM_BITS - math.ceil(math.log2(max(num_users, 2)))  # the sum of n terms has log2(n) more bits
+    shifts: list[int] = []
+    for largest_term in largest.tolist():
+        if largest_term == 0:
+            shifts.append(0)
+            continue
+        _, exponent = math.frexp(largest_term)  # largest_term < 2^exponent
+        shifts.append(bits_per_term - exponent)
+    return shifts
 
 
 def integer_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Tensor, " entries"]:
-    """Return ``sum_u round(weight_u t_u 2^shift)`` over the users of this process, for all tensors, concatenated.
-
-    Integers add up to the same total in any order of users and processes.
+    """Return ``sum_u round(weight_u t_u 2^shift)`` over the users of this process, concatenated for all tensors.
 
     Args:
-        tensors: Tensors ``(users, *shape)``.
+        tensors: Tensors ``(users, *shape)`` by name.
         weights: Weights of the users, by tensor name.
-        shifts: Exponent of each tensor; see :func:`shifts_of`.
+        shifts: Exponent of each tensor; see :func:`choose_shifts`.
     """
     sums = []
     for (name, t), shift in zip(tensors.items(), shifts, strict=True):
@@ -134,47 +139,51 @@ def integer_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[T
 
 
 def _integer_sum(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
-    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor, an integer sum that depends on no order of users.
+    """Return ``sum_u round(weight_u t_u 2^shift)`` of one tensor.
 
     Args:
         t: Tensor ``(users, *shape)``.
         weights: Weights of the users.
-        shift: Exponent of the tensor; see :func:`shifts_of`.
+        shift: Exponent of the tensor; see :func:`choose_shifts`.
     """
     total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
-    # Only one chunk of users at a time is in float64, which takes more memory.
-    for chunk, chunk_weights in _chunks(t, weights):
-        total += _times_power_of_two(weighted_terms(chunk, chunk_weights), shift).round().long().sum(0)
+    for chunk, chunk_weights in _chunks(t, weights):  # a few users at a time, as float64 takes more memory
+        scaled_terms = _times_power_of_two(weighted_terms(chunk, chunk_weights), shift)
+        total += scaled_terms.round().long().sum(0)
     return total
 
 
 def _times_power_of_two(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
-    """Return ``t 2^shift`` for a float64 tensor, exactly where float64 can represent the result.
+    """Return ``t 2^shift`` for a float64 tensor.
 
-    ``2^shift`` alone may overflow or underflow although the product does not, so it is split into two factors if it is
-    very large or small.
+    A shift beyond 1000 is split into two, as ``2.0**1100`` would overflow although ``1e-200 * 2^1100`` does not.
     """
     first_shift = min(max(shift, -_MAX_POWER), _MAX_POWER)
+    second_shift = shift - first_shift
     t = t * 2.0**first_shift
-    return t if first_shift == shift else t * 2.0 ** (shift - first_shift)
+    if second_shift == 0:
+        return t
+    return t * 2.0**second_shift
 
 
-def sums_of(integers: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
-    """Return ``integer 2^-shift`` for the concatenated integer sums, as named tensors in their own dtypes.
+def sums_from_integers(integers: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
+    """Return ``integer 2^-shift`` for each sum of :func:`integer_sums`, as tensors by name.
 
     Args:
         integers: Result of :func:`integer_sums`, added up over processes.
-        like: Tensors ``(users, *shape)`` with the names, shapes and dtypes.
+        like: Tensors ``(users, *shape)`` whose names, shapes and dtypes the sums get.
         shifts: Exponent of each tensor, by which it was scaled.
     """
-    parts = integers.split([math.prod(t.shape[1:]) for t in like.values()])
+    entries_per_tensor = [math.prod(t.shape[1:]) for t in like.values()]
+    parts = integers.split(entries_per_tensor)
     sums = Tree()
     for (name, t), part, shift in zip(like.items(), parts, shifts, strict=True):
-        sums[name] = _times_power_of_two(part.double(), -shift).to(t.dtype).view(t.shape[1:])
+        unscaled = _times_power_of_two(part.double(), -shift)
+        sums[name] = unscaled.to(t.dtype).view(t.shape[1:])
     return sums
 
 
-def reduced(
+def sum_over_processes(
     tensors: Tree,
     weights: Tree,
     num_users: int,
@@ -182,27 +191,27 @@ def reduced(
     reduce_max: Callable[[Tensor], Tensor],
     reduce_sum: Callable[[Tensor], Tensor],
 ) -> Tree:
-    """Return ``sum_u weight_u t_u`` over the users of all processes, bitwise equal however users are distributed.
+    """Return ``sum_u weight_u t_u`` over the users u of all processes, with equal bits in any order of users.
 
-    All processes round the terms to one grid and add them as integers, whose sum does not depend on the order.
+    Terms are rounded to integers before they are added, as the sum of integers does not depend on their order.
 
     Args:
-        tensors: Tensors of the users of this process ``(users, *shape)``.
-        weights: Weights of the users, by tensor name.
+        tensors: Tensors ``(users, *shape)`` of the users of this process, by name.
+        weights: Weights of these users, by tensor name.
         num_users: Number of users of all processes.
         reduce_max: Reduces a tensor to its maximum over processes.
         reduce_sum: Reduces a tensor to its sum over processes.
     """
-    largest_over_processes = reduce_max(largest_terms(tensors, weights))
-    # For each tensor the exponent s of its grid: a term becomes the integer nearest to ``term 2^s``.
-    shifts = shifts_of(largest_over_processes, num_users)
-    sums_of_all_processes = reduce_sum(integer_sums(tensors, weights, shifts))
-    return sums_of(sums_of_all_processes, tensors, shifts)
+    largest = reduce_max(largest_terms(tensors, weights))  # of each tensor, over all processes
+    shifts = choose_shifts(largest, num_users)  # a term is rounded to the nearest integer of ``term 2^shift``
+    integers = reduce_sum(integer_sums(tensors, weights, shifts))
+    return sums_from_integers(integers, tensors, shifts)
 
 
 def _chunks(t: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return a tensor and its weights in chunks of users with about ``_CHUNK_ENTRIES`` entries of the tensor each."""
-    users_per_chunk = max(1, _CHUNK_ENTRIES // max(1, t[:1].numel()))
+    """Split a tensor and its weights along the users, into chunks of about ``_CHUNK_ENTRIES`` entries of the tensor."""
+    entries_per_user = max(1, t[:1].numel())
+    users_per_chunk = max(1, _CHUNK_ENTRIES // entries_per_user)
     return list(zip(t.split(users_per_chunk), weights.split(users_per_chunk), strict=True))
 
 
@@ -221,7 +230,7 @@ class Sharded(InProcess):
         ranks: The processes of the run.
         first: Number of the first trainer of this process among all.
         ordered: Whether processes send uploads, which the server sums in the order of the users, instead of sums.
-        shards: Number of trainers of each process.
+        shards: Number of trainers of each process; checkpoints record it.
     """
 
     ranks: Ranks
@@ -239,107 +248,119 @@ class Sharded(InProcess):
     # ---------------------------------------------------------------- rounds
 
     def _resolve_eval_interval(self) -> int:
-        """Return the number of rounds between evaluations.
-
-        It is computed in the first process from the amounts of training and test data in all processes.
-        """
+        """Return the number of rounds between evaluations, computed in the first process from the data of all."""
         clients = self.clients
-        amounts_by_rank = self.ranks.gather(lambda: amounts_of(clients))
+        amounts_by_rank = self.ranks.gather(lambda: amounts_of(clients))  # such as [[900, 100], [700, 80]]
 
         def resolve() -> int:
-            """Return the interval from the sums of the amounts over processes; runs in the first process."""
-            amounts = [sum(amount_by_rank) for amount_by_rank in zip(*amounts_by_rank, strict=True)]
-            self._amounts = amounts
-            return period(clients.plan, amounts, len(clients.population_names))
+            total_amounts = [sum(amounts) for amounts in zip(*amounts_by_rank, strict=True)]
+            self._amounts = total_amounts
+            return period(clients.plan, total_amounts, len(clients.population_names))
 
-        return self.ranks.share(resolve)
+        return self.ranks.run_in_first(resolve)
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
-        """Return the participants of a round that belong to this process, as numbers that count its own users from 0.
+        """Return the participants of a round that belong to this process.
 
         Returns:
-            The numbers; None if the privacy budget is spent, which ends the run in all processes.
+            Their numbers among the users of this process, counted from 0; None if the privacy budget is spent.
         """
-        # The first process selects the participants of all processes and sends them to the others.
-        participants = self.ranks.share(partial(super().select_participants, plan))
+        select_in_first = partial(super().select_participants, plan)
+        participants = self.ranks.run_in_first(select_in_first)  # numbers among the users of all processes
         if participants is None:
             self.clients.stopped_after = plan.number  # counted from 0, so this many rounds are done
             return None
-        trainers_here = range(self.first, self.first + len(self.clients.trainers))
-        return [number - self.first for number in participants if number in trainers_here]
+        numbers_here = range(self.first, self.first + len(self.clients.trainers))
+        return [number - self.first for number in participants if number in numbers_here]
 
     def _take_local_steps(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
         """Have the participants of this process take their local steps; a failure ends all processes."""
-        return self.ranks.each(partial(super()._take_local_steps, plan, participants))
+        return self.ranks.run_in_all(partial(super()._take_local_steps, plan, participants))
 
     def _report_round(self, local_round: LocalRound) -> RoundReport:
-        """Return the report of the users of all processes; processes other than the first report only their own."""
+        """Return the report on the users of all processes in the first process, and on its own users in the others."""
         report_own_users = super()._report_round
-        parts = [RoundReport(**part) for part in self.ranks.gather(lambda: asdict(report_own_users(local_round)))]
-        suspects_of_first_rejection = next((part.suspect_optimizers for part in parts if part.rejected), [])
+        own_report = partial(report_own_users, local_round)
+        reports = [RoundReport(**fields) for fields in self.ranks.gather(lambda: asdict(own_report()))]
+
+        losses: dict[str, float] = {}
+        rejected: dict[str, str] = {}
+        steps: dict[str, int] = {}
+        suspect_optimizers: list[str] = []  # of the first user that was rejected
+        for report in reports:
+            if report.rejected and not rejected:
+                suspect_optimizers = report.suspect_optimizers
+            losses.update(report.losses)
+            rejected.update(report.rejected)
+            steps.update(report.steps)
         return RoundReport(
-            losses={name: loss for part in parts for name, loss in part.losses.items()},
-            rejected={name: reason for part in parts for name, reason in part.rejected.items()},
-            steps={name: steps for part in parts for name, steps in part.steps.items()},
-            suspect_optimizers=suspects_of_first_rejection,
-            tokens=sum(part.tokens for part in parts),
-            seconds=max(part.seconds for part in parts),
+            losses=losses,
+            rejected=rejected,
+            steps=steps,
+            suspect_optimizers=suspect_optimizers,
+            tokens=sum(report.tokens for report in reports),
+            seconds=max(report.seconds for report in reports),
         )
 
     def _require_losses(self, report: RoundReport) -> None:
-        """Check in the first process that at least one participant of all was not rejected."""
-        self.ranks.share(partial(super()._require_losses, report))
+        """Check in the first process that at least one participant of all processes was not rejected."""
+        self.ranks.run_in_first(partial(super()._require_losses, report))
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
         """Return test scores and validation losses of the users of this process."""
-        return self.ranks.each(partial(super()._score, done))
+        return self.ranks.run_in_all(partial(super()._score, done))
 
     def _make_final_models(self) -> None:
-        self.ranks.each(super()._make_final_models)
+        self.ranks.run_in_all(super()._make_final_models)
 
     def _score_final_models(self) -> Sequence[AnyScore]:
-        return self.ranks.each(super()._score_final_models)
+        return self.ranks.run_in_all(super()._score_final_models)
 
     # ---------------------------------------------------------------- the run folder
 
     def open_folder(self, folder: Path, *, resume: bool) -> bool:
-        """Open the users' store in a run folder; return whether the run must be restored from a checkpoint.
-
-        The first process opens the store before the others, as it deletes old files.
-        """
-        found = self.ranks.share(lambda: resume and bool(list_checkpoints(folder)))
+        """Open the users' store in a run folder; return whether there is a checkpoint to restore."""
         store = self.clients.state
-        self.ranks.share(lambda: store.open(folder, anew=not found))  # in the first process
-        self.ranks.each(lambda: None if self.leads else store.open(folder, anew=not found))
-        return found
+        has_checkpoint = self.ranks.run_in_first(lambda: resume and bool(list_checkpoints(folder)))
+
+        def open_in_others() -> None:
+            if not self.leads:
+                store.open(folder, anew=not has_checkpoint)
+
+        # The first process opens the store before the others, as it deletes old files.
+        self.ranks.run_in_first(lambda: store.open(folder, anew=not has_checkpoint))
+        self.ranks.run_in_all(open_in_others)
+        return has_checkpoint
 
     def _load_or_create_key(self, folder: Path | None, *, resume: bool) -> str:
-        return self.ranks.share(partial(super()._load_or_create_key, folder, resume=resume))
+        return self.ranks.run_in_first(partial(super()._load_or_create_key, folder, resume=resume))
 
     def write_record(self, path: Path, content: Mapping[str, object]) -> None:
         """Write a JSON file in the first process."""
-        self.ranks.share(partial(super().write_record, path, content))
+        self.ranks.run_in_first(partial(super().write_record, path, content))
 
     def save(self, folder: Path, progress: Progress, *, keep: int) -> None:
-        """Write the checkpoint of a round, each process the part of its users, and delete old checkpoints.
+        """Write the checkpoint of a round, and delete all but the newest ``keep``.
+
+        Each process writes the file of its users, and the first one that of the server.
 
         Raises:
             RunError: The disk of a process cannot be written to; older checkpoints stay.
         """
         clients, server, ranks = self.clients, self.server, self.ranks
-        progress = replace(progress, shards=self.shards)  # number of trainers in the file of each process
+        progress = replace(progress, shards=self.shards)
 
         def make_draft() -> tuple[str, str]:
-            """Make the folder in which the checkpoint is written; return its final path and that of the draft."""
+            """Make the folder of the draft; return the path that it gets once complete, and its own."""
             final, draft = folder_and_draft(folder, progress.round)
             with write_errors(final, draft):
                 draft.mkdir(parents=True)
             return str(final), str(draft)
 
-        final, draft = (Path(path) for path in ranks.share(make_draft))
+        final, draft = (Path(path) for path in ranks.run_in_first(make_draft))
 
         def write_users_here() -> str:
-            """Write the users of this process; return the lines of its files in the file of checksums."""
+            """Write the users of this process; return a line with the checksum of each of its files."""
 
             def write_rows() -> list[str]:
                 """Write users that are in memory, and return the name of the file."""
@@ -358,43 +379,52 @@ class Sharded(InProcess):
             if self.leads:  # after all processes have stopped writing
                 shutil.rmtree(draft, ignore_errors=True)
             raise
-        lines = "".join(checksums_by_rank).encode().splitlines(keepends=True)
+        checksum_lines = "".join(checksums_by_rank).encode().splitlines(keepends=True)
 
-        def complete() -> None:
+        def write_server_and_rename() -> None:
             """Write the server's state, and rename the draft."""
             with write_errors(final, draft):
                 server_tensors = {OF_SERVER + name: t for name, t in server.state.items()}
                 write_tensors(draft / SERVER, server_tensors)
-                finish_checkpoint(draft, final, progress, lines)
+                finish_checkpoint(draft, final, progress, checksum_lines)
 
-        ranks.share(complete)
-        ranks.share(partial(prune_checkpoints, folder, keep))
+        ranks.run_in_first(write_server_and_rename)
+        ranks.run_in_first(partial(prune_checkpoints, folder, keep))
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
-        return self.ranks.each(partial(super()._find_checkpoint, folder, fingerprint))
+        return self.ranks.run_in_all(partial(super()._find_checkpoint, folder, fingerprint))
 
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
         """Restore the users of this process; return the server's state, which is empty except in the first process."""
-        self.ranks.each(partial(self._load_users, checkpoint, progress))
-        return self.ranks.each(lambda: self._load_server(checkpoint, progress) if self.leads else {})
 
-    def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
+        def load_server_in_first() -> Tree:
+            if not self.leads:
+                return {}
+            return self._load_server(checkpoint, progress)
+
+        self.ranks.run_in_all(partial(self._load_users, checkpoint, progress))
+        return self.ranks.run_in_all(load_server_in_first)
+
+    def _restore_server(self, server_state: Tree, names: Sequence[str]) -> None:
         """Restore the server in the first process, and the version of its state in all."""
         if self.leads:
-            super()._restore_server(kept, trainers)
+            super()._restore_server(server_state, names)
         self._share_version()
 
     def _share_version(self) -> None:
         """Set the version of the server's state in all processes to that of the first one."""
-        self.server.version = self.ranks.share(lambda: self.server.version)
+        self.server.version = self.ranks.run_in_first(lambda: self.server.version)
 
     # ---------------------------------------------------------------- downloads
 
     def download(self, members: Sequence[int]) -> None:
-        """Send the current version of the shared tensors to those users that have not downloaded it yet.
+        """Send the newest shared tensors to those users of this process that have older ones.
 
-        The first process makes the download of all of them. Tensors that are equal for all users are broadcast; the
-        others are sent to the process of each user, with a header that says how to put the message together.
+        The first process makes the downloads of all processes. It broadcasts tensors that are equal for all users, and
+        sends the others to the process of each user.
+
+        Args:
+            members: Numbers of users of this process.
         """
         if not self.clients.shares:
             return
@@ -407,18 +437,20 @@ class Sharded(InProcess):
         tensors = own_tensors | self.ranks.broadcast(common)
         users = tuple(header["users"])
         if not users:
-            self.ranks.each(lambda: None)  # every process takes part, to agree on failures
+            self.ranks.run_in_all(lambda: None)  # other processes call `run_in_all` below and wait for this one
             return
+        message_tensors: Tree = {}
+        for name in header["tensor_names"]:
+            t = tensors[name]
+            message_tensors[name] = t.expand(len(users), *t.shape[1:])  # a common tensor has one row for all users
         message = Download(
             version=header["version"],
             users=users,
-            tensors={
-                name: tensors[name].expand(len(users), *tensors[name].shape[1:]) for name in header["tensor_names"]
-            },
+            tensors=message_tensors,
             ranks=torch.tensor(header["ranks"], dtype=torch.int64),
             senders=tuple(header["senders"]),
         )
-        self.ranks.each(lambda: self.clients.receive(message))
+        self.ranks.run_in_all(lambda: self.clients.receive(message))
 
     def _split_download(
         self, stale_names_by_rank: Sequence[Sequence[str]], common: Tree
@@ -440,35 +472,60 @@ class Sharded(InProcess):
             return [({"answered": False}, {})] * len(names_by_rank)
         message = self.server.download(all_names)
         self.clock.download_bytes += sum(packed_bytes(message))
-        # A stride of 0 means one tensor expanded to all users.
-        common.update({name: t[:1] for name, t in message.tensors.items() if t.stride(0) == 0})
-        header = {"answered": True, "version": message.version, "senders": list(message.senders)}
-        header["tensor_names"] = list(message.tensors)
-        parts, start = [], 0
+        for name, t in message.tensors.items():
+            if t.stride(0) == 0:  # one tensor, expanded to all users
+                common[name] = t[:1]
+
+        parts: list[tuple[dict[str, Any], Tree]] = []
+        start = 0
         for names in names_by_rank:
-            span = slice(start, start := start + len(names))
-            own_tensors = {name: t[span] for name, t in message.tensors.items() if name not in common and names}
-            parts.append((header | {"users": names, "ranks": message.ranks[span].tolist()}, own_tensors))
+            rows = slice(start, start + len(names))  # of this process in the message
+            start += len(names)
+            header = {
+                "answered": True,
+                "version": message.version,
+                "senders": list(message.senders),
+                "tensor_names": list(message.tensors),
+                "users": names,
+                "ranks": message.ranks[rows].tolist(),
+            }
+            own_tensors: Tree = {}
+            if names:
+                own_tensors = {name: t[rows] for name, t in message.tensors.items() if name not in common}
+            parts.append((header, own_tensors))
         return parts
 
     # ---------------------------------------------------------------- uploads
 
     def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
-        """Make the upload of the users of this process, and count the bytes of all; :meth:`aggregate` sends it."""
-        self._upload_of_round = self.ranks.each(lambda: self._make_upload(members, round_number, losses))
-        own_upload = self._upload_of_round
-        if self.server.sums is not None:  # the messages of a secure sum have other sizes
+        """Make the upload of the users of this process for :meth:`aggregate`; count the bytes of all processes.
+
+        Args:
+            members: Numbers of the users; may be empty.
+            round_number: The round, counted from 1.
+            losses: Mean training loss of each user.
+        """
+        own_upload = self.ranks.run_in_all(lambda: self._make_upload(members, round_number, losses))
+        self._upload_of_round = own_upload
+        has_secure_sum = self.server.sums is not None
+        if has_secure_sum:  # its messages have other sizes than the upload
             names_by_rank = self.ranks.gather(lambda: list(own_upload.users))
             names = [name for names in names_by_rank for name in names]
             if self.leads and names:
                 self._count_sum_bytes(names, round_number)
             return
-        bytes_by_rank = self.ranks.gather(lambda: sum(packed_bytes(own_upload)) if own_upload.users else 0)
+
+        def count_own_bytes() -> int:
+            if not own_upload.users:
+                return 0
+            return sum(packed_bytes(own_upload))
+
+        bytes_by_rank = self.ranks.gather(count_own_bytes)
         if self.leads:
             self.clock.upload_bytes += sum(bytes_by_rank)
 
     def _make_upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> Upload:
-        """Return the upload of users of this process.
+        """Return the upload of users of this process, with their training losses as reports.
 
         Args:
             members: Numbers of the users; may be empty.
@@ -483,32 +540,47 @@ class Sharded(InProcess):
     def aggregate(self) -> str:
         """Aggregate the uploads of the round.
 
-        If the server needs only weighted sums, each process sends the sum over its users, and their uploads without
-        tensors. Otherwise, and with :attr:`ordered`, each process sends all uploads of its users. With peer-to-peer
-        methods, users then download the models that their peers have uploaded.
+        Each process sends its users' uploads to the first one; only their weighted sum if the server needs no more and
+        :attr:`ordered` is not set. With peer-to-peer methods, users then download the models of their peers.
 
         Returns:
             Reason why a secure sum failed, for example too few users; empty if it succeeded or the run has none.
         """
         assert self._upload_of_round is not None
-        own_upload, self._upload_of_round = self._upload_of_round, None
+        own_upload = self._upload_of_round
+        self._upload_of_round = None
         sends_sums = self.server.needs_only_sums and not self.ordered
-        joined = self._gather_uploads(replace(own_upload, tensors={}) if sends_sums else own_upload)
-        # Names of all users that have uploaded; without any there are no sums.
-        users = self.ranks.share(lambda: [] if joined is None else list(joined.users)) if sends_sums else []
-        if users:
-            sums = self._weighted_sums(own_upload, joined, users)
-            reason = self.ranks.share(lambda: self._aggregate_sums(sums, joined))
+        if sends_sums:
+            reason = self._aggregate_weighted_sums(own_upload)
         else:
-            reason = self.ranks.share(lambda: self._aggregate_all(joined))
+            uploads = self._gather_uploads(own_upload)
+            reason = self.ranks.run_in_first(lambda: self._aggregate_all(uploads))
         self._share_version()
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(own_upload.users))
             self.server.clear_uploads()
         return reason
 
+    def _aggregate_weighted_sums(self, own_upload: Upload) -> str:
+        """Aggregate the weighted sum of the uploads of all processes; return an empty string, as it always succeeds.
+
+        Args:
+            own_upload: The upload of the users of this process.
+        """
+        joined = self._gather_uploads(replace(own_upload, tensors={}))  # losses and ranks of all users, without tensors
+
+        def list_users() -> list[str]:
+            assert joined is not None
+            return list(joined.users)
+
+        users = self.ranks.run_in_first(list_users)
+        if not users:  # there is nothing to sum
+            return self.ranks.run_in_first(lambda: self._aggregate_all(joined))
+        sums = self._weighted_sums(own_upload, joined, users)
+        return self.ranks.run_in_first(lambda: self._aggregate_sums(sums, joined))
+
     def _aggregate_all(self, uploads: Upload | None) -> str:
-        """Aggregate the uploads of all users; only the first process calls this.
+        """Aggregate the uploads of all users; runs in the first process.
 
         Args:
             uploads: The uploads of all users, joined in one message.
@@ -516,7 +588,7 @@ class Sharded(InProcess):
         Returns:
             Why a secure sum failed, such as too few users; an empty string if aggregation succeeded.
         """
-        assert uploads is not None  # only the other processes have None
+        assert uploads is not None  # None in the other processes
         if self.server.sums is not None:
             return self._aggregate_secure_sum(self.server.sums, uploads)
         self.server.aggregate(uploads)
@@ -534,26 +606,24 @@ class Sharded(InProcess):
         return ""
 
     def _gather_uploads(self, own_upload: Upload) -> Upload | None:
-        """Return the joined uploads of all processes in process 0, and None in other processes.
+        """Return the joined uploads of all processes in the first process, and None in the others.
 
         Args:
             own_upload: The upload of this process, without users if none of them takes part in the round.
         """
-        tensors: Tree = {}
+        own_tensors: Tree = {}
         if own_upload.users:
-            tensors.update(own_upload.tensors)
-            tensors.update({_REPORT_PREFIX + name: report for name, report in own_upload.reports.items()})
-            tensors["ranks"] = own_upload.ranks  # the users' LoRA ranks
-        tensors_by_process = self.ranks.collect(tensors)
+            own_tensors.update(own_upload.tensors)
+            own_tensors.update({_REPORT_PREFIX + name: report for name, report in own_upload.reports.items()})
+            own_tensors["ranks"] = own_upload.ranks  # the users' LoRA ranks
+        tensors_by_process = self.ranks.gather_tensors(own_tensors)
         users_by_process = self.ranks.gather(lambda: list(own_upload.users))
-        is_process_0 = self.leads
-        if not is_process_0:
+        if not self.leads:
             return None
-        uploads = [
-            _upload_from_tensors(own_upload.round, users, tensors_of_process)
-            for users, tensors_of_process in zip(users_by_process, tensors_by_process, strict=True)
-            if users
-        ]
+        uploads: list[Upload] = []
+        for users, tensors in zip(users_by_process, tensors_by_process, strict=True):
+            if users:
+                uploads.append(_upload_from_tensors(own_upload.round, users, tensors))
         if not uploads:
             return no_uploads(own_upload.round)
         return join_uploads(uploads)
@@ -567,68 +637,99 @@ class Sharded(InProcess):
             users: Names of all users that have uploaded.
         """
         layout = self.clients.model.layout
-        # The shared tensors with no rows, for their names and for a process without uploads.
-        no_users = restrict(layout.views(self.clients.state.rows[:0]), layout, self.server.method.shared)
-        names = list(no_users)
-        tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else no_users
+        no_rows = self.clients.state.rows[:0]
+        tensors_without_users = restrict(layout.views(no_rows), layout, self.server.method.shared)
+        names = list(tensors_without_users)  # the same order in all processes
+        tensors = expand(own_upload.tensors, self.server.uploads) if own_upload.users else tensors_without_users
         counts = self.ranks.gather(lambda: len(own_upload.users))
-        key_of_tensor, weights = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
-        weights_of_tensor = {name: weights[key_of_tensor[name]] for name in names}
-        tensors = {name: tensors[name] for name in names}  # in the same order in all processes
-        return reduced(
-            tensors, weights_of_tensor, len(users), reduce_max=self.ranks.largest, reduce_sum=self.ranks.total
+        key_by_tensor, weights_by_key = self.ranks.scatter(lambda: self._split_weights(names, joined, counts))
+        return sum_over_processes(
+            {name: tensors[name] for name in names},
+            {name: weights_by_key[key_by_tensor[name]] for name in names},
+            num_users=len(users),
+            reduce_max=self.ranks.reduce_max,
+            reduce_sum=self.ranks.reduce_sum,
         )
 
     def _split_weights(
         self, names: Sequence[str], joined: Upload | None, counts: Sequence[int]
     ) -> list[tuple[dict[str, str], Tree]]:
-        """Return the factors of the uploads in the weighted sum over users, for the users of each process.
+        """Return the weights of the uploads in their sum, split by process; runs in the first process.
 
-        Most tensors have the same weights. To send these only once, the weights have keys, which tensors refer to.
+        Most tensors have the same weights. To send these once, they are stored under a key, to which tensors refer.
 
         Args:
             names: Names of the shared tensors.
-            joined: The uploads of all processes, with reports but without tensors; not None in the first process, which
-                alone calls this.
+            joined: The uploads of all processes, with reports but without tensors.
             counts: Number of users of each process.
 
         Returns:
-            For each process the key of the weights of each tensor, by tensor name, and the weights of its users by key.
+            For each process the key of each tensor, by tensor name, and the weights of its users, by key.
         """
-        assert joined is not None
-        weights = self.server.coefficients(names, joined)  # tensors with the same weights share one object
-        key_of_tensor = {name: str(id(t)) for name, t in weights.items()}
-        parts_by_key = {str(id(t)): t.cpu().split(list(counts)) for t in weights.values()}
-        return [
-            (key_of_tensor, {key: parts[rank] for key, parts in parts_by_key.items()}) for rank in range(len(counts))
-        ]
+        assert joined is not None  # None in the other processes
+        weights_by_tensor = self.server.coefficients(names, joined)
+        # Tensors with the same weights share one object, whose id is the key.
+        key_by_tensor = {name: str(id(weights)) for name, weights in weights_by_tensor.items()}
+        parts_by_key = {str(id(weights)): weights.cpu().split(list(counts)) for weights in weights_by_tensor.values()}
+        split: list[tuple[dict[str, str], Tree]] = []
+        for rank in range(len(counts)):
+            weights_of_rank = {key: parts[rank] for key, parts in parts_by_key.items()}
+            split.append((key_by_tensor, weights_of_rank))
+        return split
 
     # ---------------------------------------------------------------- the best round
 
     def report_losses(self, done: int, losses: dict[str, float]) -> float:
-        """Report validation losses to the server; users of all processes store their models if the mean is lowest."""
+        """Report validation losses to the server; users of all processes store their models if the mean is lowest.
+
+        Args:
+            done: Number of rounds that are done.
+            losses: Validation loss in nats of each user of this process, by name.
+
+        Returns:
+            The mean loss of the users of all processes.
+        """
         losses_by_rank = self.ranks.gather(lambda: losses)
-        mean, is_lowest = self.ranks.share(lambda: self._judge_losses(losses_by_rank, done))
-        receivers = list(losses) or [self.clients.names[0]]  # a process without losses stores its users' models too
+        mean, is_lowest = self.ranks.run_in_first(lambda: self._judge_losses(losses_by_rank, done))
+        # A process without losses needs a receiver, too: one message makes it store the models of all its users.
+        receivers = list(losses) or [self.clients.names[0]]
         self.clients.receive_verdict(validation_reply(receivers, done, lowest=is_lowest))
         return mean
 
     def _judge_losses(self, losses_by_rank: Sequence[dict[str, float]], done: int) -> tuple[float, bool]:
-        """Return the mean of all validation losses and whether it is the lowest so far, and count message bytes.
+        """Return the mean of all validation losses and whether it is the lowest so far; count the bytes of messages.
 
         Args:
             losses_by_rank: Validation losses of the users of each process, by name.
             done: Number of rounds that are done.
         """
-        losses = {name: loss for losses_of_rank in losses_by_rank for name, loss in losses_of_rank.items()}
-        lowest_before, report = self.server.lowest_loss, validation_report(losses, done)
+        losses: dict[str, float] = {}
+        for losses_of_rank in losses_by_rank:
+            losses.update(losses_of_rank)
+        lowest_before = self.server.lowest_loss
+        report = validation_report(losses, done)
+        verdict = self.server.judge(report)  # updates the lowest loss
         self.clock.upload_bytes += sum(packed_bytes(report))
-        self.clock.download_bytes += sum(packed_bytes(self.server.judge(report)))
-        return fmean(losses.values()), self.server.lowest_loss < lowest_before
+        self.clock.download_bytes += sum(packed_bytes(verdict))
+        is_lowest = self.server.lowest_loss < lowest_before
+        return fmean(losses.values()), is_lowest
 
 
 def _upload_from_tensors(done: int, users: Sequence[str], tree: Tree) -> Upload:
-    """Return the upload whose tensors, reports and ranks are in one tree; see :meth:`Sharded._gather_uploads`."""
-    reports = {name.removeprefix(_REPORT_PREFIX): t for name, t in tree.items() if name.startswith(_REPORT_PREFIX)}
-    tensors = {name: t for name, t in tree.items() if name != "ranks" and not name.startswith(_REPORT_PREFIX)}
+    """Return an upload that was sent as tensors: the inverse of the first lines of ``_gather_uploads``.
+
+    Args:
+        done: Number of rounds that are done.
+        users: Names of the users.
+        tree: The uploaded tensors, the reports as ``"report/NAME"``, and the users' LoRA ranks as ``"ranks"``.
+    """
+    tensors: Tree = {}
+    reports: Tree = {}
+    for name, t in tree.items():
+        if name == "ranks":
+            continue
+        if name.startswith(_REPORT_PREFIX):
+            reports[name.removeprefix(_REPORT_PREFIX)] = t
+        else:
+            tensors[name] = t
     return Upload(round=done, users=tuple(users), tensors=tensors, ranks=tree["ranks"], reports=reports)

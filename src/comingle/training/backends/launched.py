@@ -55,10 +55,12 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """
     meeting = environment.get(MEETING, "")  # a file in which processes meet, or torchrun's address if empty
     needed = _NEEDED if meeting else (*_NEEDED, *_ADDRESS)
-    if any(key not in environment for key in needed):  # no launcher has started this process
+    has_launcher = all(key in environment for key in needed)
+    if not has_launcher:
         return None
     try:
-        rank, size = (int(environment[key]) for key in _NEEDED)
+        rank = int(environment["RANK"])
+        size = int(environment["WORLD_SIZE"])
         local_rank = int(environment.get("LOCAL_RANK", rank))
         local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
         restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -72,12 +74,16 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def require_single_process(verb: str) -> None:
-    """Check that this process is not one of several, for commands that each process would repeat in the same folder.
+    """Raise an error if a launcher has started several processes, which would all write the same folder.
+
+    Args:
+        verb: The function that needs a single process, for the message.
 
     Raises:
         RunError: A launcher has started several processes.
     """
-    if (place := find_place()) is not None:
+    place = find_place()
+    if place is not None:
         raise RunError(
             f"{verb}: runs in a single process, but a launcher has started {place.size}; only comingle.run supports "
             f"several; call {verb} from a separate program, without torchrun"
@@ -91,7 +97,8 @@ def should_print_errors(environment: Mapping[str, str] = os.environ, *, interrup
         environment: Environment variables.
         interrupted: Whether the error is an interruption, which the parent process reports, if there is one.
     """
-    if interrupted and PARENT in environment:  # started by --processes
+    has_parent = PARENT in environment  # started by --processes
+    if interrupted and has_parent:
         return False
-    is_alone = any(key not in environment for key in _NEEDED)  # no launcher has started several processes
-    return is_alone or environment.get("RANK", "0") == "0"
+    has_launcher = all(key in environment for key in _NEEDED)
+    return not has_launcher or environment["RANK"] == "0"

@@ -94,7 +94,7 @@ class RoundReport:
 
 @dataclass(kw_only=True)
 class InProcess(Backend[Sequence[AnyScore]]):
-    """All users and their server in one process: messages are stacked tensors, and their bytes are counted.
+    """All users and their server in one process: messages are tensors with a row per user, and their bytes are counted.
 
     Attributes:
         clients: The users.
@@ -162,10 +162,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
             log_rejection(self.observe, plan.done, name, reason)
         self._require_losses(report)
         if plan.exchanges:
-            self.upload(list(local_round.losses), plan.done, local_round.losses)
-        count = len(report.losses)
+            accepted = list(local_round.losses)
+            self.upload(accepted, plan.done, local_round.losses)
         return RoundResult(
-            losses=report.losses, users=count, tokens=report.tokens, seconds=report.seconds, steps=report.steps
+            losses=report.losses,
+            users=len(report.losses),
+            tokens=report.tokens,
+            seconds=report.seconds,
+            steps=report.steps,
         )
 
     def _take_local_steps(self, plan: RoundPlan, participants: Sequence[int]) -> LocalRound:
@@ -176,31 +180,33 @@ class InProcess(Backend[Sequence[AnyScore]]):
         def log_progress(advance: int) -> None:
             self.observe({"event": "step", "advance": advance, "round": plan.done})
 
-        log_progress(0)  # shows that the round has begun
+        log_progress(advance=0)  # shows that the round has begun
         # ``plan.number`` counts rounds from 0; ``plan.done``, which events contain, counts from 1.
-        return train(self.clients, participants, plan.number, lambda: log_progress(1))
+        return train(self.clients, participants, plan.number, lambda: log_progress(advance=1))
 
     def _report_round(self, local_round: LocalRound) -> RoundReport:
         """Return the result of a round by user name, in a form that processes can exchange."""
-        clients, first_rejected = self.clients, next(iter(local_round.rejected), None)
-        suspect_optimizers: Sequence[str] = ()
-        if first_rejected is not None:
-            # If all participants were rejected, the error says which optimizers may have made the loss non-finite.
+        clients = self.clients
+        names = clients.names
+        suspect_optimizers: list[str] = []
+        if local_round.rejected:  # the error message names suspects if all participants were rejected
+            first_rejected = next(iter(local_round.rejected))
             row = clients.state.rows_of([first_rejected])[0]
-            suspect_optimizers = clients.steps.suspect_optimizers(first_rejected, row)
+            suspect_optimizers = list(clients.steps.suspect_optimizers(first_rejected, row))
+        steps: dict[str, int] = {}
+        if clients.plan.reports_steps:
+            steps = {names[member]: num_steps for member, num_steps in local_round.steps.items()}
         return RoundReport(
-            losses={clients.names[member]: loss for member, loss in local_round.losses.items()},
-            rejected={clients.names[member]: reason for member, reason in local_round.rejected.items()},
-            steps={clients.names[member]: steps for member, steps in local_round.steps.items()}
-            if clients.plan.reports_steps
-            else {},
-            suspect_optimizers=list(suspect_optimizers),
+            losses={names[member]: loss for member, loss in local_round.losses.items()},
+            rejected={names[member]: reason for member, reason in local_round.rejected.items()},
+            steps=steps,
+            suspect_optimizers=suspect_optimizers,
             tokens=local_round.tokens,
             seconds=local_round.seconds,
         )
 
     def _require_losses(self, report: RoundReport) -> None:
-        """Check that at least one participant was not rejected.
+        """Raise an error if all participants were rejected.
 
         Raises:
             DivergenceError: All were rejected; names the first one.
@@ -233,33 +239,45 @@ class InProcess(Backend[Sequence[AnyScore]]):
             self.observe({"event": "step", "advance": 0, "round": done, "evaluating": True})  # for progress bars
         started = time.perf_counter()
         scores, valid_losses = self._score(done)
-        # The rounds between evaluations were chosen from an estimate. The first evaluation shows how long one takes.
-        if self._amounts is not None:
-            seconds = time.perf_counter() - started
-            warn_of_share(clients.plan, self._amounts, len(clients.population_names), seconds=seconds)
-            self._amounts = None
-        mean_loss: JsonObject = {}
-        if clients.state.best:  # evaluation.select: best
-            # The server compares the mean with the lowest one so far; users store their models if this one is lower.
-            mean_loss = {"mean_valid_loss": self.report_losses(done, valid_losses)}
-            mean_loss["valid_loss"] = self.merge_users(lambda: valid_losses)  # by user
+        self._warn_if_slow(time.perf_counter() - started)
+
+        event_of_losses: JsonObject = {}
+        selects_best_round = bool(clients.state.best)  # evaluation.select: best
+        if selects_best_round:
+            event_of_losses["mean_valid_loss"] = self.report_losses(done, valid_losses)
+            event_of_losses["valid_loss"] = self.merge_users(lambda: valid_losses)  # by user
         report = self.merge_users(lambda: users_report(clients, scores))
         if not self.leads:  # the first process logs the event
             return scores, {}
         measure = measure_among(report["users"])
         event = evaluation_event(report["users"], measure, done=done, iterations=done * clients.steps.local_steps)
-        event |= sample_entry(clients, report["users"], measure) | mean_loss | report["routing"]
-        return scores, event | merged_mixtures_event(clients, server, report["mixtures"])
+        event.update(sample_entry(clients, report["users"], measure))
+        event.update(event_of_losses)
+        event.update(report["routing"])
+        event.update(merged_mixtures_event(clients, server, report["mixtures"]))
+        return scores, event
+
+    def _warn_if_slow(self, seconds: float) -> None:
+        """Warn if evaluations take a large share of the run, judging from the time of the first one.
+
+        Args:
+            seconds: Time that this evaluation has taken.
+        """
+        if self._amounts is None:  # not the first evaluation, or the recipe sets the interval
+            return
+        warn_of_share(self.clients.plan, self._amounts, len(self.clients.population_names), seconds=seconds)
+        self._amounts = None
 
     def _score(self, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
         """Return the test scores of evaluated users and, if the best round is selected, validation losses by name."""
         clients = self.clients
-        # Before the end of the run, users who are not evaluated are left out, which spares work.
-        updates_all = done >= clients.plan.training.rounds or len(clients.scored) == len(clients.users)
-        settle(clients, ends=updates_all)
+        is_last_round = done >= clients.plan.training.rounds
+        scores_all_users = len(clients.scored) == len(clients.users)
+        settle(clients, ends=is_last_round or scores_all_users)
+        selects_best_round = bool(clients.state.best)
         with finetuned(clients, done):  # once for test and validation
             scores = clients.evaluate()
-            valid_losses = clients.validate() if clients.state.best else {}
+            valid_losses = clients.validate() if selects_best_round else {}
         check_finite(clients, scores, done)
         return scores, valid_losses
 
@@ -268,9 +286,16 @@ class InProcess(Backend[Sequence[AnyScore]]):
         finish(self.clients)
 
     def choose(self, rounds: int, scores: Sequence[AnyScore] | None) -> Sequence[AnyScore] | None:
-        """Restore the models of the best round if it is selected, and return the scores of the final models."""
+        """Restore the models of the best round if it is selected, and return the scores of the final models.
+
+        Args:
+            rounds: Number of rounds that are done.
+            scores: The scores after these rounds.
+        """
         self.clients.choose()
-        return scores if self.clients.chosen_round == rounds else self._score_final_models()
+        if self.clients.chosen_round == rounds:
+            return scores
+        return self._score_final_models()
 
     def _score_final_models(self) -> Sequence[AnyScore]:
         """Return the test scores of the models with which the run ends, fine-tuned if the method does so."""
@@ -300,11 +325,11 @@ class InProcess(Backend[Sequence[AnyScore]]):
         If the noise is secret, a new run stores a new key in its folder, and a resumed run reads it from there.
 
         Args:
-            folder: Run folder, which stores the key; None for a run without a folder.
-            resume: Whether the run is resumed. A resumed run must find its key if it has logged events: with another
-                key, a repeated round would have new noise and so reveal more.
+            folder: Run folder; None for a run without a folder.
+            resume: Whether the run is resumed.
         """
         if folder is not None:
+            # A run that has logged events may have drawn noise, so its key must not be replaced.
             has_begun = resume and (folder / "events.jsonl").exists()
             keep_key(folder, *self._all_mechanisms, anew=not resume, begun=has_begun)
         return key_of(*self._all_mechanisms)
@@ -345,13 +370,18 @@ class InProcess(Backend[Sequence[AnyScore]]):
         clients.stopped_after = progress.round if progress.stopped else None
         server_state = self._load_state(newest, progress)
         clients.update_masks()  # the restored LoRA ranks decide which entries of the users' rows are padding
-        # A run that keeps users' tensors in memory may list users in another order than before, so the checkpoint has
-        # their names in the order of its tensors. A run with ``runtime.store: disk`` may not: its checkpoint has only a
-        # digest of the names, ``progress.population``, which was compared with this run's names.
-        has_store_on_disk = progress.population or not clients.state.in_memory
-        names_in_checkpoint = clients.population_names if has_store_on_disk else progress.trainers
-        self._restore_server(server_state, names_in_checkpoint)
+        # With a store on disk the users are in the order of this run, which ``_find_checkpoint`` has checked.
+        names = clients.population_names if self._has_store_on_disk(progress) else progress.trainers
+        self._restore_server(server_state, names)
         return progress
+
+    def _has_store_on_disk(self, progress: Progress) -> bool:
+        """Return whether this run has ``runtime.store: disk``, or the checkpoint is from a run that had.
+
+        Args:
+            progress: Progress in the checkpoint; has ``population``, a digest of users' names, if its store is on disk.
+        """
+        return bool(progress.population) or not self.clients.state.in_memory
 
     def _find_checkpoint(self, folder: Path, fingerprint: str) -> tuple[Path, Progress]:
         """Return the newest checkpoint of a run folder and its progress; check that it has the users of this run.
@@ -365,7 +395,7 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """
         newest, progress = newest_checkpoint(folder, fingerprint)
         names = self.clients.population_names
-        if progress.population or not self.clients.state.in_memory:  # the checkpoint or this run has a store on disk
+        if self._has_store_on_disk(progress):
             _check_population(newest, progress, names, in_memory=self.clients.state.in_memory)
         else:
             check_names(newest, progress.trainers, names)
@@ -374,7 +404,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _load_state(self, checkpoint: Path, progress: Progress) -> Tree:
         """Restore the users of this process; return the server's state, with users in the order of the checkpoint."""
         clients = self.clients
-        if progress.shards or progress.population:  # written by several processes, or with a store on disk
+        is_sharded = bool(progress.shards)  # written by several processes
+        if is_sharded or progress.population:  # or with a store on disk
             self._load_users(checkpoint, progress)
             return self._load_server(checkpoint, progress)
         state, server_state = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
@@ -391,33 +422,43 @@ class InProcess(Backend[Sequence[AnyScore]]):
         """Return the server's state from a checkpoint."""
         return load_server(checkpoint, progress, self.server.state, self.clients.state.rows.device)
 
-    def _restore_server(self, kept: Tree, trainers: Sequence[str]) -> None:
+    def _restore_server(self, server_state: Tree, names: Sequence[str]) -> None:
         """Set the server to the state in a checkpoint, with users in the order of this run.
 
         Args:
-            kept: The server's state by tensor name, from the checkpoint; some tensors have a row per user.
-            trainers: Names of the users in the order of these rows.
+            server_state: The server's state by tensor name; some tensors have a row per user.
+            names: Names of the users in the order of these rows.
         """
-        self.server.restore(reorder_kept(kept, trainers, self.clients.population_names, self.server.by_user))
+        in_order_of_run = reorder_kept(server_state, names, self.clients.population_names, self.server.by_user)
+        self.server.restore(in_order_of_run)
 
     # ---------------------------------------------------------------- messages
 
     def download(self, members: Sequence[int]) -> None:
-        """Send the current version of the shared tensors to those users that have not downloaded it yet."""
-        stale = self.clients.stale(self.server.version, members) if self.clients.shares else []
+        """Send the newest shared tensors to those users that have older ones.
+
+        Args:
+            members: Numbers of the users.
+        """
+        if not self.clients.shares:
+            return
+        stale = self.clients.stale(self.server.version, members)
+        stale_names = [self.clients.names[member] for member in stale]
         # With peer-to-peer methods the server has a download only for users that have uploaded in this round.
-        names = self.server.with_download([self.clients.names[member] for member in stale])
-        for group in cohorts(names, self.clients.users_per_message):
-            self._send_downloads(group)
+        names = self.server.with_download(stale_names)
+        for names_of_message in cohorts(names, self.clients.users_per_message):
+            self._send_downloads(names_of_message)
 
     def _send_downloads(self, names: Sequence[str]) -> None:
         """Send users their downloads in one batch, and count the bytes as if each got a message of its own."""
         message = self.server.download(names)
         self.clock.download_bytes += sum(packed_bytes(message))
-        self.clients.receive(_repack_downloads(message.split()) if self.serialise else message)
+        if self.serialise:
+            message = _repack_downloads(message.split())
+        self.clients.receive(message)
 
     def upload(self, members: Sequence[int], round_number: int, losses: dict[int, float]) -> None:
-        """Upload the shared tensors and training losses of users; :meth:`aggregate` takes them from here.
+        """Make the upload of users for :meth:`aggregate`: their shared tensors and training losses.
 
         Args:
             members: Numbers of the users.
@@ -429,13 +470,14 @@ class InProcess(Backend[Sequence[AnyScore]]):
             return
         reports = {LOSS: torch.tensor([losses[member] for member in members])}
         message = self.clients.upload(members, round_number, reports)
-        if self.server.sums is not None:  # the messages of a secure sum have other sizes
-            self._upload_of_round = message
+        has_secure_sum = self.server.sums is not None
+        if has_secure_sum:  # its messages have other sizes than the upload
             self._count_sum_bytes(message.users, round_number)
-            return
-        self.clock.upload_bytes += sum(packed_bytes(message))
-        # With ``serialise`` the message is packed and unpacked, as over a network.
-        self._upload_of_round = _repack_uploads(message.split()) if self.serialise else message
+        else:
+            self.clock.upload_bytes += sum(packed_bytes(message))
+            if self.serialise:
+                message = _repack_uploads(message.split())
+        self._upload_of_round = message
 
     def aggregate(self) -> str:
         """Aggregate the uploads of the round.
@@ -446,7 +488,8 @@ class InProcess(Backend[Sequence[AnyScore]]):
             Reason why a secure sum failed, for example too few users; empty if it succeeded or the run has none.
         """
         assert self._upload_of_round is not None
-        upload, self._upload_of_round = self._upload_of_round, None
+        upload = self._upload_of_round
+        self._upload_of_round = None
         if self.server.sums is not None:
             return self._aggregate_secure_sum(self.server.sums, upload)
         self.server.aggregate(upload)
@@ -458,25 +501,17 @@ class InProcess(Backend[Sequence[AnyScore]]):
     def _aggregate_secure_sum(self, sums: Sums, upload: Upload) -> str:
         """Aggregate the uploads of a round by a secure sum, in which the server sees no single upload.
 
-        If the run simulates the protocol, :attr:`masked` adds uploads under masks that cancel out. Otherwise the
-        vectors are added directly, with the same result.
-
         Args:
             sums: Settings of secure sums.
-            upload: The joined uploads, as vectors of integers.
+            upload: The joined uploads; each is a vector of integers.
 
         Returns:
             Reason why the sum failed, for example too few users; empty if it succeeded.
         """
         try:
             if self.masked is not None:
-                vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))  # without uploads there are no vectors
-                words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
-                run_id = ""  # no message leaves this process, so it need not be told apart from other runs
-                terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
-                largest_entry = sums.grid(upload.round).largest
-                total = self.masked(terms, words_by_name, largest_entry)
-            else:
+                total = self._sum_masked(self.masked, sums, upload)
+            else:  # the same total, without masks
                 sums.require(len(upload.users), upload.round)  # raises NoSumError if there are too few users
                 total = upload.tensors[VECTOR].long().sum(0)
         except NoSumError as error:
@@ -486,20 +521,37 @@ class InProcess(Backend[Sequence[AnyScore]]):
         self.server.aggregate_sum(total, upload.users, upload.round)
         return ""
 
-    def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
-        """Count the bytes of the messages of a secure sum.
+    def _sum_masked(self, add_masked: Masked, sums: Sums, upload: Upload) -> np.ndarray:
+        """Return the sum of the users' vectors, computed by the protocol with masks that cancel out.
 
-        In the first step users upload public keys. If there are too few users, the sum ends after this step, and only
-        the keys are counted.
+        Args:
+            add_masked: Simulates the protocol.
+            sums: Settings of secure sums.
+            upload: The joined uploads; each is a vector of integers.
+
+        Raises:
+            NoSumError: There are too few users.
+        """
+        vectors = upload.tensors.get(VECTOR, torch.zeros(0, 0))  # without uploads there are no vectors
+        words_by_name = {name: as_words(vector) for name, vector in zip(upload.users, vectors, strict=True)}
+        run_id = ""  # tells runs apart; messages of this one do not leave the process
+        terms = terms_of(self.clients.plan, run_id, upload.round, self.server.size)
+        largest_entry = sums.grid(upload.round).largest
+        return add_masked(terms, words_by_name, largest_entry)
+
+    def _count_sum_bytes(self, users: Sequence[str], round_number: int) -> None:
+        """Count the bytes of the messages of a secure sum; with too few users, only those of their public keys.
 
         Args:
             users: Names of the users in the sum.
             round_number: The round, counted from 1.
         """
-        run_id, names = "", list(users)  # no message leaves this process, so the identifier is of no use
+        names = list(users)
+        run_id = ""  # tells runs apart; messages of this one do not leave the process
         terms = terms_of(self.clients.plan, run_id, round_number, self.server.size)
+        has_enough_users = len(names) >= terms.threshold
         for name in names:
-            if len(names) >= terms.threshold:  # smallest number of users in a sum
+            if has_enough_users:
                 self.clock.upload_bytes += sent_bytes(terms, name, len(names))
                 self.clock.download_bytes += received_bytes(terms, name, names)
             else:
@@ -515,12 +567,15 @@ class InProcess(Backend[Sequence[AnyScore]]):
         Returns:
             The mean loss.
         """
-        message = validation_report(losses, done)
-        self.clock.upload_bytes += sum(packed_bytes(message))
-        # With ``serialise`` messages are packed and unpacked, as over a network.
-        verdict = self.server.judge(_repack_uploads(message.split()) if self.serialise else message)
+        report = validation_report(losses, done)
+        self.clock.upload_bytes += sum(packed_bytes(report))
+        if self.serialise:
+            report = _repack_uploads(report.split())
+        verdict = self.server.judge(report)
         self.clock.download_bytes += sum(packed_bytes(verdict))
-        self.clients.receive_verdict(_repack_downloads(verdict.split()) if self.serialise else verdict)
+        if self.serialise:
+            verdict = _repack_downloads(verdict.split())
+        self.clients.receive_verdict(verdict)
         return fmean(losses.values())
 
 
@@ -531,29 +586,31 @@ def federate(clients: Clients) -> InProcess:
         RecipeError: The server of the method does not support these users, for example their different LoRA ranks.
     """
     server = start_server(clients.model, clients.names, clients.plan)
-    if (private := clients.steps.private) is not None:
+    example_privacy = clients.steps.private
+    if example_privacy is not None:
         # With privacy of single examples, epsilon follows from the work of each user: its examples, steps and rounds.
-        server.mechanisms.set_works(lambda: private.works(clients.batch_source))
+        server.mechanisms.set_works(lambda: example_privacy.works(clients.batch_source))
     return InProcess(clients=clients, server=server)
 
 
 def _check_population(newest: Path, progress: Progress, names: Sequence[str], *, in_memory: bool) -> None:
-    """Check that a checkpoint of a store has these users in this order.
+    """Check that checkpoint and run both have ``runtime.store: disk``, and the same users in the same order.
 
     Args:
         newest: Folder of the checkpoint.
-        progress: Its progress; has no digest of the names if the tensors were in memory.
+        progress: Its progress; ``population`` is a digest of the users' names, empty if the tensors were in memory.
         names: Names of the users of this run.
         in_memory: Whether this run keeps tensors in memory.
 
     Raises:
         RunError: The users differ, or the run was begun with another ``runtime.store``.
     """
-    if not progress.population or in_memory:  # only one of the two has a store
-        before, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
+    store_of_checkpoint = "disk" if progress.population else MEMORY
+    store_of_run = MEMORY if in_memory else "disk"
+    if store_of_checkpoint != store_of_run:
         raise RunError(
-            f"{newest}: written with runtime.store: {before}; got {now}; resume with the value that the run started "
-            "with"
+            f"{newest}: written with runtime.store: {store_of_checkpoint}; got {store_of_run}; resume with the value "
+            "that the run started with"
         )
     if progress.population != digest_names(names):
         raise RunError(f"{newest}: has other users or another order; with runtime.store: disk neither may change")

@@ -64,18 +64,19 @@ class Ranks:
         """
         self._all_gather_number(0)  # returns only once every process has sent a number, whatever it is
 
-    def opened(self, folder: Path) -> None:
-        """Record that this run's folder was opened, for as long as the launcher lives."""
+    def record_opened(self, folder: Path) -> None:
+        """Record that this run's folder was opened: :meth:`has_opened` is then true after a restart by the launcher."""
         if self.leads:
             self._launcher_store.set(str(folder.absolute()), "opened")
 
     def has_opened(self, folder: Path) -> bool:
-        """Return whether an earlier attempt of the launcher has opened the folder of this run."""
-        return self.share(lambda: self._launcher_store.check([str(folder.absolute())]))
+        """Return whether this program has opened the run's folder already, before the launcher restarted it."""
+        key = str(folder.absolute())
+        return self.run_in_first(lambda: self._launcher_store.check([key]))
 
     # ---------------------------------------------------------------- doing the same
 
-    def each(self, work: Callable[[], T]) -> T:
+    def run_in_all(self, work: Callable[[], T]) -> T:
         """Call ``work`` in every process and return its result in this one; if it fails in one, fail in all.
 
         Without this, the processes in which ``work`` succeeded would wait forever for the one that failed.
@@ -84,7 +85,8 @@ class Ranks:
             ComingleError: The error of the first process that failed, raised in rank 0; other processes exit silently.
             RankLostError: A process has ended.
         """
-        result, failure = None, None
+        result: T | None = None
+        failure: Exception | None = None
         try:
             result = work()
         except RankLostError:
@@ -99,27 +101,35 @@ class Ranks:
 
         Results must be JSON.
         """
-        own = self.each(work)
-        content = _to_json(own)
-        lengths = self._all_gather_number(len(content))  # receivers need to know the size of a message
+        own_result = self.run_in_all(work)
+        message = _to_json(own_result)
+        lengths = self._all_gather_number(len(message))  # receivers need to know the size of a message
         if not self.leads:
-            self._send(content)
-            return [own]
-        received = [json.loads(self._receive(rank, lengths[rank])) for rank in range(1, self.size)]
-        return [own, *received]
+            self._send(message, 0)
+            return [own_result]
+        results = [own_result]
+        for rank in range(1, self.size):
+            results.append(json.loads(self._receive(rank, lengths[rank])))
+        return results
 
-    def share(self, work: Callable[[], T]) -> T:
+    def run_in_first(self, work: Callable[[], T]) -> T:
         """Call ``work`` in rank 0 and return its result, which must be JSON, in every process."""
-        own = self.each(lambda: work() if self.leads else None)
-        content = _to_json(own) if self.leads else b""
-        length = self._all_gather_number(len(content))[0]
-        tensor = _tensor(content) if self.leads else torch.empty(length, dtype=torch.uint8)
+
+        def run_if_first() -> T | None:
+            return work() if self.leads else None
+
+        result = self.run_in_all(run_if_first)
+        message = _to_json(result) if self.leads else b""
+        length = self._all_gather_number(len(message))[0]
+        message_tensor = _tensor(message) if self.leads else torch.empty(length, dtype=torch.uint8)
         with _peer_errors():
-            dist.broadcast(tensor, 0)
-        return own if self.leads else json.loads(bytes(tensor.numpy()))  # type: ignore[return-value]
+            dist.broadcast(message_tensor, 0)
+        if self.leads:
+            return result  # type: ignore[return-value]
+        return json.loads(bytes(message_tensor.numpy()))
 
     def _raise_everywhere(self, failure: Exception | None) -> None:
-        """Fail in every process if one has failed; the first one of these sends its error to all others.
+        """Fail in every process if one has failed.
 
         A user's mistake is reported once, by rank 0. A bug is raised where it occurred, with its traceback.
 
@@ -130,30 +140,40 @@ class Ranks:
             ComingleError: The error of the first process that failed, in rank 0.
             SystemExit: A process has failed, in other ranks.
         """
-        content = b"" if failure is None else _to_json([type(failure).__name__, " ".join(str(failure).split())])
-        lengths = self._all_gather_number(len(content))
+        message = b""
+        if failure is not None:
+            one_line = " ".join(str(failure).split())
+            message = _to_json([type(failure).__name__, one_line])
+        lengths = self._all_gather_number(len(message))
         failed_ranks = [rank for rank, length in enumerate(lengths) if length]
         if not failed_ranks:
             return
-        first = failed_ranks[0]
-        tensor = _tensor(content) if self.rank == first else torch.empty(lengths[first], dtype=torch.uint8)
+        first_failed = failed_ranks[0]
+        is_sender = self.rank == first_failed
+        message_tensor = _tensor(message) if is_sender else torch.empty(lengths[first_failed], dtype=torch.uint8)
         with _peer_errors():
-            dist.broadcast(tensor, first)
+            dist.broadcast(message_tensor, first_failed)
         if failure is not None and not isinstance(failure, ComingleError):
-            raise failure  # a bug, which needs its traceback
+            raise failure  # a bug
         if not self.leads:
             raise SystemExit(2)
-        raise failure or _error_of_rank(first, *json.loads(bytes(tensor.numpy())))
+        if failure is not None:
+            raise failure
+        class_name, text = json.loads(bytes(message_tensor.numpy()))
+        raise _error_of_rank(first_failed, class_name, text)
 
     # ---------------------------------------------------------------- tensors
 
-    def collect(self, tree: Tree) -> list[Tree]:
+    def gather_tensors(self, tree: Tree) -> list[Tree]:
         """Return the tensors of all processes in rank 0, in the order of the ranks; an empty list in others."""
         descriptions = self.gather(lambda: _describe(tree))
         if not self.leads:
             self._send_tensors(tree, 0)
             return []
-        return [tree, *(self._receive_tensors(descriptions[rank], rank) for rank in range(1, self.size))]
+        trees = [tree]
+        for rank in range(1, self.size):
+            trees.append(self._receive_tensors(descriptions[rank], rank))
+        return trees
 
     def scatter(self, work: Callable[[], Sequence[tuple[object, Tree]]]) -> tuple[Any, Tree]:
         """Call ``work`` in rank 0, which returns a result and tensors for each rank; return those of this rank.
@@ -161,65 +181,69 @@ class Ranks:
         Args:
             work: Returns a result, which must be JSON, and tensors by name, for each rank in order.
         """
-        result_of_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
-        self.each(lambda: result_of_rank.extend(work()) if self.leads else None)
-        contents = [_to_json([result, _describe(tree)]) for result, tree in result_of_rank]
-        # The lengths of the messages in rank 0; in other ranks zeros, which the broadcast overwrites.
-        lengths = torch.tensor([len(content) for content in contents] or [0] * self.size)
+        result_by_rank: list[tuple[Any, Tree]] = []  # filled in rank 0
+
+        def run_if_first() -> None:
+            if self.leads:
+                result_by_rank.extend(work())
+
+        self.run_in_all(run_if_first)
+        messages = [_to_json([result, _describe(tree)]) for result, tree in result_by_rank]
+        if self.leads:
+            lengths = torch.tensor([len(message) for message in messages])
+        else:
+            lengths = torch.zeros(self.size, dtype=torch.int64)  # to receive into
         with _peer_errors():
             dist.broadcast(lengths, 0)
         if not self.leads:
-            result, described = json.loads(self._receive(0, int(lengths[self.rank])))
-            return result, self._receive_tensors(described, 0)
+            own_length = int(lengths[self.rank])
+            result, description = json.loads(self._receive(0, own_length))
+            return result, self._receive_tensors(description, 0)
         for rank in range(1, self.size):
-            self._send(contents[rank], rank)
-            self._send_tensors(result_of_rank[rank][1], rank)
-        return result_of_rank[0]
+            _, tree = result_by_rank[rank]
+            self._send(messages[rank], rank)
+            self._send_tensors(tree, rank)
+        return result_by_rank[0]
 
     def broadcast(self, tree: Tree) -> Tree:
         """Return the tensors of rank 0, by name, in every process; the argument of other processes is ignored."""
-        shapes_and_dtypes = self.share(lambda: _describe(tree))  # of rank 0: what the others must allocate to receive
-        if self.leads:
-            tensors = {name: t.contiguous() for name, t in tree.items()}
-        else:
-            tensors = _empty_tensors(shapes_and_dtypes)
+        description = self.run_in_first(lambda: _describe(tree))
+        own_tensors = {name: t.contiguous() for name, t in tree.items()}
+        tensors = own_tensors if self.leads else _empty_tensors(description)
         for t in tensors.values():
-            with _peer_errors():  # if another process has ended
+            with _peer_errors():
                 dist.broadcast(_as_bytes(t), 0)  # bytes, as not every backend supports every dtype
         return tensors
 
     def _send_tensors(self, tree: Tree, rank: int) -> None:
-        """Send tensors to a rank, one after another; empty ones are skipped, as their description says all."""
+        """Send tensors to a rank, one after another; those without entries are not sent."""
         for t in tree.values():
             if t.numel():
                 with _peer_errors():
                     dist.send(_as_bytes(t.contiguous()), rank)
 
-    def _receive_tensors(self, described: list[Any], rank: int) -> Tree:
+    def _receive_tensors(self, description: list[Any], rank: int) -> Tree:
         """Receive tensors that :meth:`_send_tensors` sends from a rank.
 
         Args:
-            described: Their description; see :func:`_describe`.
+            description: Names, dtypes and shapes of the tensors; see :func:`_describe`.
             rank: The sender.
         """
-        tree = _empty_tensors(described)
+        tree = _empty_tensors(description)
         for t in tree.values():
             if t.numel():
                 with _peer_errors():
                     dist.recv(_as_bytes(t), rank)
         return tree
 
-    def largest(self, values: Tensor) -> Tensor:
-        """Return the maximum of each value over all processes, in every process."""
+    def reduce_max(self, values: Tensor) -> Tensor:
+        """Return the maximum of each entry over all processes, in every process; works in place."""
         with _peer_errors():
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def total(self, values: Tensor) -> Tensor:
-        """Return the sums of the entries of an integer tensor over all processes; only rank 0's result has them.
-
-        Works in place.
-        """
+    def reduce_sum(self, values: Tensor) -> Tensor:
+        """Add up an integer tensor over all processes, in place; only the result in rank 0 is the sum."""
         assert values.dtype == torch.int64
         with _peer_errors():
             dist.reduce(values, 0, dist.ReduceOp.SUM)
@@ -235,7 +259,7 @@ class Ranks:
             dist.all_gather(gathered, own)
         return [int(t) for t in gathered]
 
-    def _send(self, content: bytes, rank: int = 0) -> None:
+    def _send(self, content: bytes, rank: int) -> None:
         """Send bytes to a rank, which must know their length."""
         with _peer_errors():
             dist.send(_tensor(content), rank)
@@ -258,15 +282,21 @@ def joined(place: Place) -> Iterator[Ranks]:
     if PARENT in os.environ:  # started by ``--processes``: end with the launcher
         threading.Thread(target=_exit_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
     with _peer_errors():
-        store = _rendezvous_store(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
-        # The store may have addresses of an earlier run of this program, or of an attempt before a restart. So each run
-        # and each attempt has a prefix of its own. ``launcher_store`` has no such prefix for attempts: it records which
-        # run folders were opened, and must outlast restarts.
+        url = f"file://{place.meeting}" if place.meeting else "env://"
+        store = _rendezvous_store(url, place.rank, place.size)
         run_number = next(_RUN_NUMBERS)
+        # The store may hold addresses of earlier runs of this program, and of attempts before a restart. A prefix keeps
+        # them apart. ``launcher_store`` outlasts restarts, so its prefix is the same in all attempts of a run.
         launcher_store = PrefixStore(f"comingle/runs/{run_number}", _without_prefixes(store))
-        store = PrefixStore(f"comingle/{place.restarts}/{run_number}", store)
-        backend = _GPU_BACKENDS if torch.cuda.is_available() and dist.is_nccl_available() else _CPU_BACKEND
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=PROCESS_TIMEOUT)
+        store_of_attempt = PrefixStore(f"comingle/{place.restarts}/{run_number}", store)
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group(
+            _GPU_BACKENDS if has_nccl else _CPU_BACKEND,
+            store=store_of_attempt,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=PROCESS_TIMEOUT,
+        )
     try:
         ranks = Ranks(place, launcher_store)
         ranks.barrier()  # a process that ended early would leave the others waiting for it
@@ -277,22 +307,24 @@ def joined(place: Place) -> Iterator[Ranks]:
 
 @cache
 def _rendezvous_store(url: str, rank: int, size: int) -> Store:
-    """Return the key-value store in which processes find each other; cached, as all runs of a program share it.
+    """Return the key-value store in which processes find each other.
 
-    Without torchrun the first process serves the store, so it must stay open while others join the next run.
+    The store is cached, as rank 0 may serve it: it must stay open while other processes join the next run.
 
     Args:
-        url: Address of the rendezvous: a file or environment variables.
+        url: Address of the rendezvous: ``"file://PATH"``, or ``"env://"`` for torchrun's environment variables.
         rank: Rank of this process.
         size: Number of processes.
     """
-    store, _, _ = next(rendezvous(url, rank, size))  # the others are the rank and the size
+    store, _rank, _size = next(rendezvous(url, rank, size))
     return store
 
 
 def _without_prefixes(store: Store) -> Store:
-    """Return the store without the prefix that torchrun gives each attempt, so that entries outlast attempts."""
-    return _without_prefixes(store.underlying_store) if isinstance(store, PrefixStore) else store
+    """Return the store below all prefixes; torchrun gives each attempt a prefix, so that attempts share no entries."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _exit_with_parent(pipe: int) -> None:
@@ -307,7 +339,7 @@ def _exit_with_parent(pipe: int) -> None:
 
 @contextmanager
 def _peer_errors() -> Iterator[None]:
-    """Convert errors of torch.distributed in the block to a :class:`RankLostError`."""
+    """Raise a :class:`RankLostError` if torch.distributed fails in the block, as it does if another process ends."""
     try:
         yield
     except RuntimeError as error:
@@ -317,36 +349,39 @@ def _peer_errors() -> Iterator[None]:
         raise RankLostError(f"another process of this run has ended ({first_sentence})") from None
 
 
-def _error_of_rank(rank: int, kind: str, text: str) -> ComingleError:
-    """Return the error of another process under its own type, or as a ``RunError`` if it is a bug.
+def _error_of_rank(rank: int, class_name: str, text: str) -> ComingleError:
+    """Return the error of another process under its own class, or as a ``RunError`` if it is a bug.
 
     Args:
         rank: Rank of that process.
-        kind: Name of the class of the error.
+        class_name: Name of the class of the error, such as ``"RecipeError"``.
         text: Its message.
     """
-    error_class = getattr(errors, kind, None)
+    error_class = getattr(errors, class_name, None)
     if isinstance(error_class, type) and issubclass(error_class, ComingleError):
         return error_class(text)
-    return errors.RunError(f"process {rank}: {kind}: {text}")
+    return errors.RunError(f"process {rank}: {class_name}: {text}")
 
 
 def _describe(tree: Tree) -> list[Any]:
-    """Return name, dtype, shape and device type of each tensor, for JSON."""
-    return [[name, str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for name, t in tree.items()]
+    """Return name, dtype, shape and device type of each tensor, such as ``["lora_a", "float32", [4, 8], "cpu"]``."""
+    description: list[Any] = []
+    for name, t in tree.items():
+        dtype = str(t.dtype).removeprefix("torch.")
+        description.append([name, dtype, list(t.shape), t.device.type])
+    return description
 
 
-def _empty_tensors(described: list[Any]) -> Tree:
-    """Return uninitialised tensors to receive into, from the description that a sender makes by :func:`_describe`.
-
-    They are on the same type of device as those of the sender, such as the GPU of this process.
+def _empty_tensors(description: list[Any]) -> Tree:
+    """Return uninitialised tensors to receive into, on the same type of device as those of the sender.
 
     Args:
-        described: Name, dtype, shape and device type of each tensor.
+        description: Name, dtype, shape and device type of each tensor; see :func:`_describe`.
     """
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape, device in described
-    }
+    tensors: Tree = {}
+    for name, dtype, shape, device_type in description:
+        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device_type)
+    return tensors
 
 
 def _as_bytes(t: Tensor) -> Tensor:
