@@ -101,15 +101,16 @@ Received = Download | Upload | None
 
 
 def advertise(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Begin a secure sum with new secrets of this user, and return the message with its public keys.
+    """Begin a secure sum with new secrets of this user, and return the message with the user's public keys.
 
     Args:
         store: The user's part of the run.
         task: The task.
-        message: Unused, as this is the first step: the server has nothing to send yet.
+        message: Unused: in this first step the server sends nothing.
     """
     session = store.sessions.begin(_terms(store, task), task.user)
-    return keys_message(task.user, session.terms.round, session.advertise())
+    public_keys = session.advertise()
+    return keys_message(task.user, session.terms.round, public_keys)
 
 
 def share(store: ClientStore, task: Task, message: Received) -> Upload:
@@ -121,26 +122,29 @@ def share(store: ClientStore, task: Task, message: Received) -> Upload:
         message: The other users' public keys.
     """
     session = _current_session(store, task)
-    own_keys = session.advertise()  # The same keys as in the step before; the server does not send them back.
+    own_keys = session.advertise()  # the keys that this user has sent in the step "advertise"
     public_keys_by_user = read_roster(message, task.user, session.terms.round, own_keys)
-    return shares_message(task.user, session.terms.round, session.share(public_keys_by_user))
+    encrypted_shares_by_user = session.share(public_keys_by_user)
+    return shares_message(task.user, session.terms.round, encrypted_shares_by_user)
 
 
 def mask(store: ClientStore, task: Task, message: Received) -> Upload:
-    """Add masks to this user's upload, which cancel or are removed in the sum over users, and return the result.
+    """Return this user's upload with masks added, which the server can remove only from the sum over users.
 
     Args:
         store: The user's part of the run.
         task: The task.
         message: Shares of the other users' secrets, which they encrypted for this user.
     """
-    session, round_number = _current_session(store, task), task.round + 1  # Tasks count from 0, messages from 1.
+    session = _current_session(store, task)
+    round_number = session.terms.round
     encrypted_shares = read_sealed(message, task.user, round_number)
     only_user = 0  # this client group has a single user
     upload = store.clients.upload([only_user], round_number, {})
     # All shared tensors, rounded to integers and concatenated: with integers, masks cancel exactly.
     unmasked = as_words(upload.tensors[VECTOR][only_user])
-    return masked_message(task.user, round_number, session.mask(encrypted_shares, unmasked))
+    masked = session.mask(encrypted_shares, unmasked)
+    return masked_message(task.user, round_number, masked)
 
 
 def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
@@ -154,8 +158,9 @@ def unmask(store: ClientStore, task: Task, message: Received) -> Upload:
         message: Names of the users whose masked tensors are in the sum.
     """
     session = _current_session(store, task)
-    survivors = read_survivors(message, task.user, session.terms.round)
-    return shares_message(task.user, session.terms.round, session.unmask(survivors))
+    users_in_sum = read_survivors(message, task.user, session.terms.round)
+    shares_by_user = session.unmask(users_in_sum)
+    return shares_message(task.user, session.terms.round, shares_by_user)
 
 
 SUM_STEPS: dict[str, Callable[[ClientStore, Task, Received], Upload]] = {
@@ -171,7 +176,7 @@ def _current_session(store: ClientStore, task: Task) -> Session:
 
 
 def _terms(store: ClientStore, task: Task) -> Terms:
-    """Return the terms of a round's secure sum: its users, the least number of them, and the number of entries.
+    """Return the terms of a round's secure sum: round, users, threshold and number of entries.
 
     The client derives them from the recipe, so a hostile server cannot set a lower threshold.
 
@@ -182,7 +187,8 @@ def _terms(store: ClientStore, task: Task) -> Terms:
     if clients.plan.sums is None:
         raise MessageError("task: got a step of secure aggregation, which this federation does not use")
     num_entries = clients.model.layout.count(clients.method.shared)
-    return terms_of(clients.plan, task.run, task.round + 1, num_entries)  # Tasks count rounds from 0, terms from 1.
+    round_number = task.round + 1  # Tasks count rounds from 0, terms from 1.
+    return terms_of(clients.plan, task.run, round_number, num_entries)
 
 
 def open_store(
@@ -212,66 +218,70 @@ def open_store(
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
     recipe = _within_memory(folder, recipe, public, own, say)
-    # Freed memory is returned to the system, as the device has other work between rounds.
+    # Between rounds the device has other work, so freed memory is returned to the system.
     method = check_and_set_up(recipe, keeps_memory=False)
-    date_in_prompts = str(public.settings.get(DATE, ""))  # that of the run's start; "" if no template writes a date
-    read = prepare(recipe, given=Given(date=date_in_prompts, bases=bases), method=method)  # this user's data and base
-    _check_base(own, public, read)
-    run_data = _data_of_run(own, public, recipe, read)
-    _check_settings(own, public, read)
+    date_in_prompts = str(public.settings.get(DATE, ""))  # date of the run's start, if the chat template writes a date
+    own_data = prepare(recipe, given=Given(date=date_in_prompts, bases=bases), method=method)
+    _check_base(own, public, own_data)
+    run_data = _data_of_run(own, public, recipe, own_data)
+    _check_settings(own, public, own_data)
     clients = run_data.kind.clients(recipe, run_data, plan_of(public, recipe))
+
+    answers_folder = folder / "answers"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (folder / "answers").mkdir(exist_ok=True)
+    answers_folder.mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
-    # `first` is the state before the first task, in which zeros take no memory.
+    state_before_first_task = clients.state.copy(compact=True)  # zeros take no memory
     store = ClientStore(
-        folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy(compact=True)
+        folder=folder, public=public, recipe=recipe, read=own_data, clients=clients, first=state_before_first_task
     )
-    begun = any((folder / "answers").glob("*.bin"))  # A task was answered, so uploads may have been sent.
-    _check_inputs(folder, own, describe(read, recipe), begun=begun)
-    keep_key(folder, *clients.mechanisms, begun=begun)  # Repeated rounds must have the same noise.
+    has_answered = any(answers_folder.glob("*.bin"))  # Then the user may have sent uploads.
+    _check_inputs(folder, own, describe(own_data, recipe), has_answered=has_answered)
+    keep_key(folder, *clients.mechanisms, begun=has_answered)  # Repeated rounds must have the same noise.
     store.remove_drafts()
     store.load_newest()
     return store
 
 
-def _data_of_run(own: Own, public: Public, recipe: Recipe, read: RunData) -> RunData:
+def _data_of_run(own: Own, public: Public, recipe: Recipe, own_data: RunData) -> RunData:
     """Return the data of a run as this client has it: the names of all users, and the data of its own user.
-
-    Methods and privacy depend on who all users are, although only this user's data is on this machine.
 
     Args:
         own: The user's own settings.
         public: Public part of the federation, with the names of all users.
         recipe: The user's recipe.
-        read: The data and base model of this user alone.
+        own_data: The data and base model of this user alone.
     """
-    remote = remote_data(public, recipe, read.base)
-    number = public.users.index(own.name)
-    users = as_users(read.users[0] if i == number else user for i, user in enumerate(remote.users))
-    common = None if remote.common is None else replace(remote.common, users=users)  # It lists the users, too.
-    return replace(remote, users=users, common=common, here=(number,), unread=False)
+    run_data = remote_data(public, recipe, own_data.base)  # users with names, without data
+    own_number = public.users.index(own.name)
+    all_users = list(run_data.users)
+    all_users[own_number] = own_data.users[0]
+    users = as_users(all_users)
+    common = run_data.common  # data for all users; it lists the users, too
+    if common is not None:
+        common = replace(common, users=users)
+    return replace(run_data, users=users, common=common, here=(own_number,), unread=False)
 
 
-def _check_inputs(folder: Path, own: Own, current: Inputs, *, begun: bool) -> None:
-    """Check that the run's folder is this user's and that the data is unchanged since the run began.
+def _check_inputs(folder: Path, own: Own, current: Inputs, *, has_answered: bool) -> None:
+    """Check that the run's folder belongs to this user and that the user's data has not changed.
 
-    Before the client's first answer to a task, name and digests are only recorded, as the user may still change the
-    data.
+    Before the client's first answer the user may still change the data, so ``current`` is only recorded.
 
     Args:
         folder: Folder of the run.
         own: The user's own settings, of which only the name is used.
         current: The user's name, and digests of the data as it is now.
-        begun: Whether the client has answered a task of this run.
+        has_answered: Whether the client has answered a task of this run.
 
     Raises:
         RunError: The folder is another user's.
         DataError: The data has changed.
     """
-    if not begun or not (folder / INPUTS).exists():
-        return write_inputs(folder, current)
+    if not has_answered or not (folder / INPUTS).exists():
+        write_inputs(folder, current)
+        return
     try:
         recorded = read_inputs(folder)
     except RunError:
@@ -279,13 +289,13 @@ def _check_inputs(folder: Path, own: Own, current: Inputs, *, begun: bool) -> No
     if list(recorded.users) != [own.name]:
         owner = list_names(recorded.users)
         raise RunError(f"{folder}: belongs to user {owner}, not to {own.name!r}; use another --state")
-    before, after = recorded.users[own.name].digests, current.users[own.name].digests
-    if changed := [split for split in SPLITS if before[split] != after[split]]:
+    recorded_digests, current_digests = recorded.users[own.name].digests, current.users[own.name].digests
+    changed_splits = [split for split in SPLITS if recorded_digests[split] != current_digests[split]]
+    if changed_splits:
         raise DataError(
-            f"{folder}: user {own.name!r}: the {' and '.join(changed)} data changed since the run began; "
+            f"{folder}: user {own.name!r}: the {' and '.join(changed_splits)} data changed since the run began; "
             "restore it, or join again with another --state"
         )
-    return None
 
 
 def known_public(folder: Path) -> Public | None:
@@ -341,17 +351,20 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
 def _lighter_runtime(recipe: Recipe) -> dict[str, Any]:
     """Return changes of a recipe, by dotted key, with which a 16-bit language model needs less memory on a CPU.
 
-    The changes are native code and smaller passes. They change results by rounding. So a client in float32, which has
-    to compute the same as a simulation, gets no changes. Keys that the recipe or the user sets are not changed.
+    For example ``{"runtime.native_code": True, "runtime.micro_batch": 2}``, without keys that the recipe sets already.
+    Returns no changes in float32: they change rounding, and a client in float32 has to compute the same as a
+    simulation.
     """
     runtime, device = recipe.runtime, resolve_device(recipe.runtime.device)
-    if not kind_of(recipe).needs_base:  # nets
+    trains_language_model = kind_of(recipe).needs_base
+    if not trains_language_model:
         return {}
     dtype = resolve_dtype(runtime.dtype, device)
     has_native_code = expert_mlp.fits(device, dtype)  # only on a CPU, and for some dtypes
-    if not has_native_code or dtype.itemsize > 2:
+    is_16_bit = dtype.itemsize <= 2
+    if not has_native_code or not is_16_bit:
         return {}
-    if runtime.memory is not None:  # it chooses both
+    if runtime.memory is not None:  # With this key, both settings are chosen elsewhere.
         return {}
     lighter = {"native_code": True, "micro_batch": max(1, LIGHT_TOKENS // recipe.training.context)}
     return {f"runtime.{key}": value for key, value in lighter.items() if key not in runtime.model_fields_set}
@@ -365,10 +378,9 @@ CHOICE = "memory.json"
 
 
 def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: Say) -> Recipe:
-    """Choose settings with which the client fits into ``runtime.memory``.
+    """Return the recipe with settings, such as smaller passes, with which the client fits into ``runtime.memory``.
 
-    They are kept in the folder of the run, so that a client that is restarted computes the same. They are chosen in
-    another process, as this one would keep what it imports for that.
+    The settings are stored in the run's folder, so that a restarted client computes the same.
 
     Args:
         folder: Folder of the run.
@@ -382,35 +394,56 @@ def _within_memory(folder: Path, recipe: Recipe, public: Public, own: Own, say: 
 
     Raises:
         RecipeError: No settings fit.
-        RunError: The other process fails.
+        RunError: The process that chooses the settings fails.
     """
     if recipe.runtime.memory is None:
         return recipe
     path = folder / CHOICE
     depends_on = {"recipe": public.digest, "base": recipe.base, "runtime": own.runtime}
-    with suppress(OSError, ValueError, KeyError):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["depends_on"] == depends_on:
-            return with_choice(recipe, kept["changes"], kept["text"], say)
-    asked = {
+    with suppress(OSError, ValueError, KeyError):  # no file, or a damaged one
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["depends_on"] == depends_on:
+            return with_choice(recipe, stored["changes"], stored["text"], say)
+    say(f"choosing settings for runtime.memory {recipe.runtime.memory}, once; this takes up to a minute")
+    choice = _choose_in_new_process(recipe, public, own)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_json(path, {"depends_on": depends_on, **choice})
+    return with_choice(recipe, choice["changes"], choice["text"], say)
+
+
+def _choose_in_new_process(recipe: Recipe, public: Public, own: Own) -> dict[str, Any]:
+    """Choose settings for ``runtime.memory`` in a new process, whose imports then take no memory of this one.
+
+    Args:
+        recipe: The user's recipe.
+        public: Public part of the federation, with the names of all users.
+        own: The user's own settings.
+
+    Returns:
+        The chosen settings by recipe key under "changes", and a line for the user under "text".
+
+    Raises:
+        RecipeError: No settings fit.
+        RunError: The process fails.
+    """
+    request = {
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "limit": memory_limit(recipe),
         "names": list(public.users),
         "here": [public.users.index(own.name)],
         "process": private_bytes() + TOKENIZER_BYTES,
     }
-    say(f"choosing settings for runtime.memory {recipe.runtime.memory}, once; this takes up to a minute")
     command = [sys.executable, "-m", "comingle.cost.planning"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
-    if done.returncode:
-        problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RunError(f"runtime.memory: got {recipe.runtime.memory!r}; settings could not be chosen: {problem}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "error" in answer:
-        raise RecipeError(f"user {own.name!r}: {answer['error']}")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_json(path, {"depends_on": depends_on, **answer})
-    return with_choice(recipe, answer["changes"], answer["text"], say)
+    finished = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    if finished.returncode != 0:
+        error_lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
+        raise RunError(
+            f"runtime.memory: got {recipe.runtime.memory!r}; settings could not be chosen: {error_lines[-1]}"
+        )
+    choice = json.loads(finished.stdout.splitlines()[-1])
+    if "error" in choice:
+        raise RecipeError(f"user {own.name!r}: {choice['error']}")
+    return choice
 
 
 def _check_base_name(name: str) -> None:
@@ -436,21 +469,21 @@ def _check_base_name(name: str) -> None:
 
 
 def _check_expected(own: Own, public: Public) -> None:
-    """Check the federation's recipe and base against the digests in ``expects``, an optional key of the user's file.
-
-    With this key a user joins only a federation that it has inspected before.
+    """Check that the federation has the recipe and the base that the user expects.
 
     Args:
-        own: The user's own settings, with ``expects``: wanted digests under "recipe" and "base".
+        own: The user's own settings. ``expects`` is empty, or has wanted digests under "recipe" and "base".
         public: Public part of the federation, with the digests of its recipe and base.
 
     Raises:
         MessageError: A digest differs.
     """
-    actual: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
-    for what, wanted in own.expects.items():  # "recipe" or "base", and its digest
-        if actual[what] != wanted:
-            raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {actual[what]}")
+    servers_digests: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
+    for part, expected_digest in own.expects.items():  # "recipe" or "base"
+        if servers_digests[part] != expected_digest:
+            raise MessageError(
+                f"user {own.name!r}: expects {part} {expected_digest}; the server has {servers_digests[part]}"
+            )
 
 
 def _shorten(digest: str) -> str:
@@ -458,52 +491,53 @@ def _shorten(digest: str) -> str:
     return ":".join(part[:8] for part in digest.split(":")) or "none"
 
 
-def _check_base(own: Own, public: Public, read: RunData) -> None:
+def _check_base(own: Own, public: Public, own_data: RunData) -> None:
     """Check that this client's base model and tokenizer have the same digests as the server's.
-
-    A tokenizer's digest may end with the digest of its chat template. Older versions leave out this part. If it is
-    missing on either side, only the tokens are compared.
 
     Args:
         own: The user's own settings.
         public: Public part of the federation, with the server's digests.
-        read: The user's data and base model.
+        own_data: The user's data and base model.
 
     Raises:
         MessageError: A digest differs. A note, which is for the user only, names the client's base.
     """
-    for what, own_digest in digests_of(read.base).items():  # "base" and "tokenizer"
-        servers_digest = getattr(public, what)
-        are_equal = own_digest == servers_digest
-        equals_without_template = own_digest == tokens_of(servers_digest) or tokens_of(own_digest) == servers_digest
-        if not (are_equal or equals_without_template):
-            error = MessageError(
-                f"{what}: the server has {_shorten(servers_digest)} of base {public.recipe.get('base', '')!r}, this "
-                f"client {_shorten(own_digest)}; use the same base (--base)"
-            )
-            if read.base is not None:
-                error.add_note(f"this client's base is {str(own.base or read.base.name)!r}")
-            raise error
+    for part, own_digest in digests_of(own_data.base).items():  # "base" and "tokenizer"
+        servers_digest = getattr(public, part)
+        if own_digest == servers_digest:
+            continue
+        # A tokenizer's digest is "TOKENS:TEMPLATE", or "TOKENS" in older versions, which is then all to compare.
+        if own_digest == tokens_of(servers_digest) or tokens_of(own_digest) == servers_digest:
+            continue
+        error = MessageError(
+            f"{part}: the server has {_shorten(servers_digest)} of base {public.recipe.get('base', '')!r}, this "
+            f"client {_shorten(own_digest)}; use the same base (--base)"
+        )
+        if own_data.base is not None:
+            error.add_note(f"this client's base is {str(own.base or own_data.base.name)!r}")
+        raise error
 
 
-def _check_settings(own: Own, public: Public, read: RunData) -> None:
+def _check_settings(own: Own, public: Public, own_data: RunData) -> None:
     """Check that networks of server and user have the same shapes and labels.
 
     Args:
         own: The user's settings.
         public: Public part of the federation, with the server's shapes and labels.
-        read: The user's data, from which its own shapes and labels follow.
+        own_data: The user's data, from which its own shapes and labels follow.
 
     Raises:
         MessageError: A value differs.
     """
-    own_settings = read.kind.settings(read)
-    for key, value in public.settings.items():
-        if key == "classes" and isinstance(value, int) and own_settings.get(key, value) <= value:
-            continue  # `value` is the number of classes of all users; this user's data may lack some of them.
-        # A key that does not follow from the user's data is not compared. As JSON, tuples and lists are equal.
-        if json.dumps(own_settings.get(key, value)) != json.dumps(value):
-            raise MessageError(f"user {own.name!r}: {key}: got {own_settings[key]} from the data; allowed: {value}")
+    own_settings = own_data.kind.settings(own_data)
+    for key, servers_value in public.settings.items():
+        if key not in own_settings:  # It does not follow from the user's data.
+            continue
+        own_value = own_settings[key]
+        if key == "classes" and isinstance(servers_value, int) and own_value <= servers_value:
+            continue  # The server's number is that of all users; this user's data may lack some classes.
+        if json.dumps(own_value) != json.dumps(servers_value):  # as JSON, in which tuples and lists are equal
+            raise MessageError(f"user {own.name!r}: {key}: got {own_value} from the data; allowed: {servers_value}")
 
 
 logger = logging.getLogger("comingle")
@@ -554,10 +588,7 @@ class Client:
         self._run = ""
 
     def handle(self, data: bytes, deadline: float = math.inf) -> bytes:
-        """Return the answer to a task; if the task fails, the answer has the reason.
-
-        Reasons are also shown to the user. ``refuse`` is called if the user cannot join with its data and settings. It
-        is not called after an error that may pass, such as a full disk.
+        """Carry out a task and return the answer; if the task fails, the answer has the reason.
 
         Args:
             data: The task's bytes.
@@ -569,25 +600,25 @@ class Client:
         """
         task = unpack_task(data)
         check_address(task, self.own.name)
+        is_join = task.todo == ("join",)
         try:
             with convert_disk_errors(self.folder):
-                answer = self._join(task) if task.todo == ("join",) else self._carry_out(task, data, deadline)
+                answer = self._join(task).pack() if is_join else self._carry_out(task, data, deadline)
         except ComingleError as error:
             line = "; ".join([str(error), *getattr(error, "__notes__", ())])  # Notes are not sent to the server.
             self.say(line)
-            may_pass = isinstance(error, RunError)  # such as a full disk; the client keeps running
-            if task.todo == ("join",) and not may_pass:
+            may_pass = isinstance(error, RunError)  # such as a full disk
+            if is_join and not may_pass:
                 self.refuse(line)
-            answer = _refusal(task, error)
+            answer = _refusal(task, error).pack()
         except Exception as error:  # A bug, perhaps triggered by a hostile server, must not end the client.
             logger.exception("task %d of run %s", task.serial, task.run)
             self.say(" ".join(f"task {task.serial}: {type(error).__name__}: {error}".split()))
-            answer = _refusal(task, error)
+            answer = _refusal(task, error).pack()
         finally:
             return_freed_memory()  # The client may be idle for long.
-        packed = answer if isinstance(answer, bytes) else answer.pack()
-        self._conditions.count_upload(len(packed))
-        return packed
+        self._conditions.count_upload(len(answer))
+        return answer
 
     def publish_newest_run(self) -> None:
         """Publish the model of the run that this user has joined last, if there is one; show errors to the user."""
@@ -623,40 +654,41 @@ class Client:
             ComingleError: The user's data or base cannot be used.
         """
         public = read_public(task.arguments.get("public"))
-        known = known_public(self._folder(task.run))
-        if known is not None and known.digest != public.digest:
+        stored_public = known_public(self._folder(task.run))
+        if stored_public is not None and stored_public.digest != public.digest:
             raise MessageError(
-                f"run {task.run}: the recipe has changed from {known.digest} to {public.digest} since user "
+                f"run {task.run}: the recipe has changed from {stored_public.digest} to {public.digest} since user "
                 f"{self.own.name!r} joined"
             )
         check_run_limit(self.folder, task.run, self.own.max_runs)
         store = self._enter(task.run, public)
         if self._publish is not None:
             self._publish(store)
+        clients = store.clients
         self.say(upload_notice(store))
         self.say(report_notice(store, self.own))
-        warn_of_untrained(store.clients.plan, store.clients.steps.local_steps)
+        warn_of_untrained(clients.plan, clients.steps.local_steps)
+        unit = clients.batch_source.unit
         reported: dict[str, Any] = {
-            "unit": store.clients.batch_source.unit,
-            "steps": store.clients.steps.local_steps,
+            "unit": unit,
+            "steps": clients.steps.local_steps,
             "done": store.serial,
             "back": store.revertible_tasks()[0],
-            **store.public_counts,
+            **store.public_counts,  # "examples"
         }
-        if store.tells(self.own) in SCORES:
-            only_trainer = store.clients.trainers[0]  # this client group has a single user
-            reported["amounts"] = amounts(only_trainer, store.clients.batch_source.unit)
+        if store.reporting_level(self.own) in SCORES:
+            only_trainer = clients.trainers[0]  # this client group has a single user
+            reported["amounts"] = amounts(only_trainer, unit)
             if store.read.skipped_rows:
                 reported["skipped_rows"] = store.read.skipped_rows
-            _, trained_amount, scored_amount = amounts_of(store.clients)  # without the number of users, here 1
+            _num_users, trained_amount, scored_amount = amounts_of(clients)
             reported["works"] = [trained_amount, scored_amount]
         return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)
 
-    def _carry_out(self, task: Task, data: bytes, deadline: float) -> Answer | bytes:
-        """Carry out a task, store its answer and the new state, and return the answer.
+    def _carry_out(self, task: Task, data: bytes, deadline: float) -> bytes:
+        """Carry out a task, store its answer and the new state, and return the answer's bytes.
 
-        A task that was carried out before gets the stored answer. Another task with the number of an earlier one means
-        that the server did not get that answer, so the earlier task is reverted first. A task that fails is reverted.
+        A task that was carried out before gets the stored answer. If the task fails, its changes are reverted.
 
         Args:
             task: The task.
@@ -667,17 +699,19 @@ class Client:
             DeclinedError: The conditions of this device do not allow the task in time.
         """
         store = self._open(task.run)
-        if (answer := store.stored_answer(task.serial, data)) is not None:
-            return answer
+        stored_answer = store.stored_answer(task.serial, data)
+        if stored_answer is not None:
+            return stored_answer
         steps_follow_from_data = counts_samples(store.recipe)
         check_task(task, store.clients.plan, TaskRunner.STEPS, steps_follow_from_data=steps_follow_from_data)
-        if task.serial <= store.serial:  # The server did not get the answer to this task, and sends another one.
+        if task.serial <= store.serial:
+            # The server did not get the answer to the task that had this number, and sends another task instead.
             self.say(REVERTED_NOTICE)
             store.revert_to(task.serial - 1)
         if task.serial != store.serial + 1:
             raise MessageError(f"task: got task {task.serial} for user {self.own.name!r}; allowed: {store.serial + 1}")
         if needs_conditions(task):
-            self._begin_task(store.clients, task, deadline)
+            self._await_conditions(store.clients, task, deadline)
         try:
             with own_errors(store.clients.method):  # names file and line of an error in a user's own method
                 answer = TaskRunner(store, self.own, task, self._conditions).run().pack()
@@ -692,8 +726,8 @@ class Client:
             raise
         return answer
 
-    def _begin_task(self, clients: Clients, task: Task, deadline: float) -> None:
-        """Wait until this device's conditions allow a task.
+    def _await_conditions(self, clients: Clients, task: Task, deadline: float) -> None:
+        """Wait until this device's conditions, such as "plugged-in", allow a task.
 
         Args:
             clients: The client group of the user.
@@ -703,12 +737,13 @@ class Client:
         Raises:
             DeclinedError: The conditions do not allow the task in time.
         """
-        only_user = num_steps = upload_bytes = 0
+        only_user = 0  # this client group has a single user
+        num_steps = upload_bytes = 0
         if "train" in task.todo:
             num_steps = clients.batch_source.steps(only_user) * clients.method.placement.copies
-        # A secure sum begins with the step "advertise". The size includes its messages in the tasks that follow.
-        uploads = not {"upload", "advertise"}.isdisjoint(task.todo)
-        if uploads and self.own.max_upload_per_day is not None:
+        # With secure aggregation a round's upload begins with the step "advertise".
+        begins_upload = "upload" in task.todo or "advertise" in task.todo
+        if begins_upload and self.own.max_upload_per_day is not None:
             upload_bytes = clients.upload_bytes()[only_user]
         self._conditions.begin_task(num_steps, upload_bytes, deadline)
 
@@ -724,8 +759,7 @@ class Client:
         if self._store is not None and self._run == run:
             return self._store
         public = known_public(self._folder(run))
-        if public is None:
-            # The state folder is new or another one; the server sends a join task before the next task.
+        if public is None:  # The state folder is new, or another one than before.
             raise MessageError(
                 f"run {run}: user {self.own.name!r} has no state of it in this folder; it joins again before its next "
                 "task"
@@ -733,10 +767,13 @@ class Client:
         return self._enter(run, public)
 
     def _enter(self, run: str, public: Public) -> ClientStore:
-        if self._store is None or self._run != run:
-            self._store, self._run = open_store(self._folder(run), self.own, public, self._bases, self.say), run
-            self._store.clients.clock = self._conditions.training_clock  # pauses do not count as time of a round
-        return self._store
+        """Return the store of a run, which is opened unless it is the current one."""
+        if self._store is not None and self._run == run:
+            return self._store
+        store = open_store(self._folder(run), self.own, public, self._bases, self.say)
+        store.clients.clock = self._conditions.training_clock  # pauses do not count as time of a round
+        self._store, self._run = store, run
+        return store
 
 
 class TaskRunner:
@@ -753,15 +790,15 @@ class TaskRunner:
         """
         self.store, self.own, self.task, self.clients = store, own, task, store.clients
         self.conditions = conditions
-        self.user_reports = store.tells(own)  # all, scores, losses or nothing
-        self.reports_scores = self.user_reports in SCORES  # test scores, amounts of data and durations
+        self.reporting_level = store.reporting_level(own)  # "all", "scores", "losses" or "nothing"
+        self.reports_scores = self.reporting_level in SCORES  # test scores, amounts of data and durations
         self.reported: dict[str, Any] = {}  # values for the answer
         self.sent: list[bytes] = []  # messages for the answer
-        self.received = list(task.messages)  # messages that the next steps read
-        # The largest number of local steps of a client in a round. The server sends it once all clients have joined;
-        # until then it is 0.
-        if steps := int(task.arguments.get("local_steps", 0)):
-            self.clients.steps.most_steps = steps
+        self.unread_messages = list(task.messages)  # in the order of the steps that read them
+        # The largest number of local steps of any client; 0 until all clients have joined.
+        most_steps = int(task.arguments.get("local_steps", 0))
+        if most_steps:
+            self.clients.steps.most_steps = most_steps
 
     def run(self) -> Answer:
         """Carry out all steps in order, and return the answer: what they report, and the messages that they send.
@@ -772,7 +809,7 @@ class TaskRunner:
         """
         started = time.perf_counter()
         for step in self.task.todo:
-            self.STEPS[step](self)
+            self._carry_out_step(step)
         if self.reports_scores:
             self.reported["seconds"] = time.perf_counter() - started
         task = self.task
@@ -780,15 +817,18 @@ class TaskRunner:
             run=task.run, serial=task.serial, user=task.user, reported=self.reported, messages=tuple(self.sent)
         )
 
-    def _next(self) -> Download:
-        message = unpack(self.received.pop(0))
+    def _carry_out_step(self, step: str) -> None:
+        self.STEPS[step](self)
+
+    def _next_download(self) -> Download:
+        message = unpack(self.unread_messages.pop(0))
         if not isinstance(message, Download):
             raise MessageError("task: got an upload; allowed: a download")
         return message
 
     def _receive(self) -> None:
         """Check the download that is the next message of the task, and copy its tensors into the user's model."""
-        download, clients = self._next(), self.clients
+        download, clients = self._next_download(), self.clients
         check_download(
             download,
             clients.model.layout,
@@ -801,54 +841,52 @@ class TaskRunner:
         clients.receive(download)
 
     def _hear(self) -> None:
-        """Keep the current model as the best one, if the next message says that its validation loss is the lowest."""
-        verdict = self._next()
+        """Read the server's verdict on the last evaluation, and keep the current model if it is the best so far."""
+        verdict = self._next_download()
         check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.plan.training.rounds)
         self.clients.receive_verdict(verdict)
 
     def _train(self) -> None:
-        """Take the local steps of a round, unless the user's privacy budget is spent.
+        """Take the local steps of a round, and report their number, tokens, seconds and loss as far as is allowed.
 
-        The user is left out of this round if the budget is spent or the result is not finite. Then
-        ``reported["left_out"]`` says why, and no later step uploads anything. If the result is not finite, methods that
-        drop such users restore the model themselves; with other methods the state before the round is restored here.
-
-        Reports the number of local steps if there is a time limit or steps are normalised. Reports tokens and seconds
-        if the user reports scores. Reports the training loss unless the user reports nothing; never with privacy, as
-        the loss would reveal data without noise.
+        The user is left out of this round, and uploads nothing, if its privacy budget is spent or its result is not
+        finite. Then ``reported["left_out"]`` says why.
         """
-        if why := self.store.charge_steps(self.task.round):
-            self.reported["left_out"] = why
+        why_not_allowed = self.store.charge_steps(self.task.round)
+        if why_not_allowed:
+            self.reported["left_out"] = why_not_allowed
             return
-        user = 0  # the only one of this client group
+        only_user = 0  # this client group has a single user
         try:
-            work = train(self.clients, [user], self.task.round, self.conditions.end_step)
+            work = train(self.clients, [only_user], self.task.round, self.conditions.end_step)
         except DivergenceError as error:
             self._restore_before_training()
             self.reported["left_out"] = str(error)
             return
         if self.reports_scores:
-            train_seconds = work.seconds - self.conditions.paused_seconds
-            self.reported |= {"tokens": work.tokens, "train_seconds": train_seconds}
+            self.reported["tokens"] = work.tokens
+            self.reported["train_seconds"] = work.seconds - self.conditions.paused_seconds
         if self.clients.plan.reports_steps:
-            self.reported["local_steps"] = work.steps[user]
-        if work.rejected:
-            self.reported["left_out"] = work.rejected[user]
-        elif self.user_reports != "nothing" and self.clients.plan.privacy is None:
-            self.reported["train_loss"] = work.losses[user]
+            self.reported["local_steps"] = work.steps[only_user]
+        if work.rejected:  # The result was not finite, and the method has restored the model.
+            self.reported["left_out"] = work.rejected[only_user]
+            return
+        is_private = self.clients.plan.privacy is not None  # The loss has no noise, so it is not reported then.
+        if self.reporting_level != "nothing" and not is_private:
+            self.reported["train_loss"] = work.losses[only_user]
 
     def _restore_before_training(self) -> None:
         """Undo local steps that have diverged, but keep the downloads that this task brought before them.
 
-        The state on disk is that before this task. It is restored, and the steps before "train" are carried out again.
+        Restores the state before this task from disk, and carries out the steps before "train" again.
         """
         self.store.revert()
-        self.received = list(self.task.messages)  # Steps remove the messages that they read.
+        self.unread_messages = list(self.task.messages)
         for step in takewhile(lambda step: step != "train", self.task.todo):
-            self.STEPS[step](self)
+            self._carry_out_step(step)
 
     def _upload(self) -> None:
-        """Pack the shared tensors, unless the user is left out of this round or its privacy budget is spent.
+        """Send the shared tensors, unless the user is left out of this round or its privacy budget is spent.
 
         Raises:
             MessageError: The federation uses secure aggregation, so a plain upload would reveal the tensors.
@@ -859,19 +897,31 @@ class TaskRunner:
             )
         if "left_out" in self.reported:
             return
-        report = {} if (loss := self.reported.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
-        only_user, round_number = 0, self.task.round + 1  # Tasks count rounds from 0, uploads from 1.
+        report = {}
+        if "train_loss" in self.reported:
+            report[LOSS] = torch.tensor([self.reported["train_loss"]])
+        only_user = 0  # this client group has a single user
+        round_number = self.task.round + 1  # Tasks count rounds from 0, uploads from 1.
         data = pack(self.clients.upload([only_user], round_number, report))
-        if why := self.store.charge_upload(data):  # The privacy budget is spent.
-            self.reported["left_out"] = why
+        why_not_allowed = self.store.charge_upload(data)
+        if why_not_allowed:
+            self.reported["left_out"] = why_not_allowed
         else:
             self.sent.append(data)
 
     def _secure_sum(self, step: str) -> None:
-        """Carry out a step of a secure sum and send its message, unless the user is left out of this round."""
-        if "left_out" not in self.reported:
-            message = None if step == "advertise" else unpack(self.received.pop(0))
-            self.sent.append(pack(SUM_STEPS[step](self.store, self.task, message)))
+        """Carry out a step of a secure sum and send its message, unless the user is left out of this round.
+
+        Args:
+            step: "advertise", "share", "mask" or "unmask".
+        """
+        if "left_out" in self.reported:
+            return
+        message = None
+        if step != "advertise":  # In the first step the server sends no message.
+            message = unpack(self.unread_messages.pop(0))
+        answer = SUM_STEPS[step](self.store, self.task, message)
+        self.sent.append(pack(answer))
 
     def _finish(self) -> None:
         finish(self.clients)
@@ -879,24 +929,27 @@ class TaskRunner:
     def _evaluate(self) -> None:
         """Score the model on the user's own test data, and report as much as the user's setting ``tells`` allows.
 
-        With "scores" these are test scores and metrics, with "all" also the mean weights of experts or components. If
-        the recipe selects the best round, the loss on the validation data is sent in any case. A method may fine-tune
-        the model for the evaluation only.
+        "scores" reports test scores and metrics, "all" also the mean weights of experts or components. If the recipe
+        selects the best round, the validation loss is always sent.
         """
-        clients, rounds_done = self.clients, self.task.arguments.get("done")
+        clients = self.clients
+        rounds_done = self.task.arguments.get("done")  # None in the final evaluation, of the best models
         settle(clients)  # computes tensors that follow from trained ones
-        with finetuned(clients, rounds_done):
+        with finetuned(clients, rounds_done):  # if the method fine-tunes models for the evaluation only
             scores = clients.evaluate()
-            selects_best_round = bool(clients.state.best)  # then the state holds the best model so far
+            selects_best_round = bool(clients.state.best)
             losses = clients.validate() if selects_best_round else {}
-        if losses and rounds_done is not None:  # the final evaluation, of the best models, has no number of rounds
+        if losses and rounds_done is not None:
             self.sent.append(pack(validation_report(losses, rounds_done)))
-        self.reported |= {"measure": measure_of(scores), "evaluated": True}
-        own_scores = measured(scores[0])  # a client scores a single user
-        if self.reports_scores and all(map(math.isfinite, own_scores.values())):
-            self.reported |= {"score": own_scores, "metrics": users_metrics(clients, scores)[self.own.name]}
-        if self.user_reports == "all":
-            self.reported |= users_routing(clients, scores)[self.own.name]
+        self.reported["measure"] = measure_of(scores)
+        self.reported["evaluated"] = True
+        own_scores = measured(scores[0])  # this client group has a single user
+        are_finite = all(map(math.isfinite, own_scores.values()))
+        if self.reports_scores and are_finite:
+            self.reported["score"] = own_scores
+            self.reported["metrics"] = users_metrics(clients, scores)[self.own.name]
+        if self.reporting_level == "all":
+            self.reported.update(users_routing(clients, scores)[self.own.name])
 
     def _choose(self) -> None:
         self.clients.choose()
@@ -921,27 +974,30 @@ class TaskRunner:
 def needs_conditions(task: Task) -> bool:
     """Return whether a task waits until this device's conditions hold: tasks that train or evaluate.
 
-    Tasks after the last round do not wait, as the user's own model is made by them.
+    Tasks after the last round do not wait, so that the user gets its model.
     """
-    return not {"train", "evaluate"}.isdisjoint(task.todo) and {"finish", "choose"}.isdisjoint(task.todo)
+    uses_device = "train" in task.todo or "evaluate" in task.todo
+    is_after_last_round = "finish" in task.todo or "choose" in task.todo
+    return uses_device and not is_after_last_round
 
 
 def upload_notice(store: ClientStore) -> str:
     """Return one line for the user: which tensors leave this machine in a round, and what stays here.
 
-    Tensors are named by their roles, such as "generalist" or "router".
+    For example ``"user 'ann': generalist (9,216 bytes) leave this machine each round you take part in; router,
+    specialist, text and optimiser state stay"``.
     """
     clients, method, name = store.clients, store.clients.method, store.clients.users[0].name
     roles = clients.model.layout.roles
     local_roles = sorted(roles & (method.client.trained - method.shared))  # trained, but never uploaded
-    stays = f"; {', '.join([*local_roles, 'text and optimiser state'])} stay"
+    stays = f"{', '.join([*local_roles, 'text and optimiser state'])} stay"
     if not clients.shares:
-        return f"user {name!r}: method {method.name} sends only the metrics that `tells` allows{stays}"
+        return f"user {name!r}: method {method.name} sends only the metrics that `tells` allows; {stays}"
     shared_roles = ", ".join(sorted(method.shared & roles))
-    upload_bytes = clients.upload_bytes()[0]  # a client has a single user
-    how = "" if clients.plan.sums is None else ", masked,"  # with secure aggregation
-    size = f"{upload_bytes:,} bytes"
-    return f"user {name!r}: {shared_roles} ({size}) leave this machine{how} each round you take part in{stays}"
+    upload_bytes = clients.upload_bytes()[0]  # this client group has a single user
+    masked = "" if clients.plan.sums is None else ", masked,"  # by secure aggregation
+    leaves = f"{shared_roles} ({upload_bytes:,} bytes) leave this machine{masked} each round you take part in"
+    return f"user {name!r}: {leaves}; {stays}"
 
 
 _REPORTED: dict[Tells, tuple[str, ...]] = {
@@ -955,46 +1011,48 @@ _REPORTED: dict[Tells, tuple[str, ...]] = {
 def report_notice(store: ClientStore, own: Own) -> str:
     """Return one line for the user: which numbers leave this machine beside the tensors, and how to change that.
 
-    The user's setting ``tells`` decides on most of these numbers. The line also lists numbers that leave with any
-    setting: the number of local steps in a round, the validation loss if the recipe selects the best round, the number
-    of examples with DP-SGD, and the amount of training data if users are weighted by it.
-
     Args:
         store: The user's part of the run.
-        own: The user's settings.
+        own: The user's settings; ``tells`` decides which optional numbers leave.
     """
-    plan, tells = store.clients.plan, store.tells(own)
-    levels = list(_REPORTED)
-    allowed = [] if tells == "nothing" else levels[: levels.index(tells) + 1]
-    numbers = [number for level in allowed for number in _REPORTED[level]]
-    if plan.privacy is not None and "training losses" in numbers:
-        numbers.remove("training losses")  # never reported with privacy
+    plan, level = store.clients.plan, store.reporting_level(own)
+    is_private = plan.privacy is not None
+    optional = []  # numbers that leave because of `tells`
+    if level != "nothing":
+        levels = list(_REPORTED)
+        for included in levels[: levels.index(level) + 1]:  # Each level includes the ones before it.
+            optional.extend(_REPORTED[included])
+    if is_private and "training losses" in optional:
+        optional.remove("training losses")  # They have no noise, so they are never reported with privacy.
+
     always = ["the number of local steps"]
-    if store.clients.state.best:
+    if store.clients.state.best:  # The recipe selects the best round.
         always.append("validation losses")
     if store.public_counts:
         always.append("the number of examples")
-    if plan.training.weighting != "uniform" and plan.privacy is None and "amounts of data" not in numbers:
+    is_weighted_by_data = plan.training.weighting != "uniform" and not is_private
+    if is_weighted_by_data and "amounts of data" not in optional:
         always.append("the amount of training data")
-    reported = [f"{', '.join(numbers)} (tells: {tells})"] if numbers else []
-    listed = " and ".join([*reported, ", ".join(always)])
-    change = f"change this with --tells {'|'.join(TELLS)}"
-    none = "" if numbers else f"; no losses or scores (tells: {tells})"
-    return f"user {own.name!r}: the server also sees {listed}{none}; {change}"
+
+    listed, change = ", ".join(always), f"change this with --tells {'|'.join(TELLS)}"
+    if not optional:
+        return f"user {own.name!r}: the server also sees {listed}; no losses or scores (tells: {level}); {change}"
+    return f"user {own.name!r}: the server also sees {', '.join(optional)} (tells: {level}) and {listed}; {change}"
 
 
 def _describe_answer(store: ClientStore, task: Task, answer: bytes) -> str:
-    """Return one line for the user: which task was carried out, and how many bytes leave this machine for it.
+    """Return one line for the user after a task, such as ``"round 3: 9,216 bytes leave this machine"``.
 
-    After the last task of a federation, the line says instead where the user's model is.
+    After the last task of a federation, the line says where the user's model is.
 
     Args:
         store: The user's part of the run.
-        task: The task.
+        task: The task that was carried out.
         answer: The bytes of the answer.
     """
     if "end" in task.todo:
         return f"{ENDED}; {store.folder / MODEL} is the model of user {task.user!r}"
+    # Tasks count rounds from 0.
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
     return f"{done}: {len(answer):,} bytes leave this machine"
 
@@ -1012,17 +1070,18 @@ _REASONS_FOR_SERVER = {
 def _refusal(task: Task, error: Exception) -> Answer:
     """Return the answer to a task that failed, without the user's own data or settings.
 
-    The text of a MessageError is sent, as it is about the server's message, and that of a DeclinedError, which says
-    which of the user's conditions does not hold. Other texts may contain private data, so the server gets a general
-    reason for the type of error.
+    Texts of errors may contain private data. So the server gets the text only of a MessageError, which is about its
+    own message, and of a DeclinedError. For all other errors it gets a general reason, such as "invalid data".
 
     Args:
         task: The task.
         error: The error with which it failed.
     """
     kind = type(error).__name__
-    reason = _REASONS_FOR_SERVER.get(kind, "internal error")
-    without_details = f"user {task.user!r}: {reason}; the client's log has the details"
-    is_for_server = isinstance(error, MessageError | DeclinedError)
-    reported = {"refused": str(error) if is_for_server else without_details, "kind": kind}
+    if isinstance(error, MessageError | DeclinedError):
+        reason = str(error)
+    else:
+        general_reason = _REASONS_FOR_SERVER.get(kind, "internal error")
+        reason = f"user {task.user!r}: {general_reason}; the client's log has the details"
+    reported = {"refused": reason, "kind": kind}
     return Answer(run=task.run, serial=task.serial, user=task.user, reported=reported)

@@ -17,7 +17,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,9 @@ class Sessions:
     folder: Path
 
     def begin(self, terms: Terms, name: str) -> Session:
-        """Return this user's side of a new secure sum, with new secrets.
+        """Return this user's side of a new secure sum, with new secrets; its first step replaces the stored sum.
 
-        It replaces the stored sum once its first step is saved. A round whose sum was unmasked cannot have another sum:
-        the difference of both could reveal a single user's upload.
+        A round whose sum was unmasked gets no second sum, as the difference of both could reveal a single upload.
 
         Args:
             terms: Round, users and threshold of the sum.
@@ -69,9 +68,11 @@ class Sessions:
         Raises:
             MessageError: The sum of this round, or of a later one, has been unmasked.
         """
-        if terms.round <= (known := self._read()["unmasked"]):
+        last_unmasked_round = self._read()["unmasked"]
+        if terms.round <= last_unmasked_round:
             raise MessageError(
-                f"secure aggregation: got round {terms.round}; user {name!r} has already helped to unmask round {known}"
+                f"secure aggregation: got round {terms.round}; user {name!r} has already helped to unmask round "
+                f"{last_unmasked_round}"
             )
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=self._save)
 
@@ -85,7 +86,8 @@ class Sessions:
             MessageError: No sum is stored, or the stored sum has other terms, for example of another round.
         """
         record = self._read()["session"]
-        if record is None or (session := Session.of(record, self._save)).terms != terms:
+        session = None if record is None else Session.of(record, self._save)
+        if session is None or session.terms != terms:
             raise MessageError(f"secure aggregation: no sum of round {terms.round} has been started on this client")
         return session
 
@@ -99,10 +101,11 @@ class Sessions:
         return self.folder / SECURE
 
     def _read(self) -> dict[str, Any]:
-        """Return what is stored: ``unmasked``, the last round whose sum was unmasked, and ``session``.
+        """Return the content of the file with the secrets of secure sums.
 
-        ``session`` is the record of the current secure sum with its secrets, as :meth:`_save` takes it; None without a
-        current sum. In a new run ``unmasked`` is 0, as rounds count from 1.
+        Returns:
+            ``unmasked``: the last round whose sum was unmasked; 0 for none. ``session``: the record of the current
+            sum, as :meth:`_save` takes it; None for none.
 
         Raises:
             RunError: The file is damaged.
@@ -118,18 +121,16 @@ class Sessions:
             ) from None
 
     def _save(self, record: Record) -> None:
-        """Write the record of the current sum, before a message that depends on it is sent.
-
-        Also stores the last round that this user has helped to unmask. :meth:`begin` then refuses another sum of that
-        round: the difference of two sums over different users may be a single user's upload.
+        """Store the record of the current sum, and the last round that this user has helped to unmask.
 
         Args:
             record: Terms, secrets and completed steps ("done") of the sum.
         """
-        last_unmasked = self._read()["unmasked"]
-        unmasked_now = record["terms"]["round"] if "unmask" in record["done"] else 0  # rounds count from 1
+        last_unmasked_round = self._read()["unmasked"]
+        if "unmask" in record["done"]:
+            last_unmasked_round = max(last_unmasked_round, record["terms"]["round"])
         with convert_disk_errors(self.folder):
-            text = json.dumps({"unmasked": max(last_unmasked, unmasked_now), "session": record})
+            text = json.dumps({"unmasked": last_unmasked_round, "session": record})
             write_text(self._path, text, private=True)
 
 
@@ -184,16 +185,21 @@ class ClientStore:
             serial: Number of the task.
             task: The task's bytes. Another task with the same number has another answer.
         """
-        if serial > self.serial:
-            return None
         path = self._answer_file(serial, task)
-        answer = path.read_bytes() if path.exists() else None
-        return answer if answer is not None and _is_whole(answer) else None
+        if serial > self.serial or not path.exists():
+            return None
+        answer = path.read_bytes()
+        return answer if _is_whole(answer) else None
 
     def revertible_tasks(self) -> list[int]:
-        """Return the tasks after which the state is still stored; 0 is the state before the first one."""
-        stored = [0, *(_number(folder) for folder in list_checkpoints(self.folder))]
-        return [number for number in stored if 0 <= self.serial - number <= self.num_revertible] or [self.serial]
+        """Return the numbers of the tasks after which the state is still stored, such as ``[3, 4, 5]``.
+
+        0 is the state before the first task.
+        """
+        stored = [0, *(_task_number(folder) for folder in list_checkpoints(self.folder))]
+        oldest = self.serial - self.num_revertible
+        revertible = [number for number in stored if oldest <= number <= self.serial]
+        return revertible or [self.serial]
 
     def revert_to(self, serial: int) -> None:
         """Restore the state after a task; delete states and answers of later tasks.
@@ -204,15 +210,17 @@ class ClientStore:
         Raises:
             MessageError: That state is not stored any more.
         """
-        if serial not in (stored := self.revertible_tasks()):
+        revertible = self.revertible_tasks()
+        if serial not in revertible:
             raise MessageError(
                 f"task {serial + 1}: got another task with this number; user {self.clients.users[0].name!r} can revert "
-                f"only to the state after task {', '.join(map(str, stored))}"
+                f"only to the state after task {', '.join(map(str, revertible))}"
             )
-        checkpoints = {_number(folder): folder for folder in list_checkpoints(self.folder)}
-        for path in (self.folder / "answers").glob("*.bin"):
-            if int(path.name.partition("-")[0]) > serial:  # Delete answers first: each must have its state.
-                path.unlink()
+        # Answers are deleted before states, so that a killed process leaves no answer without its state.
+        for answer_file in self._answer_files():
+            if _task_number_of_answer(answer_file) > serial:
+                answer_file.unlink()
+        checkpoints = {_task_number(folder): folder for folder in list_checkpoints(self.folder)}
         for number, folder in checkpoints.items():
             if number > serial:  # A renamed folder is no checkpoint any more, even if its deletion is interrupted.
                 folder.rename(folder.with_name(f".{folder.name}.undone"))
@@ -221,10 +229,9 @@ class ClientStore:
         self.serial = serial
 
     def commit(self, serial: int, task: bytes, answer: bytes) -> None:
-        """Store the answer to a task and the state after it; delete old answers and states that are not needed.
+        """Store the answer to a task, then the state after it; delete old answers and states.
 
-        The state is stored last. If the process is killed before that, the task counts as not carried out, and the
-        answer is deleted at a later commit.
+        If the process is killed before the state is stored, the task counts as not carried out.
 
         Args:
             serial: Number of the task.
@@ -234,20 +241,21 @@ class ClientStore:
         Raises:
             RunError: The disk is full; the previous state remains.
         """
+        new_answer_file = self._answer_file(serial, task)
         with convert_disk_errors(self.folder):
-            write_bytes(self._answer_file(serial, task), answer)
+            write_bytes(new_answer_file, answer)
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
-        # {}: a client stores no state of the server.
-        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
+        server_state = dict[str, Any]()  # a client has none
+        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, server_state, progress)
         self.serial = serial
         prune_checkpoints(self.folder, self.num_revertible)
-        for path in (self.folder / "answers").glob("*.bin"):
-            number = int(path.name.partition("-")[0])
-            # Another answer with this number is from a process that was killed before it stored the state.
-            is_leftover = number == serial and path != self._answer_file(serial, task)
-            is_kept = serial - self.num_revertible < number <= serial
-            if is_leftover or not is_kept:
-                path.unlink()
+        for answer_file in self._answer_files():
+            number = _task_number_of_answer(answer_file)
+            # A process that was killed before it stored the state left another answer with this number.
+            is_leftover = number == serial and answer_file != new_answer_file
+            is_recent = serial - self.num_revertible < number <= serial
+            if is_leftover or not is_recent:
+                answer_file.unlink()
 
     def remove_drafts(self) -> None:
         """Delete unfinished answers, files and checkpoints of a process that was killed."""
@@ -262,10 +270,14 @@ class ClientStore:
         self.revert_to(self.serial)
 
     def load_newest(self) -> None:
-        """Load the state after the last task."""
+        """Load the state after the last task; the state before the first task if there is none."""
         folders = list_checkpoints(self.folder)
-        self._restore(folders[-1] if folders else None)
-        self.serial = _number(folders[-1]) if folders else 0
+        if folders:
+            self._restore(folders[-1])
+            self.serial = _task_number(folders[-1])
+        else:
+            self._restore(None)
+            self.serial = 0
 
     # ---------------------------------------------------------------- privacy
 
@@ -281,15 +293,16 @@ class ClientStore:
         work = private.work(self.clients.batch_source, trainer=0)  # of the only user of this client group
         return {"examples": work.examples}
 
-    def tells(self, own: Own) -> Tells:
-        """Return how much the user reports: as its own file says; by default scores, or nothing with privacy."""
-        return own.tells or ("scores" if self.clients.plan.privacy is None else "nothing")
+    def reporting_level(self, own: Own) -> Tells:
+        """Return how much the user reports: ``tells`` of its file; by default "scores", or "nothing" with privacy."""
+        if own.tells is not None:
+            return own.tells
+        return "scores" if self.clients.plan.privacy is None else "nothing"
 
     def charge_upload(self, data: bytes) -> str:
         """Charge an upload to the user's privacy budget before it is sent, if the user has added noise to it.
 
-        Sending the same bytes again reveals nothing new and costs nothing. Another upload for the same task is charged
-        as well, even if the task is reverted, as the server may have received both.
+        Sending the same bytes again costs nothing.
 
         Args:
             data: The packed upload.
@@ -302,16 +315,17 @@ class ClientStore:
             return ""
         release = hashlib.sha256(data).hexdigest()
         for mechanism in self.clients.mechanisms:
-            # `own_epsilon` returns the epsilon of a number of uploads with the noise of this user alone.
-            if mechanism.account is not None and (why := self._charge(release, mechanism.account.own_epsilon)):
-                return why
+            if mechanism.account is None:
+                continue
+            why_not_allowed = self._charge(release, mechanism.account.own_epsilon)
+            if why_not_allowed:
+                return why_not_allowed
         return ""
 
     def charge_steps(self, number: int) -> str:
         """Charge a round's local steps to the privacy budget before they are taken, if privacy protects examples.
 
-        With DP-SGD each local step reveals something, as it adds noise only once. If a round is repeated with the same
-        number of steps from the same state, its noise is the same too. It reveals nothing new and is not charged again.
+        Repeating a round with the same number of steps from the same state costs nothing, as its noise is the same.
 
         Args:
             number: The round, from 0.
@@ -320,34 +334,40 @@ class ClientStore:
             Why the local steps may not be taken; an empty string if they may.
         """
         clients = self.clients
-        if (private := clients.steps.private) is None:
+        private_steps = clients.steps.private  # None unless privacy protects single examples (DP-SGD)
+        if private_steps is None:
             return ""
-        work = private.work(clients.batch_source, trainer=0)  # of the only user of this client group
-        account = private.mechanism.account
+        work = private_steps.work(clients.batch_source, trainer=0)  # this client group has a single user
+        account = private_steps.mechanism.account
         assert account is not None
+
+        def epsilon_of(num_rounds: int) -> float:
+            return account.own_epsilon(num_rounds, work)
+
         identity = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
-        release = hashlib.sha256(identity.encode()).hexdigest()  # the round's entry in the ledger of charged rounds
-        return self._charge(release, lambda num_rounds: account.own_epsilon(num_rounds, work))
+        release = hashlib.sha256(identity.encode()).hexdigest()
+        return self._charge(release, epsilon_of)
 
-    def _charge(self, release: str, epsilon: Callable[[int], float]) -> str:
-        """Charge something that the user reveals with noise (a release) to its privacy budget.
+    def _charge(self, release: str, epsilon_of: Callable[[int], float]) -> str:
+        """Add a release, which is something that the user reveals with noise, to the user's ledger on disk.
 
-        The ledger is a file with all releases so far. A release that it has already costs nothing: repeating it reveals
-        nothing new.
+        A release that is in the ledger already costs nothing.
 
         Args:
             release: Digest that identifies the release: an upload, or a round of local steps.
-            epsilon: Returns the epsilon that a number of releases spends.
+            epsilon_of: Returns the epsilon that a number of releases spends.
 
         Returns:
             Why the budget does not allow the release; an empty string if the release was charged.
         """
         path = self.folder / LEDGER
-        earlier = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
-        releases = sorted({*earlier, release})
+        earlier_releases = []
+        if path.exists():
+            earlier_releases = json.loads(path.read_text(encoding="utf-8"))["releases"]
+        releases = sorted({*earlier_releases, release})
         privacy = self.clients.plan.privacy
         assert privacy is not None
-        spent, budget = epsilon(len(releases)), privacy.epsilon
+        spent, budget = epsilon_of(len(releases)), privacy.epsilon
         if budget is not None and spent > budget:
             return f"its privacy budget of epsilon {budget:g} is spent"
         write_json(path, {"epsilon": spent, "delta": privacy.delta, "releases": releases})
@@ -358,16 +378,24 @@ class ClientStore:
         if folder is None:
             self.clients.state = self.first.copy()
         else:
-            # `first` has the expected names, shapes and dtypes. A client stores no state of a server ({}).
-            self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, {})
+            server_state = dict[str, Any]()  # a client has none
+            # The checkpoint must have the names, shapes and dtypes of `first`.
+            self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, server_state)
         self.clients.update_masks()  # The restored LoRA rank decides which entries of the tensors are padding.
 
     def _answer_file(self, serial: int, task: bytes) -> Path:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
 
+    def _answer_files(self) -> Iterator[Path]:
+        return (self.folder / "answers").glob("*.bin")
 
-def _number(folder: Path) -> int:
-    return int(folder.name.removeprefix("round-"))
+
+def _task_number(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("round-"))
+
+
+def _task_number_of_answer(answer_file: Path) -> int:
+    return int(answer_file.name.partition("-")[0])
 
 
 def _is_whole(answer: bytes) -> bool:
@@ -386,8 +414,7 @@ MODEL = "model"
 def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     """Write the user's model, at the end of a federation, as the run folder of a run with this user alone.
 
-    In the federation the user's tensors are padded to the largest LoRA rank and number of experts of all users; here
-    they are not. The model is evaluated again, from the tensors that are written.
+    The tensors are written without padding, and the model is evaluated from them.
 
     Args:
         store: The user's part of the run.
@@ -404,11 +431,14 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
     federation = build(recipe, store.read, store="memory")
     clients = federation.clients
     _copy_without_padding(clients, store.clients)
-    clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None  # None: all planned rounds
+    if 0 <= rounds < clients.rounds_done:
+        clients.stopped_after = rounds
+    else:
+        clients.stopped_after = None  # all planned rounds
     with finetuned(clients):  # if the method fine-tunes models for evaluation only
-        # The new clock has no times and bytes: only the server has counted those of the whole run. `left_out` has
-        # the number of skipped rows of data.
-        metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
+        empty_clock = Clock()  # Only the server has counted seconds and bytes of the federation.
+        metrics = summarise(clients, clients.evaluate(), empty_clock).as_dict()
+    metrics.update(clients.left_out)  # number of rows of data that were skipped
     folder = store.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -421,7 +451,7 @@ def save_model(store: ClientStore, own: Own, *, rounds: int) -> Path:
 
 
 def _of_one_user(store: ClientStore, own: Own) -> Recipe:
-    """Return the user's own recipe, with its own rank and specialists instead of all users'."""
+    """Return the recipe of a run with this user alone, for example with ``rank: 4`` instead of ``rank: [8, 4]``."""
     number = store.public.users.index(own.name)
     return of_one_user(store.recipe, lambda values: values[number])
 
@@ -429,30 +459,30 @@ def _of_one_user(store: ClientStore, own: Own) -> Recipe:
 def _copy_without_padding(target: Clients, source: Clients) -> None:
     """Copy the state of a client group of one user to one whose tensors are not padded.
 
-    Both groups have the same user. The tensors of ``source`` have room for the largest rank and number of experts of
-    all users of the federation. The tensors of ``target`` have the user's own rank and number of experts.
-
     Args:
-        target: The client group whose state is overwritten.
-        source: The client group that trained the user.
+        target: The client group whose state is overwritten; its tensors have the user's own rank and number of experts.
+        source: The client group that trained the user; its tensors have room for the largest rank and number of experts
+            of all users.
     """
     padded_layout, own_layout = source.model.layout, target.model.layout
-    # Matrices with a column for each entry of a user's model: parameters, moments of the optimiser, and gradients.
     for own_matrix, padded_matrix in zip(_matrices(target.state), _matrices(source.state), strict=True):
-        if own_matrix.shape[1]:  # An optimiser may have no moments.
-            padded = padded_layout.views(padded_matrix)  # by name, (users, *shape)
-            own = [_cut(padded[slot.name], slot.shape).flatten(1) for slot in own_layout.slots]
-            own_matrix.copy_(torch.cat(own, 1))
+        num_columns = own_matrix.shape[1]
+        if num_columns == 0:  # moments of an optimiser that has none
+            continue
+        padded_tensors = padded_layout.views(padded_matrix)  # by name, (users, *shape)
+        own_tensors = [_cut(padded_tensors[slot.name], slot.shape) for slot in own_layout.slots]
+        own_matrix.copy_(torch.cat([tensor.flatten(1) for tensor in own_tensors], 1))
     for name in ("iterations", "router_steps", "ranks", "versions"):
         getattr(target.state, name).copy_(getattr(source.state, name))
-    # Tensors that client hooks of the method keep. Gradients are a matrix, which was copied above.
-    hook_tensors = [name for name in target.state.kept if name != GRADIENTS]
-    target.state.kept |= {name: source.state.kept[name].clone() for name in hook_tensors}
+    # `kept` has tensors of the method's client hooks, and the matrix of gradients, which was copied above.
+    for name in target.state.kept:
+        if name != GRADIENTS:
+            target.state.kept[name] = source.state.kept[name].clone()
     target.update_masks()
 
 
 def _matrices(state: State) -> tuple[Tensor, ...]:
-    """Return the tensors of a state that have a column for each entry of a user's model."""
+    """Return the matrices with a column for each entry of a user's model: parameters, moments and gradients."""
     gradients = (state.kept[GRADIENTS],) if GRADIENTS in state.kept else ()
     return state.rows, state.first, state.second, *gradients
 
@@ -468,7 +498,7 @@ def run_folder(state: Path, run: str) -> Path:
 
 
 def check_run_limit(state: Path, run: str, most: int) -> None:
-    """Check that a run is known, or that the folder may hold another one.
+    """Check that a run is known, or that the state folder may hold another one.
 
     Args:
         state: The user's state folder.
@@ -478,12 +508,15 @@ def check_run_limit(state: Path, run: str, most: int) -> None:
     Raises:
         RunError: The limit is reached; names a run to delete: the oldest that has ended, else the oldest.
     """
-    known = sorted(state.glob("run-*"), key=lambda folder: folder.stat().st_mtime)
-    if run_folder(state, run) in known or len(known) < most:
+    runs_by_age = sorted(state.glob("run-*"), key=lambda folder: folder.stat().st_mtime)
+    if run_folder(state, run) in runs_by_age or len(runs_by_age) < most:
         return
-    ended = [folder for folder in known if (folder / MODEL).exists()]
-    oldest, why = (ended[0], "has ended") if ended else (known[0], "the oldest, has not ended")
+    ended_runs = [folder for folder in runs_by_age if (folder / MODEL).exists()]
+    if ended_runs:
+        to_delete, why = ended_runs[0], "has ended"
+    else:
+        to_delete, why = runs_by_age[0], "the oldest, has not ended"
     raise RunError(
-        f"{state}: has {len(known)} runs; allowed: up to {most} (max_runs in the client's file); delete one, for "
-        f"example `rm -r {oldest}` ({why})"
+        f"{state}: has {len(runs_by_age)} runs; allowed: up to {most} (max_runs in the client's file); delete one, for "
+        f"example `rm -r {to_delete}` ({why})"
     )

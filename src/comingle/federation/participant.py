@@ -81,11 +81,14 @@ class Own(Section):
     @field_validator("only_when", mode="before")
     @classmethod
     def _known_conditions(cls, conditions: object) -> object:
-        listed = [conditions] if isinstance(conditions, str) else conditions
-        for condition in listed if isinstance(listed, list | tuple) else ():
-            if isinstance(condition, str):
-                parse_condition(condition)
-        return listed
+        """Check that conditions such as "idle" are known, and return a single condition as a list."""
+        if isinstance(conditions, str):
+            conditions = [conditions]
+        if isinstance(conditions, list | tuple):
+            for condition in conditions:
+                if isinstance(condition, str):  # pydantic refuses values of other types
+                    parse_condition(condition)  # raises if it is unknown
+        return conditions
 
     @field_validator("max_upload_per_day", mode="before")
     @classmethod
@@ -164,16 +167,20 @@ def load_participant(path: Path, **changes: Any) -> Participant:
     Raises:
         RecipeError: The file does not exist, or a value is wrong.
     """
-    content = read_mapping(path) | {key: value for key, value in changes.items() if value is not None}
+    content = read_mapping(path)
+    for key, value in changes.items():
+        if value is not None:
+            content[key] = value
     folder = path.parent
     participant = parse_section(Participant, content, str(path))
     base = participant.base
     if base and (folder / base).exists():  # otherwise it is a name on the hub
         base = str((folder / base).resolve())
-    updates = {"base": base, "data": _anchored(folder, participant.data)}
+    updates = {"base": base, "data": _with_absolute_paths(folder, participant.data)}
     for key in ("state", "certificates", "key"):
-        if value := getattr(participant, key):
-            updates[key] = _beside(folder, value)
+        relative_path = getattr(participant, key)
+        if relative_path:
+            updates[key] = _absolute(folder, relative_path)
     return participant.model_copy(update=updates)
 
 
@@ -217,34 +224,34 @@ def parse_section(kind: type[Model], content: object, where: str) -> Model:
         raise RecipeError(f"{where}: {first_problem(error, kind)}") from None
 
 
-def _anchored(folder: Path, data: Any) -> Any:
+def _with_absolute_paths(folder: Path, data: Any) -> Any:
     """Return a user's source of data with existing paths made absolute; URLs and names on a hub stay unchanged.
 
-    Paths are the source itself, or its values under the keys "path", "train", "valid" and "test" (:data:`PATHS`).
+    For example, ``{"train": "a.txt"}`` becomes ``{"train": "/home/ann/a.txt"}``.
 
     Args:
         folder: Folder of the client's file, to which paths are relative.
-        data: A path or name, a mapping with one for each split, or a mapping with ``dataset``.
+        data: A path or name, a mapping with one under each of the keys :data:`PATHS`, or a mapping with ``dataset``.
     """
     if isinstance(data, str):
-        return _existing(folder, data)
+        return _absolute_if_exists(folder, data)
     if not isinstance(data, Mapping):
         return data
-    anchored = dict(data)
-    for key in PATHS:
+    changed = dict(data)
+    for key in PATHS:  # such as "path" and "train"
         if isinstance(data.get(key), str):
-            anchored[key] = _existing(folder, data[key])
+            changed[key] = _absolute_if_exists(folder, data[key])
     if isinstance(data.get("dataset"), Mapping):
-        anchored["dataset"] = _anchored(folder, data["dataset"])
-    return anchored
+        changed["dataset"] = _with_absolute_paths(folder, data["dataset"])
+    return changed
 
 
-def _existing(folder: Path, source: str) -> str:
+def _absolute_if_exists(folder: Path, source: str) -> str:
     source = os.path.expandvars(os.path.expanduser(source))
     return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
 
-def _beside(folder: Path, value: str) -> str:
+def _absolute(folder: Path, value: str) -> str:
     return str((folder / os.path.expanduser(value)).absolute())
 
 
@@ -276,27 +283,29 @@ def load_participants(
             its data, is given for several.
     """
     count = max(len(files), len(names))
-    if not count:
+    if count == 0:
         raise RecipeError("client: no user; give a participant's file, or --name and --data")
     if files and len(names) > 1:
         raise RecipeError(f"client: got {len(files)} files and {len(names)} names; give files or --name")
-    if count > 1 and (single := next((key for key in _OPTIONS_OF_ONE_USER if options.get(key) is not None), None)):
-        raise RecipeError(f"client: got --{single} for {count} users; set `{single}` in each user's file")
+    if count > 1:
+        for key in _OPTIONS_OF_ONE_USER:
+            if options.get(key) is not None:
+                raise RecipeError(f"client: got --{key} for {count} users; set `{key}` in each user's file")
     if files:
-        name = next(iter(names), None)  # None keeps the name in the file
-        participants = [load_participant(file, **{**options, "name": name}) for file in files]
+        new_name = names[0] if names else None  # None keeps the name in the file
+        participants = [load_participant(file, **{**options, "name": new_name}) for file in files]
     else:
         participants = [_named_participant(name, options, say) for name in names]
-    if problem := name_problem([one.name for one in participants]):
+    problem = name_problem([participant.name for participant in participants])
+    if problem:
         raise RecipeError(f"client: {problem}")
     return participants
 
 
 def _named_participant(name: str, options: Mapping[str, Any], say: Callable[[str], None]) -> Participant:
-    """Return the participant whose settings are in its state folder or, without this file, in the options.
+    """Return a participant with the settings of the file in its state folder; without a file, of the options.
 
-    The state folder is ``NAME``, unless the option ``state`` names another. The file is written by the first command
-    for a user, so that later ones need only the name.
+    The state folder is the option ``state``, by default ``NAME``.
 
     Args:
         name: Name of the user.
@@ -306,16 +315,19 @@ def _named_participant(name: str, options: Mapping[str, Any], say: Callable[[str
     Raises:
         RecipeError: There is no file, and the options have no data; or the file is another user's.
     """
-    file = Path(options.get("state") or as_folder(name)).expanduser() / FILE
-    # The option is used up: from here on the state folder is the one in the file, or the file's folder.
-    options = {**options, "state": None}
+    state_folder = Path(options.get("state") or as_folder(name)).expanduser()
+    file = state_folder / FILE
+    other_options = {key: value for key, value in options.items() if key != "state"}
     if file.exists():
-        if (owner := read_mapping(file).get("name", name)) != name:
-            raise RecipeError(f"user {name!r}: got the folder of user {owner!r}, {file.parent}; use another --state")
+        owner = read_mapping(file).get("name", name)
+        if owner != name:
+            raise RecipeError(f"user {name!r}: got the folder of user {owner!r}, {state_folder}; use another --state")
         say(f"{name}: settings from {file}")
-        return load_participant(file, **{**options, "name": name})
-    content: dict[str, Any] = {"name": name, "state": str(file.parent.absolute())}
-    content |= {key: value for key, value in options.items() if value is not None}
+        return load_participant(file, **{**other_options, "name": name})
+    content: dict[str, Any] = {"name": name, "state": str(state_folder.absolute())}
+    for key, value in other_options.items():
+        if value is not None:
+            content[key] = value
     if "data" not in content:
         raise RecipeError(
             f"user {name!r}: no data: there is no {file}, the file with settings that the first start saves; give "
