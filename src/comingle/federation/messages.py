@@ -148,10 +148,9 @@ def unpack_answer(data: bytes) -> Answer:
 
 
 def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
-    """Return the bytes of a task or an answer, which :func:`_unpack` reads.
+    """Return the bytes of a task or an answer: prefix, header in JSON, and the messages one after another.
 
-    They are a prefix (magic, format, length and CRC-32 of the header), the header in JSON, and the messages one after
-    another. The header has the length of each message.
+    The prefix has magic, format, and length and CRC-32 of the header. The header has the length of each message.
 
     Args:
         kind: "task" or "answer".
@@ -162,44 +161,44 @@ def _pack(kind: str, run: str, serial: int, user: str, header: Mapping[str, Any]
         messages: Uploads or downloads, as bytes.
     """
     lengths = [len(message) for message in messages]
-    content = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": lengths} | dict(header)
-    packed_header = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    full_header = {"kind": kind, "run": run, "serial": serial, "user": user, "lengths": lengths, **header}
+    packed_header = json.dumps(full_header, separators=(",", ":"), allow_nan=False).encode()
     prefix = _PREFIX.pack(_MAGIC, FORMAT, len(packed_header), zlib.crc32(packed_header))
     return b"".join([prefix, packed_header, *messages])
 
 
 def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Return header and messages of a task or an answer.
-
-    The bytes are a prefix (magic, format, length and checksum of the header), the header in JSON, and the messages one
-    after another, whose lengths are in the header.
+    """Return header and messages of a task or an answer, which :func:`_pack` has packed.
 
     Args:
         kind: "task" or "answer".
-        data: The bytes.
+        data: The bytes: prefix, header in JSON, and the messages one after another.
 
     Raises:
         MessageError: The bytes are damaged, too many, of another format or of another kind.
     """
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise MessageError(f"{kind}: got {len(data)} bytes that are not a message of comingle")
-    _, version, header_length, checksum = _PREFIX.unpack_from(data)
+    _magic, version, header_length, checksum = _PREFIX.unpack_from(data)
     if version != FORMAT:
         raise MessageError(f"{kind}: got format {version}; allowed: {FORMAT}")
     if header_length > MAX_HEADER_BYTES or len(data) > MAX_BYTES:
         sizes = f"got {len(data)} bytes, header {header_length} bytes"
         raise MessageError(f"{kind}: {sizes}; allowed: {MAX_BYTES}, header {MAX_HEADER_BYTES}")
-    start = _PREFIX.size + header_length  # of the messages
-    if zlib.crc32(data[_PREFIX.size : start]) != checksum:
+    header_end = _PREFIX.size + header_length
+    packed_header = data[_PREFIX.size : header_end]
+    if zlib.crc32(packed_header) != checksum:
         raise MessageError(f"{kind}: wrong checksum; the message was damaged in transit")
     with _as_message_error(kind):
-        header = json.loads(data[_PREFIX.size : start], parse_constant=_refuse_constant)
+        header = json.loads(packed_header, parse_constant=_refuse_constant)
         lengths = [int(length) for length in header["lengths"]]
         if header["kind"] != kind:
             raise MessageError(f"{kind}: got a message of kind {header['kind']!r}")
-    if min(lengths, default=0) < 0 or start + sum(lengths) != len(data):
-        raise MessageError(f"{kind}: got {len(data)} bytes; its header declares {start + sum(lengths)}")
-    messages = []
+    declared_bytes = header_end + sum(lengths)
+    has_negative_length = any(length < 0 for length in lengths)
+    if has_negative_length or declared_bytes != len(data):
+        raise MessageError(f"{kind}: got {len(data)} bytes; its header declares {declared_bytes}")
+    messages, start = [], header_end
     for length in lengths:
         messages.append(data[start : start + length])
         start += length
@@ -208,9 +207,7 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
 
 @contextmanager
 def _as_message_error(kind: str) -> Iterator[None]:
-    """Raise a MessageError in place of any error from reading the JSON header of a message within the block.
-
-    The header comes from another machine: a key may be missing, or a value may have another type.
+    """Convert errors from reading a malformed header in the block, such as a missing key, to a MessageError.
 
     Args:
         kind: "task" or "answer", the beginning of the error's message.
@@ -253,8 +250,7 @@ def check_address(task: Task, user: str) -> None:
 def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follow_from_data: bool) -> None:
     """Check that a task has known steps, each once, as many messages as they read, and numbers that the run allows.
 
-    The numbers are the round, the number of rounds that are done, and the number of local steps per round. Tasks to
-    join are not checked here, as a client does not know the run's settings before it has joined.
+    Not for join tasks, as a client does not know the run's settings before it has joined.
 
     Args:
         task: The task.
@@ -276,18 +272,20 @@ def check_task(task: Task, plan: RunPlan, steps: Collection[str], *, steps_follo
     num_needed = sum(step in _STEPS_WITH_MESSAGE for step in task.todo)
     if len(task.messages) != num_needed:
         raise MessageError(f"task: got {len(task.messages)} messages; its steps need {num_needed}")
+    rounds_done = task.arguments.get("done", 0)
+    local_steps = task.arguments.get("local_steps", 0)  # 0 if the task does not say
     _check_number("round", task.round, plan.training.rounds)
-    _check_number("done", task.arguments.get("done", 0), plan.training.rounds)
-    local_steps, in_recipe = task.arguments.get("local_steps", 0), plan.training.most_local_steps
+    _check_number("done", rounds_done, plan.training.rounds)
     _check_number("local_steps", local_steps, _MOST_STEPS)
-    if not steps_follow_from_data and local_steps not in (0, in_recipe):  # 0 if the task does not say
-        raise MessageError(f"task: local_steps is {local_steps}; allowed: {in_recipe}, as in the recipe")
+    steps_in_recipe = plan.training.most_local_steps
+    if not steps_follow_from_data and local_steps not in (0, steps_in_recipe):
+        raise MessageError(f"task: local_steps is {local_steps}; allowed: {steps_in_recipe}, as in the recipe")
 
 
-def _check_number(what: str, got: Any, most: int) -> None:
+def _check_number(key: str, value: Any, most: int) -> None:
     """Check that a value of a task is a whole number from 0 to ``most``."""
-    if type(got) is not int or not 0 <= got <= most:
-        raise MessageError(f"task: {what} is {str(got)[:70]!r}; allowed: 0 to {most}")
+    if type(value) is not int or not 0 <= value <= most:
+        raise MessageError(f"task: {key} is {str(value)[:70]!r}; allowed: 0 to {most}")
 
 
 _LONGEST = 400
@@ -301,9 +299,11 @@ _NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 
 def _one_line(text: str) -> str:
-    """Return text without characters that move a terminal's cursor or break a line."""
-    line = "".join(sign if sign.isprintable() else " " for sign in text[: 2 * _LONGEST])
-    return " ".join(line.split())[:_LONGEST]
+    """Return text as one line of at most 400 printable characters, which cannot move a terminal's cursor."""
+    text = text[: 2 * _LONGEST]
+    printable = "".join(character if character.isprintable() else " " for character in text)
+    words = printable.split()
+    return " ".join(words)[:_LONGEST]
 
 
 _Line = Annotated[str, AfterValidator(_one_line)]
@@ -362,9 +362,7 @@ _REPORTS: tuple[type[Section], ...] = (_Refusal, _JoinReport, _TrainingReport, _
 
 
 def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that an answer reports, after checking them.
-
-    Text is shortened to one line, so that it can be printed.
+    """Return the values that an answer reports, after checking them; text is shortened to one line.
 
     Args:
         reported: Values by key, as received from a client that may be faulty or hostile.
@@ -372,18 +370,19 @@ def check_reported(reported: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MessageError: A key is unknown, or a value has another type or is out of range; names the first one.
     """
-    # _REPORTS: pydantic classes for the four kinds of reports: of a refusal, of joining, training and evaluation.
-    allowed = [name for report in _REPORTS for name in report.model_fields]
-    if unknown := [name for name in reported if name not in allowed]:
-        problem = f"unknown key {unknown[0]!r}. Allowed: {', '.join(allowed)}"
-        raise MessageError(f"answer: {_one_line(problem)}")
+    allowed_keys = [key for report in _REPORTS for key in report.model_fields]
+    for key in reported:
+        if key not in allowed_keys:
+            problem = f"unknown key {key!r}. Allowed: {', '.join(allowed_keys)}"
+            raise MessageError(f"answer: {_one_line(problem)}")
     checked: dict[str, Any] = {}
-    for report in _REPORTS:
+    for report in _REPORTS:  # a pydantic class for each kind of report, such as _JoinReport
+        values = {key: reported[key] for key in report.model_fields if key in reported}
         try:
-            values = report(**{name: reported[name] for name in report.model_fields if name in reported})
+            checked_report = report(**values)
         except ValidationError as error:
             raise MessageError(f"answer: {_one_line(first_problem(error, report))}") from None
-        checked |= values.model_dump(exclude_unset=True)
+        checked.update(checked_report.model_dump(exclude_unset=True))
     return checked
 
 
@@ -466,21 +465,23 @@ def check_download(
         raise MessageError(f"download: got version {download.version}; allowed: 0 to {rounds}")
     declared_rank = int(download.ranks[0])  # a download is for a single user
     _check_rank("download", declared_rank, rank)
-    # A server that adapts the clip norm sends it among the tensors; it is None otherwise.
     clip_norm, model_tensors = without_bound(download.tensors)
-    if clip_norm is not None and not (len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST):
-        raise MessageError(f"download: {CLIP_NORM} is {clip_norm.tolist()}; allowed: a number above 0")
+    if clip_norm is not None:  # sent only by a server that adapts it
+        is_valid = len(clip_norm) == 1 and 0 < float(clip_norm) <= _LARGEST
+        if not is_valid:
+            raise MessageError(f"download: {CLIP_NORM} is {clip_norm.tolist()}; allowed: a number above 0")
     download = replace(download, tensors=model_tensors)
     # Tensors of a download are (1, models, *shape): one axis more than those of an upload.
     _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=declared_rank)
-    peers = users if method.server.peer_to_peer else ()  # users whose uploads the download may contain
-    _check_models(download, peers, user)
+    possible_senders = users if method.server.peer_to_peer else ()
+    _check_models(download, possible_senders, user)
 
 
 def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:
-    """Check that a download is the server's verdict on a round's validation losses: one number.
+    """Check that a download is the server's verdict on an evaluation: one number.
 
-    It says whether their mean is the lowest so far, and thus whether the client keeps its model as the best.
+    The number says whether the mean validation loss is the lowest so far, so that the client keeps its model as the
+    best one.
 
     Args:
         verdict: The download.
@@ -491,8 +492,8 @@ def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> No
     Raises:
         MessageError: A check fails.
     """
-    t = verdict.tensors.get(name)
-    if t is None or len(verdict.tensors) != 1 or t.numel() != 1 or verdict.users != (user,):
+    has_one_tensor = list(verdict.tensors) == [name]
+    if not has_one_tensor or verdict.tensors[name].numel() != 1 or verdict.users != (user,):
         raise MessageError(f"verdict: not a single number {name!r} for user {user!r}")
     if not 0 <= verdict.version <= rounds:
         raise MessageError(f"verdict: got round {verdict.version}; allowed: 0 to {rounds}")
@@ -500,8 +501,6 @@ def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> No
 
 def validation_loss(message: Download | Upload, *, user: str, done: int) -> float | None:
     """Return the validation loss, in nats, that a user reports after ``done`` rounds; None for any other message.
-
-    A validation loss is sent as an upload without tensors; other uploads have tensors.
 
     Args:
         message: The message.
@@ -511,8 +510,8 @@ def validation_loss(message: Download | Upload, *, user: str, done: int) -> floa
     Raises:
         MessageError: The message is from another user or round, or the loss is not finite.
     """
-    if not isinstance(message, Upload) or message.tensors:
-        return None  # not a validation loss
+    if not isinstance(message, Upload) or message.tensors:  # A validation loss is an upload without tensors.
+        return None
     if message.users != (user,) or message.round != done:
         got = f"user {message.users[0]!r}, round {message.round}"
         raise MessageError(f"validation loss: got {got}; allowed: user {user!r}, round {done}")
@@ -525,37 +524,44 @@ def _check_rank(what: str, got: int, most: int) -> None:
         raise MessageError(f"{what}: got rank {got}; allowed: {min(1, most)} to {most}")
 
 
-def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
+def _check_models(download: Download, possible_senders: tuple[str, ...], user: str) -> None:
     """Check how many models a download contains: the second axis of each tensor ``(1, models, *shape)``.
 
-    All tensors must have the same number of models, at least one. In a peer-to-peer method the download must have one
-    model for each sender other than the user.
+    All tensors must have the same number of models, at least one. With a peer-to-peer method, the number must be that
+    of the senders other than the user.
 
     Args:
         download: The download.
-        peers: Users that may be senders; empty unless the method is peer-to-peer.
+        possible_senders: Users that may be senders; empty unless the method is peer-to-peer.
         user: Name of the user.
 
     Raises:
         MessageError: A number differs, or a sender is unknown or named twice.
     """
-    counts = {t.shape[1] for t in download.tensors.values()}
-    senders = download.senders
-    if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
-        raise MessageError(f"download: got senders {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
-    expected = len(set(senders) - {user}) if peers else None  # None: any number
-    if len(counts) != 1 or 0 in counts or (expected is not None and counts != {expected}):
-        allowed = expected or "the same number"
-        raise MessageError(f"download: got {sorted(counts)} models per tensor; allowed: {allowed}")
+    senders = set(download.senders)
+    has_duplicates = len(senders) != len(download.senders)
+    if has_duplicates or not senders <= set(possible_senders):
+        raise MessageError(
+            f"download: got senders {list(download.senders)[:9]}; allowed: {list(possible_senders)[:9]}, each once"
+        )
+    nums_models = {t.shape[1] for t in download.tensors.values()}
+    are_valid = len(nums_models) == 1 and 0 not in nums_models
+    allowed: int | str = "the same number"
+    if possible_senders:
+        num_others = len(senders - {user})
+        are_valid = are_valid and nums_models == {num_others}
+        allowed = num_others or "the same number"
+    if not are_valid:
+        raise MessageError(f"download: got {sorted(nums_models)} models per tensor; allowed: {allowed}")
 
 
 def _check_tensors(
-    what: str, tensors: Tree, layout: Layout, shared: frozenset[str], *, leading: int, rank: int
+    kind: str, tensors: Tree, layout: Layout, shared: frozenset[str], *, leading: int, rank: int
 ) -> None:
     """Check that tensors are exactly the shared ones, finite, and have an allowed shape and dtype.
 
     Args:
-        what: "upload" or "download", the beginning of an error's message.
+        kind: "upload" or "download", the beginning of an error's message.
         tensors: Tensors ``(1, *shape)`` of an upload, or ``(1, models, *shape)`` of a download.
         layout: Layout of the model's tensors.
         shared: Roles of the tensors that are expected.
@@ -567,47 +573,51 @@ def _check_tensors(
     """
     allowed_shapes = _allowed_shapes(layout, shared, rank)
     for name in sorted(allowed_shapes.keys() | tensors.keys()):
-        got = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
-        if name not in allowed_shapes or got not in allowed_shapes[name]:
-            allowed = allowed_shapes[name][0] if name in allowed_shapes else "no tensor of this name"
-            raise MessageError(f"{what}: tensor {name!r} has shape {got}; allowed: {allowed}")
+        shape = tuple(tensors[name].shape[1 + leading :]) if name in tensors else None
+        if name not in allowed_shapes:
+            raise MessageError(f"{kind}: tensor {name!r} has shape {shape}; allowed: no tensor of this name")
+        if shape not in allowed_shapes[name]:  # None: the tensor is missing
+            raise MessageError(f"{kind}: tensor {name!r} has shape {shape}; allowed: {allowed_shapes[name][0]}")
         if tensors[name].dtype not in _DTYPES:
-            raise MessageError(f"{what}: tensor {name!r} is {_dtype_name(tensors[name])}; allowed: float32, float64")
+            raise MessageError(f"{kind}: tensor {name!r} is {_dtype_name(tensors[name])}; allowed: float32, float64")
         if not bool(tensors[name].isfinite().all()):
-            raise MessageError(f"{what}: tensor {name!r} is not finite")
+            raise MessageError(f"{kind}: tensor {name!r} is not finite")
 
 
 def _check_sizes(tensors: Tree) -> None:
     """Check that the numbers of an upload are so small that aggregation does not overflow in float32.
 
     Their magnitude is limited to 1e6 in LoRA factors, whose product may be squared, and to 1e15 in other tensors, which
-    may be squared. Downloads may have larger numbers: FlexLoRA puts singular values of products into one factor.
+    may be squared.
 
     Raises:
         MessageError: A number is too large.
     """
     for name, t in tensors.items():
-        most = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
-        if t.numel() and (largest := float(t.abs().max())) > most:
+        if t.numel() == 0:
+            continue
+        limit = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
+        largest = float(t.abs().max())
+        if largest > limit:
             raise MessageError(
-                f"upload: tensor {name!r} has a value of magnitude {largest:.3g}; allowed: up to {most:g}"
+                f"upload: tensor {name!r} has a value of magnitude {largest:.3g}; allowed: up to {limit:g}"
             )
 
 
 def _allowed_shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:
-    """Return, by name, the two shapes that each shared tensor of a message may have, without the axis of users.
+    """Return the shapes that each shared tensor may have, by name: with the user's LoRA rank, or padded.
 
-    The first has the user's LoRA rank. The second is padded to the largest rank of all users, as in the model that is
-    trained. They differ only for LoRA factors.
+    For example ``{"x.a": [(4, 64), (16, 64)]}`` for rank 4, if the largest rank of any user is 16.
 
     Args:
         layout: Layout of the model's tensors, padded to the largest rank.
         shared: Roles of the shared tensors.
         rank: The user's LoRA rank; 0 for models without LoRA.
     """
-    # Tensors (1, *shape) for one user. The "meta" device allocates no memory, as only their shapes are needed.
+    # Tensors (1, *shape) for one user; on the device "meta" they take no memory.
     all_tensors = layout.views(torch.zeros(1, layout.columns, device="meta"))
-    padded_shapes = {name: tuple(t.shape[1:]) for name, t in restrict(all_tensors, layout, shared).items()}
+    shared_tensors = restrict(all_tensors, layout, shared)
+    padded_shapes = {name: tuple(t.shape[1:]) for name, t in shared_tensors.items()}
     return {name: [_cut_to_rank(name, shape, rank), shape] for name, shape in padded_shapes.items()}
 
 
@@ -665,35 +675,38 @@ def _check_reports(reports: Tree, required: dict[str, Reported]) -> None:
     Raises:
         MessageError: A report is missing, not allowed, or not as required.
     """
+    allowed = {LOSS: _LOSS, **required}
     for name in sorted(required.keys() | reports.keys()):
-        is_optional = name == LOSS and name not in required
-        if not is_optional and (name not in required or name not in reports):
-            raise MessageError(f"upload: report {name!r} {'is missing' if name in required else 'is not allowed'}")
+        if name not in reports:
+            raise MessageError(f"upload: report {name!r} is missing")
+        if name not in allowed:
+            raise MessageError(f"upload: report {name!r} is not allowed")
     for name, t in reports.items():
-        # A report that is not required is the training loss, as others were refused above.
-        _check_numbers(name, t, required.get(name, _LOSS))
+        _check_report(name, t, allowed[name])
 
 
-def _check_numbers(name: str, t: Tensor, required: Reported) -> None:
+def _check_report(name: str, t: Tensor, allowed: Reported) -> None:
     """Check shape, dtype and range of one report of an upload.
 
     Args:
         name: Name of the report.
         t: Its numbers ``(1, *shape)``.
-        required: The shape and the range; NaN is in no range.
+        allowed: The shape and the range; NaN is in no range.
 
     Raises:
-        MessageError: The report is not as required.
+        MessageError: The report is not as allowed.
     """
-    if tuple(t.shape[1:]) != required.shape:
-        raise MessageError(f"upload: report {name!r} has shape {tuple(t.shape[1:])}; allowed: {required.shape}")
-    has_dtype = t.dtype == torch.int64 if required.whole else t.dtype in _DTYPES
-    if not has_dtype:
-        allowed = "int64" if required.whole else "float32"
-        raise MessageError(f"upload: report {name!r} is {_dtype_name(t)}; allowed: {allowed}")
-    if not bool(((t >= required.least) & (t <= required.most)).all()):
-        allowed = f"{required.least:g} to {required.most:g}"
-        raise MessageError(f"upload: report {name!r} is out of range or not finite; allowed: {allowed}")
+    shape = tuple(t.shape[1:])
+    if shape != allowed.shape:
+        raise MessageError(f"upload: report {name!r} has shape {shape}; allowed: {allowed.shape}")
+    if allowed.whole and t.dtype != torch.int64:
+        raise MessageError(f"upload: report {name!r} is {_dtype_name(t)}; allowed: int64")
+    if not allowed.whole and t.dtype not in _DTYPES:
+        raise MessageError(f"upload: report {name!r} is {_dtype_name(t)}; allowed: float32")
+    is_in_range = (t >= allowed.least) & (t <= allowed.most)
+    if not bool(is_in_range.all()):
+        allowed_range = f"{allowed.least:g} to {allowed.most:g}"
+        raise MessageError(f"upload: report {name!r} is out of range or not finite; allowed: {allowed_range}")
 
 
 def _dtype_name(t: Tensor) -> str:
