@@ -37,7 +37,7 @@ logger = logging.getLogger("comingle")
 
 Value = TypeVar("Value", int, str)
 
-_DECLINES = 3
+_MAX_LISTED_DECLINES = 3
 """Limit on users in an error whose reasons for declining a task are listed."""
 
 
@@ -57,21 +57,25 @@ def aggregate_uploads(session: ServerSession, answers: Mapping[str, Answer], num
         RunError: No upload is valid, or the result is not finite.
     """
     checked = {name: _checked_upload(session, name, answer, number) for name, answer in answers.items()}
-    # In the order of the users, not of their answers, so that a sum does not depend on who was faster.
-    uploads = {name: upload for name in session.public.users if (upload := checked.get(name)) is not None}
-    if answers and not uploads:
+    valid: dict[str, Upload] = {}
+    for name in session.public.users:  # not in the order of answers, on which the rounding of a sum would depend
+        upload = checked.get(name)
+        if upload is not None:
+            valid[name] = upload
+    if answers and not valid:
         raise RunError(f"round {number}: none of {len(answers)} uploads is valid")
-    if why := keep_model_if_few(session, list(uploads), answers, number):
-        return [], why
-    _aggregate(session, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
-    return list(uploads), ""
+    why_skipped = skip_round_if_few(session, list(valid), answers, number)
+    if why_skipped:
+        return [], why_skipped
+    joined = join_uploads(list(valid.values())) if valid else no_uploads(number)
+    _aggregate(session, joined)
+    return list(valid), ""
 
 
-def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
+def skip_round_if_few(session: ServerSession, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> str:
     """Skip the aggregation of a round if valid uploads are fewer than ``network.min_participants``.
 
-    The model of the previous round then stays, and a warning is logged. Uploads with the users' own noise have reached
-    the server although they are not used, so skipping the round charges these users' privacy budgets.
+    The users' privacy budgets are charged nevertheless, as their uploads have reached the server.
 
     Args:
         session: The session.
@@ -86,9 +90,9 @@ def keep_model_if_few(session: ServerSession, users: Sequence[str], answers: Map
     needed = min(session.network.min_participants, len(answers))
     if len(users) >= needed:
         return ""
-    why = f"round {number}: valid uploads: {len(users)}; needed: {needed} (network.min_participants)"
-    why = f"{why}; the model is unchanged"
-    logger.warning("%s", why, extra=AN_EVENT)  # marked as one that is also in the event log, so not shown twice
+    counts = f"valid uploads: {len(users)}; needed: {needed} (network.min_participants)"
+    why = f"round {number}: {counts}; the model is unchanged"
+    logger.warning("%s", why, extra=AN_EVENT)
     user_numbers = session.server.numbers(users)
     session.server.skip_round(number, user_numbers)
     return why
@@ -102,30 +106,31 @@ def _aggregate(session: ServerSession, upload: Upload) -> None:
         upload: Valid uploads of all participants, joined in tensors ``(users, *shape)``.
 
     Raises:
-        RunError: The result is not finite; names the user with the largest value as a likely cause. The previous
-            round's checkpoint remains the newest.
+        RunError: The result is not finite; names the user with the largest value as a likely cause.
     """
     server = session.server
+    why = ""
     try:
         server.aggregate(upload)
-        not_finite = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]  # the method's state
-        why = f"{not_finite[0]!r} is not finite" if not_finite else ""
+        for name, t in server.kept.items():  # the method's state on the server
+            if not why and not bool(t.isfinite().all()):
+                why = f"{name!r} is not finite"
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  (of methods with an SVD)
         why = " ".join(str(error).split())
-    if why:
-        largest_values = []  # by user
-        for i in range(len(upload.users)):
-            largest_values.append(max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0))
-        value, user = max(zip(largest_values, upload.users, strict=True))
-        problem = f"aggregation failed: {why}; the largest value, {value:.3g}, is from user {user!r}"
-        raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
+    if not why:
+        return
+    largest_values = []  # by user
+    for i in range(len(upload.users)):
+        largest_values.append(max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0))
+    value, user = max(zip(largest_values, upload.users, strict=True))
+    problem = f"aggregation failed: {why}; the largest value, {value:.3g}, is from user {user!r}"
+    raise RunError(f"round {upload.round}: {problem}; run the same command again to resume from the round before")
 
 
 def _checked_upload(session: ServerSession, name: str, answer: Answer, number: int) -> Upload | None:
     """Return the upload in a client's answer; None, with a logged reason, if there is none or it fails a check.
 
-    Its tensors stay compressed (``training.uploads``), as aggregation decompresses the uploads of all users together.
-    The mean training loss is removed from its reports.
+    Its tensors stay compressed (``training.uploads``). Its mean training loss is removed.
 
     Args:
         session: The session.
@@ -135,16 +140,18 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
     """
     server = session.server
     try:
-        # "left_out" is why the client did not train, for example because its loss is not finite.
-        if "left_out" in answer.reported or not answer.messages:
-            raise MessageError(str(answer.reported.get("left_out", "no upload in the answer")))
-        message = unpack(answer.messages[0])
-        if not isinstance(message, Upload):
+        if "left_out" in answer.reported:  # why the client did not train, for example as its loss is not finite
+            raise MessageError(str(answer.reported["left_out"]))
+        if not answer.messages:
+            raise MessageError("no upload in the answer")
+        upload = unpack(answer.messages[0])
+        if not isinstance(upload, Upload):
             raise MessageError("upload: got a download")
-        # Aggregation weights follow from the amounts of data that clients report, so the server limits these amounts.
+        decompressed = replace(upload, tensors=expand(upload.tensors, server.uploads))
+        # Users may be weighted by the amounts of data that they report, so the server limits these amounts.
         limit = {"most": session.network.max_samples} if counts_samples(session.context.recipe) else {}
         check_upload(
-            replace(message, tensors=expand(message.tensors, server.uploads)),  # decompressed for the checks only
+            decompressed,
             session.model.layout,
             session.context.method,
             user=name,
@@ -158,8 +165,8 @@ def _checked_upload(session: ServerSession, name: str, answer: Answer, number: i
     except MessageError as error:
         log_rejection(session.observe, number, name, str(error))
         return None
-    message.reports.pop(LOSS, None)  # Optional, and uploads can only be joined if all have the same reports.
-    return message
+    upload.reports.pop(LOSS, None)  # Not all users report it, and joined uploads must have the same reports.
+    return upload
 
 
 def validation_losses(session: ServerSession, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
@@ -175,13 +182,13 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
     Returns:
         Losses in nats by name; empty if the recipe does not select the best round.
     """
-    losses: dict[str, float] = {}
     if session.context.plan.evaluation.select != "best":
-        return losses
+        return {}
+    losses: dict[str, float] = {}
     for name in session.public.users:
         if name not in answers or not answers[name].messages:
             continue
-        last_message = answers[name].messages[-1]  # a task may train, too; then the upload is before it
+        last_message = answers[name].messages[-1]  # after the upload, if the task has trained, too
         try:
             loss = validation_loss(unpack(last_message), user=name, done=done)
         except MessageError as error:
@@ -195,8 +202,7 @@ def validation_losses(session: ServerSession, answers: Mapping[str, Answer], don
 def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], round_number: int) -> list[str]:
     """Compute the sum of a round's uploads by secure aggregation, and aggregate it.
 
-    The server sees masked uploads and, once it gets the shares that remove the masks, their sum. If too few users
-    answer, no sum is computed, the model stays unchanged, and an event ("no_sum") gives the reason.
+    If too few users answer, the model stays unchanged, and an event ("no_sum") gives the reason.
 
     Args:
         session: The session.
@@ -212,23 +218,23 @@ def aggregate_secure_sum(session: ServerSession, answers: Mapping[str, Answer], 
     terms = terms_of(session.context.plan, session.run, round_number, num_entries)
     collector = SumCollector(terms=terms)
     secure_sum = _SecureSum(session=session, collector=collector)
-    # Users round each entry to a grid of integers, of which this is the largest.
-    largest_integer = server.sums.grid(round_number).largest
+    largest_integer = server.sums.grid(round_number).largest  # Users round each entry to an integer of this grid.
     try:
         total = secure_sum.total(answers, largest_integer)
     except NoSumError as error:
         logger.warning("%s", error, extra=AN_EVENT)
         session.observe({"event": "no_sum", "round": round_number, "reason": str(error)})
-        if secure_sum.unmask_requested:  # Users may have unmasked the sum although their answers cannot be used.
+        if secure_sum.unmask_requested:  # The server may know the sum, so it costs privacy budget.
             server.mechanisms.charge([server.users.index(user) for user in collector.survivors])
         server.skip_round(round_number)
         return []
-    survivors = collector.survivors  # the users in the sum
-    if why := keep_model_if_few(session, survivors, answers, round_number):
-        session.observe({"event": "no_sum", "round": round_number, "reason": why})
+    users_in_sum = collector.survivors
+    why_skipped = skip_round_if_few(session, users_in_sum, answers, round_number)
+    if why_skipped:
+        session.observe({"event": "no_sum", "round": round_number, "reason": why_skipped})
         return []
-    server.aggregate_sum(total, survivors, round_number)
-    return survivors
+    server.aggregate_sum(total, users_in_sum, round_number)
+    return users_in_sum
 
 
 @dataclass(kw_only=True)
@@ -248,68 +254,75 @@ class _SecureSum:
     def total(self, answers: Mapping[str, Answer], largest: int) -> np.ndarray:
         """Carry out all steps of the protocol and return the sum of the uploads, int64 ``(entries,)``.
 
-        In the step "advertise" users send public keys, in "share" encrypted shares of their secrets for each other, in
-        "mask" their masked uploads, and in "unmask" the shares that remove the masks from the sum. A user that does not
-        answer a step is left out of the later steps. The sum is over the users that have answered "mask".
-
-        For each later step there is a function that makes a user's message, and one that checks and stores its answer.
+        Steps: "advertise" (users send public keys), "share" (encrypted shares of their secrets for each other), "mask"
+        (masked uploads), "unmask" (shares that remove the masks from the sum). A user that does not answer a step is
+        left out of the later ones. The sum is over the users that have answered "mask".
 
         Args:
-            answers: Answers to the step "advertise" by name. Users carry out this step within their training task.
+            answers: Answers to the step "advertise" by name.
             largest: Largest magnitude that an entry of an upload may have. A sum of n uploads with an entry beyond n
                 times ``largest`` is refused.
 
         Raises:
             NoSumError: Too few users have answered a step, or the sum is out of range.
         """
-        collector, terms, round_number = self.collector, self.collector.terms, self.collector.terms.round
-
-        def read_keys(name: str, message: Upload | Download) -> None:
-            collector.store_keys(name, secure_client.read_keys(message, name, round_number))
-
-        self._process_answers(answers, read_keys)
+        collector = self.collector
+        self._process_answers(answers, self._store_keys)
         collector.require(collector.public_keys, "advertise")
 
-        def roster_message(name: str) -> Download:
-            return secure_client.roster_message(name, round_number, collector.public_keys)
-
-        def read_shares(name: str, message: Upload | Download) -> None:
-            others = [other for other in collector.public_keys if other != name]
-            shares = secure_client.read_shares(message, name, round_number, others, sealed=True)
-            collector.store_sealed_shares(name, shares)
-
-        self._request_step("share", collector.public_keys, roster_message, read_shares)
+        self._request_step("share", collector.public_keys, self._public_keys_for, self._store_encrypted_shares)
         collector.require(collector.sharers, "share")
 
-        def sealed_message(name: str) -> Download:
-            return secure_client.sealed_message(name, round_number, collector.sealed_for(name))
-
-        def read_masked_upload(name: str, message: Upload | Download) -> None:
-            masked = secure_client.read_masked(message, name, round_number, terms.entries, terms.word)
-            collector.add_upload(name, masked)
-
-        self._request_step("mask", collector.sharers, sealed_message, read_masked_upload)
+        self._request_step("mask", collector.sharers, self._encrypted_shares_for, self._add_masked_upload)
         collector.require(collector.survivors, "mask")
-        survivors = list(collector.survivors)
+
         # From here on the sum may be revealed, so it costs privacy budget even if it cannot be used.
         self.unmask_requested = True
-
-        def survivors_message(name: str) -> Download:
-            return secure_client.survivors_message(name, round_number, survivors)
-
-        def read_revealed_shares(name: str, message: Upload | Download) -> None:
-            shares = secure_client.read_shares(message, name, round_number, collector.sharers, sealed=False)
-            collector.store_revealed_shares(name, shares)
-
-        self._request_step("unmask", survivors, survivors_message, read_revealed_shares)
+        users_in_sum = list(collector.survivors)
+        self._request_step("unmask", users_in_sum, self._users_in_sum_for, self._store_revealed_shares)
         return collector.total(largest)
+
+    # ---------------------------------------------------------------- messages to a user
+
+    def _public_keys_for(self, name: str) -> Download:
+        return secure_client.roster_message(name, self._round, self.collector.public_keys)
+
+    def _encrypted_shares_for(self, name: str) -> Download:
+        return secure_client.sealed_message(name, self._round, self.collector.sealed_for(name))
+
+    def _users_in_sum_for(self, name: str) -> Download:
+        return secure_client.survivors_message(name, self._round, list(self.collector.survivors))
+
+    # ---------------------------------------------------------------- messages of a user
+
+    def _store_keys(self, name: str, message: Upload | Download) -> None:
+        self.collector.store_keys(name, secure_client.read_keys(message, name, self._round))
+
+    def _store_encrypted_shares(self, name: str, message: Upload | Download) -> None:
+        others = [other for other in self.collector.public_keys if other != name]
+        shares = secure_client.read_shares(message, name, self._round, others, sealed=True)
+        self.collector.store_sealed_shares(name, shares)
+
+    def _add_masked_upload(self, name: str, message: Upload | Download) -> None:
+        terms = self.collector.terms
+        masked = secure_client.read_masked(message, name, self._round, terms.entries, terms.word)
+        self.collector.add_upload(name, masked)
+
+    def _store_revealed_shares(self, name: str, message: Upload | Download) -> None:
+        shares = secure_client.read_shares(message, name, self._round, self.collector.sharers, sealed=False)
+        self.collector.store_revealed_shares(name, shares)
+
+    @property
+    def _round(self) -> int:
+        """The round, from 1."""
+        return self.collector.terms.round
 
     def _request_step(
         self,
         step: str,
         names: Iterable[str],
         message_for: Callable[[str], Download],
-        read_answer: Callable[[str, Upload | Download], None],
+        process_message: Callable[[str, Upload | Download], None],
     ) -> None:
         """Send users a task with one step of the secure sum, and process their answers.
 
@@ -317,34 +330,35 @@ class _SecureSum:
             step: Name of the step.
             names: The users.
             message_for: Returns the message that a user needs for the step.
-            read_answer: Called with a user and the message in its answer; raises a MessageError if it is wrong.
+            process_message: Called with a user and the message in its answer; raises a MessageError if it is wrong.
         """
         messages = {name: pack(message_for(name)) for name in names}
         steps = dict.fromkeys(messages, (step,))
-        round_index = self.collector.terms.round - 1  # tasks count rounds from 0, secure sums from 1
+        round_index = self._round - 1  # tasks count rounds from 0, secure sums from 1
         answers = self.session.ask(steps, round_index, messages=messages)
-        self._process_answers(answers, read_answer)
+        self._process_answers(answers, process_message)
 
     def _process_answers(
-        self, answers: Mapping[str, Answer], read_answer: Callable[[str, Upload | Download], None]
+        self, answers: Mapping[str, Answer], process_message: Callable[[str, Upload | Download], None]
     ) -> None:
         """Process answers in the order of the users; log and skip those that fail a check.
 
         Args:
             answers: Answers by name.
-            read_answer: Called with a user and the message in its answer; raises a MessageError if it is wrong.
+            process_message: Called with a user and the message in its answer; raises a MessageError if it is wrong.
         """
         for name in self.session.public.users:
             if name not in answers:
                 continue
             answer = answers[name]
             try:
-                if "left_out" in answer.reported or not answer.messages:
-                    reason = answer.reported.get("left_out", "no message for the secure sum in the answer")
-                    raise MessageError(str(reason))
-                read_answer(name, unpack(answer.messages[0]))
+                if "left_out" in answer.reported:
+                    raise MessageError(str(answer.reported["left_out"]))
+                if not answer.messages:
+                    raise MessageError("no message for the secure sum in the answer")
+                process_message(name, unpack(answer.messages[0]))
             except MessageError as error:
-                log_rejection(self.session.observe, self.collector.terms.round, name, str(error))
+                log_rejection(self.session.observe, self._round, name, str(error))
 
 
 RoutingMetrics = Mapping[str, Mapping[str, Any]]
@@ -366,8 +380,8 @@ def routing_event(session: ServerSession, reported: RoutingMetrics) -> dict[str,
 def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the routing weights of the users that report them, each a mean over the user's tokens.
 
-    A user is left out if its list of weights has a wrong number of layers or experts. The server does not know the
-    number of layers, so it takes the most common one as the right one.
+    Users whose weights have a wrong number of layers or experts are left out. The server does not know the number of
+    layers, so the most common one counts as right.
 
     Args:
         session: The session.
@@ -384,39 +398,49 @@ def _mean_gates(session: ServerSession, reported: RoutingMetrics) -> dict[str, A
     for name, metrics in reported.items():
         if "gates" not in metrics:  # The user keeps its weights private.
             continue
-        experts[name] = model.expert_names(users.index(name))
-        if all(len(layer) == len(experts[name]) for layer in metrics["gates"]):
+        expert_names = model.expert_names(users.index(name))
+        if all(len(layer) == len(expert_names) for layer in metrics["gates"]):
+            experts[name] = expert_names
             gates[name] = metrics["gates"]
-    num_layers = _most_common([len(layers) for layers in gates.values()], 0)
+    num_layers = _most_common([len(layers) for layers in gates.values()], default=0)
     if num_layers == 0:  # no user has reported weights
         return {}
-    scores = {name: layers for name, layers in gates.items() if len(layers) == num_layers}
-    return {"experts": {name: experts[name] for name in scores}, "expert_scores": scores}
+    names = [name for name, layers in gates.items() if len(layers) == num_layers]
+    return {
+        "experts": {name: experts[name] for name in names},
+        "expert_scores": {name: gates[name] for name in names},
+    }
 
 
 def _mixtures(session: ServerSession, reported: RoutingMetrics) -> dict[str, Any]:
     """Return the weights with which each user mixes several models, as fields of an evaluation event.
 
-    If the server merges models for each user, it knows the weights. Otherwise users may report their weights
-    ("mixture"); reports with a wrong number of weights are left out. Empty if there are no weights.
+    The weights are the server's, if it merges models for each user, or else those that users report as "mixture".
+    Reports with a wrong number of weights are left out.
 
     Args:
         session: The session.
         reported: Metrics that clients have reported, by user.
+
+    Returns:
+        The fields; empty if there are no weights.
     """
     method, server = session.context.method, session.server
-    merging_weights = method.server.merging_weights(server.kept)  # (users, models), from the method's state
-    if merging_weights is not None:
-        return mixtures_event(session.public.users, merging_weights.double().cpu(), method)
-    # A user mixes the components of a mixture that it trains, or else the models that the server sends.
+    servers_weights = method.server.merging_weights(server.kept)  # (users, models), from the method's state
+    if servers_weights is not None:
+        return mixtures_event(session.public.users, servers_weights.double().cpu(), method)
+    # Users mix the components of a mixture that they train or, without one, the models that the server sends.
     mixture = method.placement.mixture
     num_models = method.server.server_models if mixture is None else mixture.clusters
-    weights = {
-        name: metrics["mixture"] for name, metrics in reported.items() if len(metrics.get("mixture", ())) == num_models
-    }
-    if not weights:
+    weights_by_user = {}
+    for name, metrics in reported.items():
+        weights = metrics.get("mixture", ())
+        if len(weights) == num_models:
+            weights_by_user[name] = weights
+    if not weights_by_user:
         return {}
-    return mixtures_event(list(weights), torch.tensor(list(weights.values()), dtype=torch.float64), method)
+    weights = torch.tensor(list(weights_by_user.values()), dtype=torch.float64)
+    return mixtures_event(list(weights_by_user), weights, method)
 
 
 ClientReports = dict[str, Mapping[str, Any]]
@@ -460,14 +484,15 @@ class NetworkBackend(Backend[ClientReports]):
         The warnings are about phases that no user reaches in the run, and about secure sums of two users.
 
         Returns:
-            The settings of the run, and its number of rounds. The settings request a checkpoint after every round: a
-            server that resumes repeats the rounds after its checkpoint, and a client can revert only a few tasks.
+            The settings of the run, and its number of rounds.
         """
         self.session.observe, self.session.clock = observe, clock
         run_settings = self.session.context.plan
         warn_of_untrained(run_settings, self.session.local_steps)
         warn_of_small_sums(run_settings, self.session.network.min_participants, self.rounds)
-        return run_settings.updated("checkpoints", every=1), self.rounds
+        # A resumed server repeats the rounds after its checkpoint, and clients can revert only a few tasks.
+        with_checkpoint_every_round = run_settings.updated("checkpoints", every=1)
+        return with_checkpoint_every_round, self.rounds
 
     def select_participants(self, plan: RoundPlan) -> Sequence[int] | None:
         """Return the participants of a round as indices into the users; None if the privacy budget ends the run.
@@ -484,8 +509,7 @@ class NetworkBackend(Backend[ClientReports]):
         """Send participants the task of a round: download, train, and upload if the server aggregates in this round.
 
         If the plan evaluates local models, participants evaluate after training, and all other users get a task to
-        evaluate. A secure sum is completed and aggregated here, so that its bytes count for this round; plain uploads
-        are aggregated by :meth:`aggregate`.
+        evaluate. A secure sum is also completed and aggregated here.
 
         Args:
             plan: Plan of the round.
@@ -499,20 +523,24 @@ class NetworkBackend(Backend[ClientReports]):
         evaluates_locally = plan.evaluates == "local"
         has_secure_sum = plan.exchanges and self.server.sums is not None
         participant_steps = ["receive", "train"]
-        if plan.exchanges:
-            participant_steps.append("advertise" if has_secure_sum else "upload")  # a secure sum begins with keys
+        if has_secure_sum:
+            participant_steps.append("advertise")  # the first step of a secure sum
+        elif plan.exchanges:
+            participant_steps.append("upload")
         if evaluates_locally:
             participant_steps.append("evaluate")
         steps: dict[str, Sequence[str]] = dict.fromkeys(names, tuple(participant_steps))
         if evaluates_locally:
-            steps |= {name: ("receive", "evaluate") for name in self._names if name not in steps}
+            for name in self._names:
+                if name not in steps:  # not a participant
+                    steps[name] = ("receive", "evaluate")
         answers = session.ask(steps, plan.number, arguments={"done": plan.done})
-        trained = {name: answers[name] for name in names if name in answers}
-        _require_answers(session, len(trained), len(names), plan.done)
-        self._plan, self._training_answers = plan, trained
+        training_answers = {name: answers[name] for name in names if name in answers}
+        _require_answers(session, len(training_answers), len(names), plan.done)
+        self._plan, self._training_answers = plan, training_answers
         self._evaluation_answers = answers if evaluates_locally else None
-        self._senders = aggregate_secure_sum(session, trained, plan.done) if has_secure_sum else []
-        reports = {name: answer.reported for name, answer in trained.items()}
+        self._senders = aggregate_secure_sum(session, training_answers, plan.done) if has_secure_sum else []
+        reports = {name: answer.reported for name, answer in training_answers.items()}
         return RoundResult(
             losses={name: report["train_loss"] for name, report in reports.items() if "train_loss" in report},
             users=len([report for report in reports.values() if "left_out" not in report]),
@@ -535,34 +563,34 @@ class NetworkBackend(Backend[ClientReports]):
             RunError: No upload is valid, or the result is not finite.
         """
         assert self._plan is not None
-        why = ""
-        if self.server.sums is None:
+        why_skipped = ""
+        has_plain_uploads = self.server.sums is None
+        if has_plain_uploads:
             # Messages to clients have the round counted from 0 (`number`), uploads have it from 1 (`done`).
-            self._senders, why = aggregate_uploads(self.session, self._training_answers, self._plan.done)
+            self._senders, why_skipped = aggregate_uploads(self.session, self._training_answers, self._plan.done)
         if self.server.method.server.peer_to_peer:
             self.session.ask(dict.fromkeys(self._senders, ("receive",)), self._plan.number)
             self.server.clear_uploads()
-        return why
+        return why_skipped
 
     def evaluate(
         self, done: int, *, receives: bool, finishes: bool, silent: bool
     ) -> tuple[ClientReports | None, dict[str, Any]]:
         """Make all users evaluate, and find out from their validation losses whether this round is the best so far.
 
-        If the users have already evaluated in the task of :meth:`train`, the answers to that task are used, and the
-        users get no other task.
+        If the users have already evaluated in the task of :meth:`train`, the answers to that task are used.
 
         Args:
             done: Number of rounds that are done; 0 before the first one.
             receives: Whether users download the newest model first.
             finishes: Whether users carry out the method's final step first, after the last exchange.
-            silent: Whether this evaluation was logged before the run was resumed. Then its validation losses have been
-                compared before, and are not compared again.
+            silent: Whether this evaluation is repeated after the run was resumed; validation losses are then ignored.
 
         Returns:
             The metrics that clients report (None if there are none), and the evaluation event.
         """
-        answers, self._evaluation_answers = self._evaluation_answers, None
+        answers = self._evaluation_answers
+        self._evaluation_answers = None
         if answers is None:
             steps = []
             if receives:
@@ -572,26 +600,27 @@ class NetworkBackend(Backend[ClientReports]):
             steps.append("evaluate")
             round_index = max(0, done - 1)  # of the last round, from 0
             answers = self.session.ask(dict.fromkeys(self._names, tuple(steps)), round_index, arguments={"done": done})
-        names = [name for name in self._names if name in answers]
-        reported = {name: answers[name].reported for name in names if answers[name].reported.get("evaluated")}
+        reported: ClientReports = {}
+        for name in self._names:
+            if name in answers and answers[name].reported.get("evaluated"):
+                reported[name] = answers[name].reported
         measure = _measure(reported)
-        scores = {
-            name: dict(report["score"])
-            for name, report in reported.items()
-            if f"test_{measure}" in report.get("score", {})  # missing if the user keeps its scores private
-        }
+        scores = {}
+        for name, report in reported.items():
+            user_scores = report.get("score", {})  # missing if the user keeps its scores private
+            if f"test_{measure}" in user_scores:
+                scores[name] = dict(user_scores)
         event = evaluation_event(scores, measure, done=done, iterations=done * self.session.local_steps)
-        if not silent and (losses := validation_losses(self.session, answers, done)):
+        losses = {} if silent else validation_losses(self.session, answers, done)
+        if losses:
             event["mean_valid_loss"] = self._compare_validation_losses(losses, done)
-            # Only of users that report their scores; the others keep their metrics private.
             event["valid_loss"] = {name: loss for name, loss in losses.items() if name in reported}
-        return reported or None, event | routing_event(self.session, reported)
+        return reported or None, {**event, **routing_event(self.session, reported)}
 
     def _compare_validation_losses(self, losses: dict[str, float], done: int) -> float:
         """Compare the mean of users' validation losses with the lowest mean so far.
 
-        The verdict, whether the new mean is the lowest, is sent to each user with its next task. If it is, the user
-        keeps its model as the best one.
+        Each user gets the verdict with its next task, and keeps its model as the best one if the new mean is lower.
 
         Args:
             losses: Validation losses in nats, by name.
@@ -601,10 +630,11 @@ class NetworkBackend(Backend[ClientReports]):
             The mean in nats.
         """
         lowest_before = self.server.lowest_loss
-        verdict = self.server.judge(validation_report(losses, done), self._names)
-        for name, verdict_of_user in zip(self._names, verdict.split(), strict=True):
-            self.session.clients[name].verdict = verdict_of_user
-        if self.server.lowest_loss < lowest_before:
+        verdict_of_all = self.server.judge(validation_report(losses, done), self._names)
+        for name, verdict in zip(self._names, verdict_of_all.split(), strict=True):
+            self.session.clients[name].verdict = verdict
+        is_best_so_far = self.server.lowest_loss < lowest_before
+        if is_best_so_far:
             self.session.best_round = done
         return fmean(losses.values())
 
@@ -613,50 +643,50 @@ class NetworkBackend(Backend[ClientReports]):
 
         Args:
             rounds: Number of rounds of the run.
-            scores: Metrics of the evaluation after the last round. They are returned unless an earlier round is
-                selected, whose models clients then evaluate again.
+            scores: Metrics of the evaluation after the last round; returned if these models are the final ones.
 
         Returns:
             Metrics of the final models, by user; None if no user reports any.
         """
         if self.session.context.plan.evaluation.select != "best":
             return scores
-        evaluates_again = self.session.best_round != rounds
-        steps = ("choose", "evaluate") if evaluates_again else ("choose",)
-        answers = self.session.ask(dict.fromkeys(self._names, steps), rounds)
-        if not evaluates_again:
+        if self.session.best_round == rounds:  # the models that were evaluated last
+            self.session.ask(dict.fromkeys(self._names, ("choose",)), rounds)
             return scores
-        return {name: answer.reported for name, answer in answers.items()} or None
+        answers = self.session.ask(dict.fromkeys(self._names, ("choose", "evaluate")), rounds)
+        if not answers:
+            return None
+        return {name: answer.reported for name, answer in answers.items()}
 
     def summarise(self, reported: ClientReports | None) -> Metrics:
         """Return the metrics of the finished run: those that users report, their mean, and times and bytes.
 
-        A user's metrics count only if they have a test score and the number of trainable parameters, from which the
-        mean score and the size of the model are computed.
+        Users that do not report a test score and the number of trainable parameters are left out.
 
         Args:
-            reported: What clients have reported in the last evaluation, by user; None if there was none.
+            reported: Reports of the last evaluation, by user; None if there was none.
         """
-        session, reported = self.session, reported or {}
-        context, measure = session.context, _measure(reported)  # measure: of test scores, such as "loss"
+        session, context = self.session, self.session.context
+        reported = reported or {}
+        measure = _measure(reported)  # of test scores, such as "loss"
         required = {f"test_{measure}", "trainable_parameters"}
-        users = {
-            name: dict(report["metrics"])
-            for name, report in reported.items()
-            if _has_all(report.get("metrics", {}), required)
-        }
+        metrics_by_user = {}
+        for name, report in reported.items():
+            metrics = report.get("metrics", {})
+            if _has_all(metrics, required):
+                metrics_by_user[name] = dict(metrics)
         units = [str(joined["unit"]) for joined in session.joined.values() if "unit" in joined]  # tokens or samples
         selects_best = context.plan.evaluation.select == "best"
-        final_round = session.best_round if selects_best else self.rounds  # after which users had their final models
+        round_of_final_models = session.best_round if selects_best else self.rounds
         return metrics_of(
-            users,
+            metrics_by_user,
             session.model,
             context.plan,
             session.clock,
             rounds=self.rounds,
-            selected=final_round,
+            selected=round_of_final_models,
             measure=measure,
-            unit=_most_common(units, "tokens"),
+            unit=_most_common(units, default="tokens"),
         )
 
 
@@ -669,28 +699,25 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
         rounds: Number of rounds.
     """
     sums = plan.sums
-    if sums is None or plan.privacy is None or plan.privacy.noisy or not rounds:
+    if sums is None or plan.privacy is None or plan.privacy.noisy or rounds == 0:
         return
-    numbers = range(1, rounds + 1)
-
-    def fewest_uploads(number: int) -> int:
-        """Return the smallest number of uploads that both the secure sum and the server accept in a round."""
-        return max(sums.least(number), min(min_participants, sums.expected(number)))
-
-    least = min(map(fewest_uploads, numbers))
-    if least == LEAST:  # the smallest sum that the protocol allows, of two uploads
+    fewest_uploads, fewest_users = [], []  # of each round
+    for number in range(1, rounds + 1):
+        num_users = sums.expected(number)
+        # Both the secure sum and the server refuse a round with fewer uploads.
+        fewest_uploads.append(max(sums.least(number), min(min_participants, num_users)))
+        fewest_users.append(num_users)
+    if min(fewest_uploads) == LEAST:  # the smallest sum that the protocol allows, of two uploads
         logger.warning(
             "privacy.secure_aggregation: got sums of at least %d of %d users; each of two users in a sum can compute "
             "the other's upload; with 3 users or more set network.min_participants to 3 and raise "
             "privacy.secure_aggregation.threshold so that a sum needs 3, or add noise (mechanism: central)",
-            least, min(map(sums.expected, numbers)),
+            LEAST, min(fewest_users),
         )  # fmt: skip
 
 
 def _require_answers(session: ServerSession, num_answers: int, num_participants: int, number: int) -> None:
     """Check that enough participants of a round have answered: ``network.min_participants``, or all if they are fewer.
-
-    A round without participants passes.
 
     Args:
         session: The session.
@@ -701,24 +728,29 @@ def _require_answers(session: ServerSession, num_answers: int, num_participants:
     Raises:
         RunError: Too few have answered.
     """
-    needed = min(session.network.min_participants, num_participants)  # at least 1 if there are participants
-    if num_answers < needed:
-        declined = [f"{name}: {client.declined}" for name, client in session.clients.items() if client.declined]
-        raise RunError(
-            f"round {number}: {num_answers} of {num_participants} participants answered in "
-            f"{session.network.round_timeout:g} s; needed: {needed}; start the same command again to continue, or "
-            f"raise network.round_timeout{''.join(f'; {line}' for line in declined[:_DECLINES])}"
-        )
+    needed = min(session.network.min_participants, num_participants)
+    if num_answers >= needed:
+        return
+    declined = [f"; {name}: {client.declined}" for name, client in session.clients.items() if client.declined]
+    raise RunError(
+        f"round {number}: {num_answers} of {num_participants} participants answered in "
+        f"{session.network.round_timeout:g} s; needed: {needed}; start the same command again to continue, or "
+        f"raise network.round_timeout{''.join(declined[:_MAX_LISTED_DECLINES])}"
+    )
 
 
 def _measure(reported: ClientReports) -> str:
-    """Return the measure that most users report; they do so even if they do not report their scores."""
-    return _most_common([str(one["measure"]) for one in reported.values() if "measure" in one], "loss")
+    """Return the measure of test scores, such as "loss", that most users report."""
+    measures = [str(report["measure"]) for report in reported.values() if "measure" in report]
+    return _most_common(measures, default="loss")
 
 
-def _most_common(values: Sequence[Value], default: Value) -> Value:
-    """Return the most common value, the first among equals, so that a single client cannot change it."""
-    return Counter(values).most_common(1)[0][0] if values else default
+def _most_common(values: Sequence[Value], *, default: Value) -> Value:
+    """Return the most common value, the first among equals; ``default`` if there are no values."""
+    if not values:
+        return default
+    [(most_common, _count)] = Counter(values).most_common(1)
+    return most_common
 
 
 def _has_all(metrics: Mapping[str, Any], names: Collection[str]) -> bool:
