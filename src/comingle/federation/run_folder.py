@@ -97,53 +97,59 @@ class StatusFile:
             rounds: Number of planned rounds.
         """
         self._path, self._rounds = folder / PARTICIPANTS, rounds
-        self._round, self._measure = 0, ""  # the last round, and the measure of test scores, such as "loss"
+        self._round = 0  # the last round
+        self._measure = ""  # of test scores, such as "loss"
         self._privacy: dict[str, float] = {}  # epsilon and delta; empty without privacy
-        earlier = self._read()
-        self._clients = {name: ClientStatus(**earlier.get(name, {})) for name in users}
-        for client in self._clients.values():  # of an earlier process only the counts are valid
-            client.state, client.why = "expected", ""
+        status_of_earlier_process = self._read()
+        self._clients: dict[str, ClientStatus] = {}
+        for name in users:
+            client = ClientStatus(**status_of_earlier_process.get(name, {}))
+            client.state, client.why = "expected", ""  # The client is not connected to this process yet.
+            self._clients[name] = client
         self._written = 0.0  # when the file was written last, on the monotonic clock
         self._write()
 
     def __call__(self, event: JsonMapping) -> None:
         """Update the status with an event of the run, and write the file.
 
-        An event "step" is one client's answer to a task. As these events are frequent, they write the file only if the
-        last write was more than :data:`WRITE_SECONDS` ago. All other events write it at once.
+        The frequent events "step", of a single client, write it only if the last write is at least
+        :data:`WRITE_SECONDS` ago.
         """
-        # Events about a single client, such as "step", name its user.
-        if (client := self._clients.get(event.get("user", ""))) is not None:
+        client = self._clients.get(event.get("user", ""))  # None if the event is not about a single client
+        if client is not None:
             self._update_client(client, event)
         if event["event"] == "round":
             self._round = event["round"]
             for name, loss in event["train_loss_nats"].items():
                 self._clients[name].train_loss_nats = loss
         elif event["event"] == "privacy":
-            self._privacy = {key: event[key] for key in ("epsilon", "delta")}
+            self._privacy = {"epsilon": event["epsilon"], "delta": event["delta"]}
+            epsilon_by_user = event.get("users", {})
             for name, client in self._clients.items():
-                client.epsilon = event.get("users", {}).get(name, event["epsilon"])
+                client.epsilon = epsilon_by_user.get(name, event["epsilon"])
         elif event["event"] == "aggregation":
-            # `counted` is the weight that a robust rule (the recipe's section "aggregation") gave each upload. Without
-            # such a rule the event has no weights.
-            for name, weight in event.get("counted", {}).items():
+            weights = event.get("counted", {})  # of uploads, if there is a robust rule (the section "aggregation")
+            for name, weight in weights.items():
                 self._clients[name].counted = weight
         elif event["event"] == "evaluation":
             for name, scores in event["users"].items():
-                key, self._clients[name].test = next(iter(scores.items()))  # the first one, such as "test_loss"
-                self._measure = key.removeprefix("test_")
-        if event["event"] != "step" or time.monotonic() - self._written > WRITE_SECONDS:
+                first_key = next(iter(scores))  # such as "test_loss"
+                self._clients[name].test = scores[first_key]
+                self._measure = first_key.removeprefix("test_")
+        seconds_since_write = time.monotonic() - self._written
+        if event["event"] != "step" or seconds_since_write > WRITE_SECONDS:
             self._write()
 
     def _update_client(self, client: ClientStatus, event: JsonMapping) -> None:
         """Update the status of a client with an event about it.
 
-        Its state is "away" after an event "failed" and "here" after any other, which also sets the time when it was
-        last seen. An event "step" is the answer to a task: it sets the round and adds the bytes of the messages.
+        The client is away after an event "failed", and here after any other. An event "step" is its answer to a task.
         """
-        client.state = "away" if event["event"] == "failed" else "here"
         client.why = event.get("reason", "")
-        if client.state == "here":
+        if event["event"] == "failed":
+            client.state = "away"
+        else:
+            client.state = "here"
             client.seen = time.time()
         if event["event"] == "step":
             client.round = min(event["round"], self._rounds)  # The tasks that end a run have a higher number.
@@ -154,15 +160,21 @@ class StatusFile:
         """Return the clients' status from the file of an earlier process; empty if it cannot be read."""
         try:
             users = json.loads(self._path.read_text(encoding="utf-8"))["users"]
-            return {name: asdict(ClientStatus(**one)) for name, one in users.items()}
+            return {name: asdict(ClientStatus(**status)) for name, status in users.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}  # The file is for display only.
 
     def _write(self) -> None:
         """Write the round, the measure of test scores, and all clients' status; with privacy also epsilon and delta."""
         clients = {name: asdict(client) for name, client in self._clients.items()}
-        content = {"round": self._round, "rounds": self._rounds, "measure": self._measure, "users": clients}
-        content |= {"privacy": self._privacy} if self._privacy else {}
+        content: JsonObject = {
+            "round": self._round,
+            "rounds": self._rounds,
+            "measure": self._measure,
+            "users": clients,
+        }
+        if self._privacy:
+            content["privacy"] = self._privacy
         write_json(self._path, content)
         self._written = time.monotonic()
 
@@ -215,15 +227,17 @@ def run_federation(
             answered.
     """
     check_remote_clients(plan.recipe)
-    # A resumed run continues with the begin-of-text tokens, and the date in prompts, with which it began.
-    plan = replace(plan, recipe=with_bos_of_run(folder, plan.recipe, resume=resume))
+    # A resumed run keeps its begin-of-text tokens and the date in prompts.
+    recipe = with_bos_of_run(folder, plan.recipe, resume=resume)
     date = recorded_date(folder) if resume else ""
-    kind, base, settings = kind_of(plan.recipe), None, dict(plan.settings)
+    plan = replace(plan, recipe=recipe)
+
+    kind, base, settings = kind_of(recipe), None, dict(plan.settings)
     if kind.needs_base:
-        base = Given(date=date).load_base(plan.recipe)
-        # Settings that follow from the base, such as the date in prompts. They need no user's data.
-        settings |= kind.settings(kind.reopened(base, (), plan.settings))
-    public = public_part(plan.recipe, plan.users, settings, base)
+        base = Given(date=date).load_base(recipe)
+        data_without_users = kind.reopened(base, (), plan.settings)
+        settings.update(kind.settings(data_without_users))  # settings of the base, such as the date in prompts
+    public = public_part(recipe, plan.users, settings, base)
     context = ServerContext.of(public, base)
     unknown_data = UserInputs(counts={}, digests=dict.fromkeys(SPLITS, ""))  # the server has no user's data
     inputs = Inputs(
@@ -242,10 +256,9 @@ def run_federation(
 def _run_rounds(
     public: Public, context: ServerContext, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> JsonObject:
-    """Wait for clients, run or resume the rounds, and notify the clients of the end.
+    """Wait for clients, run or resume the rounds, notify the clients of the end, and return the metrics.
 
-    A run resumes from its newest checkpoint. The rounds after it are repeated, so their events are cut from the event
-    log. If the run was stopped after its last round, while it notified the clients of the end, it only notifies them.
+    A run resumes from its newest checkpoint. If all rounds were done before, only the clients are notified.
 
     Args:
         public: Public part of the federation.
@@ -254,18 +267,21 @@ def _run_rounds(
         channel: Transport of messages to clients.
         folder: The run folder.
         observers: Receive events, in addition to the event log and the status file.
-
-    Returns:
-        The metrics.
     """
     run, has_begun = _read_or_create_name(folder, public)
-    newest_checkpoint = list_checkpoints(folder)[-1:] if has_begun else []  # a list of one, or empty
-    progress = read_progress(newest_checkpoint[0]) if newest_checkpoint else None
-    path, rounds_are_done = folder / "events.jsonl", _is_ending(folder)
-    # If all rounds are done, the whole log stays. Otherwise only the events up to the checkpoint stay, as the rounds
-    # after it are repeated.
-    checkpoint_bytes = 0 if progress is None else progress.events_bytes
-    log = EventLog(path, keep_bytes=path.stat().st_size if rounds_are_done else checkpoint_bytes)
+    rounds_are_done = _is_ending(folder)
+    checkpoint, progress = None, None
+    if has_begun and list_checkpoints(folder):
+        checkpoint = list_checkpoints(folder)[-1]
+        progress = read_progress(checkpoint)
+
+    events_path = folder / "events.jsonl"
+    if rounds_are_done:
+        log = EventLog(events_path, keep_bytes=events_path.stat().st_size)
+    elif progress is not None:
+        log = EventLog(events_path, keep_bytes=progress.events_bytes)  # without the rounds that are repeated
+    else:
+        log = EventLog(events_path, keep_bytes=0)
     evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
     all_observers = [log, StatusFile(folder, plan.users, context.planned_rounds), evaluations, *observers]
 
@@ -277,18 +293,21 @@ def _run_rounds(
         session = start_session(run, public, context, channel, observe, plan.network)
         # The key seeds privacy noise. A resumed run must have its old key, so that a repeated round has the same noise.
         keep_key(folder, *session.server.mechanisms, anew=not has_begun, begun=progress is not None)
-        if progress is not None:
-            _restore(session, newest_checkpoint[0], progress)
+        if checkpoint is not None and progress is not None:
+            _restore(session, checkpoint, progress)
         session.join()
         if progress is None:
             _resolve_eval_interval(session)
-        if log.size_bytes == 0 or progress is None:
+        if progress is None or log.size_bytes == 0:
             started = start_event(context.plan, session.model.name, _amounts(session))
-            observe(started | _skipped_rows(session))
+            observe({**started, **_skipped_rows(session)})
 
-        start = progress.round if progress else 0
-        budget_is_spent = progress is not None and progress.stopped  # then the run has ended after `start` rounds
-        backend = NetworkBackend(session, stopped_after=start if budget_is_spent else None)
+        first_round, stopped_after = 0, None
+        if progress is not None:
+            first_round = progress.round
+            if progress.stopped:  # The privacy budget was spent.
+                stopped_after = progress.round
+        backend = NetworkBackend(session, stopped_after=stopped_after)
 
         def save(done: int, clock: Clock) -> None:
             log.to_disk()
@@ -296,7 +315,7 @@ def _run_rounds(
 
         if not rounds_are_done:
             clock = session.clock
-            reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=start, clock=clock)
+            reported = run_rounds(backend, observe=observe, checkpoint=save, first_round=first_round, clock=clock)
             log.to_disk()
             metrics = _final_metrics(session, folder, backend.summarise(reported).as_dict(), evaluations)
             observe(end_event(metrics))
@@ -305,7 +324,7 @@ def _run_rounds(
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
         session.end(metrics["rounds"])
-        _write_identity(folder, run, public)
+        _write_identity(folder, run, public, ending=False)
     finally:
         log.close()
     return metrics
@@ -314,9 +333,8 @@ def _run_rounds(
 def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, evaluations: Evaluations) -> JsonObject:
     """Complete the metrics of a finished run and return them.
 
-    Adds the number of skipped rows, the privacy spent and warnings about the outcome. The key ``untold`` lists users
-    without metrics, because they keep their metrics private or have not answered. The key ``absent`` lists users that
-    never joined.
+    Adds the number of skipped rows, the privacy spent and warnings about the outcome, and two lists of users:
+    ``untold`` (without metrics) and, among these, ``absent`` (have never joined).
 
     Args:
         session: The session.
@@ -324,14 +342,18 @@ def _final_metrics(session: ServerSession, folder: Path, metrics: JsonObject, ev
         metrics: Metrics of the users and the run, which are changed.
         evaluations: First and last evaluation events of the run, and the validation losses of all.
     """
-    metrics |= _skipped_rows(session) | session.server.mechanisms.metrics
+    metrics.update(_skipped_rows(session))
+    metrics.update(session.server.mechanisms.metrics)
     evaluations.add_valid_losses(metrics)
-    metrics |= outcome_warnings(session.context.method, evaluations, metrics)
-    metrics |= untrained_entry(session.context.plan, session.local_steps)
-    if without_metrics := [name for name in session.public.users if name not in metrics["users"]]:
+    metrics.update(outcome_warnings(session.context.method, evaluations, metrics))
+    metrics.update(untrained_entry(session.context.plan, session.local_steps))
+    without_metrics = [name for name in session.public.users if name not in metrics["users"]]
+    if without_metrics:
         metrics["untold"] = without_metrics
-        took_part = {event["user"] for event in read_events(folder) if event["event"] == "joined"} | set(session.joined)
-        if absent := [name for name in without_metrics if name not in took_part]:
+        joined_in_any_process = {event["user"] for event in read_events(folder) if event["event"] == "joined"}
+        joined_in_any_process.update(session.joined)
+        absent = [name for name in without_metrics if name not in joined_in_any_process]
+        if absent:
             metrics["absent"] = absent
     return metrics
 
@@ -344,8 +366,10 @@ def has_ended(folder: Path) -> bool:
 def _is_ending(folder: Path) -> bool:
     """Return whether the metrics are written and clients have yet to be notified of the end."""
     path = folder / FEDERATION
-    reported = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return bool(reported.get(_ENDING)) and (folder / "metrics.json").exists()
+    if not path.exists() or not (folder / "metrics.json").exists():
+        return False
+    identity = json.loads(path.read_text(encoding="utf-8"))
+    return bool(identity.get(_ENDING))
 
 
 def _read_or_create_name(folder: Path, public: Public) -> tuple[str, bool]:
@@ -369,35 +393,41 @@ def _read_or_create_name(folder: Path, public: Public) -> tuple[str, bool]:
             raise RunError(f"{folder}: belongs to another federation ({recorded.digest}, not {public.digest})")
         return str(content["run"]), True
     run = secrets.token_hex(8)
-    _write_identity(folder, run, public)
+    _write_identity(folder, run, public, ending=False)
     return run, False
 
 
-def _write_identity(folder: Path, run: str, public: Public, *, ending: bool = False) -> None:
+def _write_identity(folder: Path, run: str, public: Public, *, ending: bool) -> None:
     """Write the run's name and public part, and a flag while clients are being notified of the end."""
-    write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), **({_ENDING: True} if ending else {})})
+    content: JsonObject = {"run": run, "public": public.as_dict()}
+    if ending:
+        content[_ENDING] = True
+    write_json(folder / FEDERATION, content)
 
 
 def _resolve_eval_interval(session: ServerSession) -> None:
-    """Replace ``evaluation.every: auto`` with a number of rounds, as a local run does.
+    """Replace ``evaluation.every: auto`` with a number of rounds, so that evaluation takes little of the training time.
 
-    Evaluation may take only a share of the training time. So the number depends on how many tokens or samples clients
-    train on in a round, and how many they score in an evaluation. Clients may report both when they join ("works"). If
-    no client reports them, the setting stays as it is.
+    The number follows from two amounts that clients may report when they join ("works"): how many tokens or samples
+    they train on in a round, and how many they score in an evaluation. If none reports them, nothing is replaced.
     """
     plan, num_users = session.context.plan, len(session.public.users)
-    reported = [values.get("works", (0, 0)) for values in session.joined.values()]  # (0, 0): not reported
-    trained_and_scored = [(trained, scored) for trained, scored in reported if trained]
-    if plan.evaluation.every == AUTO and session.context.method.trains and trained_and_scored:
-        num_reporting = len(trained_and_scored)
-        trained_amount = sum(trained for trained, _ in trained_and_scored)
-        scored_amount = sum(scored for _, scored in trained_and_scored)
-        # An evaluation scores all users, or as many as `evaluation.users`, not only those that report.
-        num_evaluated = min(plan.evaluation.users or num_users, num_users)
-        scored_in_evaluation = scored_amount * num_evaluated // num_reporting
-        amounts = [num_reporting, trained_amount, scored_in_evaluation]
-        warn_of_share(plan, amounts, num_users)  # how long clients evaluate is unknown here
-        _evaluate_every(session, period(plan, amounts, num_users))
+    trained_amounts, scored_amounts = [], []  # of the clients that report them
+    for joined in session.joined.values():
+        trained_amount, scored_amount = joined.get("works", (0, 0))
+        if trained_amount:
+            trained_amounts.append(trained_amount)
+            scored_amounts.append(scored_amount)
+    num_reporting = len(trained_amounts)
+    is_auto = plan.evaluation.every == AUTO
+    if not is_auto or not session.context.method.trains or num_reporting == 0:
+        return
+    # An evaluation scores all users, or as many as `evaluation.users`, not only those that report.
+    num_evaluated = min(plan.evaluation.users or num_users, num_users)
+    scored_in_evaluation = sum(scored_amounts) * num_evaluated // num_reporting
+    amounts = [num_reporting, sum(trained_amounts), scored_in_evaluation]
+    warn_of_share(plan, amounts, num_users)
+    _evaluate_every(session, period(plan, amounts, num_users))
 
 
 def _evaluate_every(session: ServerSession, rounds: int) -> None:
@@ -413,9 +443,9 @@ def _amounts(session: ServerSession) -> dict[str, JsonObject]:
 
 
 def _skipped_rows(session: ServerSession) -> dict[str, int]:
-    """Return the number of rows that reporting clients have skipped; empty if there are none."""
-    rows = sum(one.get("skipped_rows", 0) for one in session.joined.values())
-    return {"skipped_rows": rows} if rows else {}
+    """Return the number of rows that clients have skipped, under "skipped_rows"; empty if they have skipped none."""
+    num_rows = sum(reported.get("skipped_rows", 0) for reported in session.joined.values())
+    return {"skipped_rows": num_rows} if num_rows else {}
 
 
 # ---------------------------------------------------------------- the server's own state
@@ -439,7 +469,7 @@ def _save(session: ServerSession, folder: Path, done: int, events_bytes: int, *,
         events_bytes=events_bytes,
         stopped=stopped,
     )
-    server_tensors = session.server.state | _session_tensors(session)
+    server_tensors = {**session.server.state, **_session_tensors(session)}
     save_checkpoint(folder, session.model.layout, _state_without_users(session), server_tensors, progress)
     prune_checkpoints(folder, KEPT_CHECKPOINTS)
 
@@ -450,7 +480,7 @@ def _session_tensors(session: ServerSession) -> Tree:
     Four tensors have an entry for each client, in the order of the users:
 
         serials         the number of its last task
-        versions        the version of the shared tensors that it has
+        versions        the version of the shared tensors that it has, plus 1 (0: it has none)
         verdicts        the verdict on the mean validation loss that it gets with its next task: 0 (none), 1 (not the
                         lowest so far) or 2 (the lowest)
         verdict_rounds  the round of the verdict
@@ -458,12 +488,20 @@ def _session_tensors(session: ServerSession) -> Tree:
     Three are single numbers: local steps per round, the best round, and the interval between evaluations.
     """
     clients = list(session.clients.values())
-    verdicts = [client.verdict for client in clients]
+    verdicts, verdict_rounds = [], []
+    for client in clients:
+        if client.verdict is None:
+            verdicts.append(0)
+            verdict_rounds.append(0)
+        else:
+            is_lowest = int(client.verdict.tensors[LOWEST])  # 0 or 1
+            verdicts.append(1 + is_lowest)
+            verdict_rounds.append(client.verdict.version)
     numbers = {
         "serials": [client.serial for client in clients],
-        "versions": [client.version + 1 for client in clients],  # stored as 0 if the client has none, version -1
-        "verdicts": [1 + int(verdict.tensors[LOWEST]) if verdict else 0 for verdict in verdicts],
-        "verdict_rounds": [verdict.version if verdict else 0 for verdict in verdicts],
+        "versions": [client.version + 1 for client in clients],
+        "verdicts": verdicts,
+        "verdict_rounds": verdict_rounds,
         "local_steps": session.local_steps,
         "best_round": session.best_round,
         "evaluate_every": session.context.plan.period,
@@ -479,27 +517,29 @@ def _restore(session: ServerSession, checkpoint: Path, progress: Progress) -> No
         checkpoint: Folder of the checkpoint.
         progress: Its progress: rounds, clock, and whether the privacy budget was spent.
     """
-    server, names = session.server, session.public.users
-    expected = server.state | _session_tensors(session)  # names and shapes of the stored tensors
-    # The first result is the state of users, of which a server has none.
-    _, stored = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), expected)
-    session_names = [name for name in stored if name.startswith(_SESSION_PREFIX)]
-    numbers = {name.removeprefix(_SESSION_PREFIX): stored.pop(name) for name in session_names}
+    server, users = session.server, session.public.users
+    expected = {**server.state, **_session_tensors(session)}  # names and shapes of the stored tensors
+    _users_state, stored = load_checkpoint(checkpoint, session.model.layout, _state_without_users(session), expected)
+    numbers: Tree = {}
+    for name in list(stored):
+        if name.startswith(_SESSION_PREFIX):
+            numbers[name.removeprefix(_SESSION_PREFIX)] = stored.pop(name)
     server.restore(stored)
-    if progress.round < session.context.plan.training.rounds and not progress.stopped:
-        # Users may have uploaded in the round after the checkpoint, which is now repeated, perhaps with other
-        # participants. Their uploads were revealed twice, so a round is charged to the privacy budgets of all users.
-        server.mechanisms.charge(range(len(names)))
+    has_next_round = progress.round < session.context.plan.training.rounds and not progress.stopped
+    if has_next_round:
+        # Any user may have uploaded in this round before the server stopped, and may upload again, so it is charged
+        # to the privacy budgets of all users.
+        server.mechanisms.charge(range(len(users)))
     session.local_steps, session.best_round = int(numbers["local_steps"]), int(numbers["best_round"])
     _evaluate_every(session, int(numbers["evaluate_every"]))
-    per_client = (numbers[name].tolist() for name in ("serials", "versions", "verdicts", "verdict_rounds"))
-    for (name, client), serial, version, verdict, verdict_round in zip(
-        session.clients.items(), *per_client, strict=True
-    ):
-        # The checkpoint has the version plus 1, and the verdict on the mean validation loss as a number: 0 (none), 1
-        # (not the lowest so far) or 2 (the lowest).
-        client.serial, client.version = serial, version - 1
-        client.verdict = validation_reply([name], verdict_round, lowest=verdict == 2) if verdict else None
+    for i, (name, client) in enumerate(session.clients.items()):
+        client.serial = int(numbers["serials"][i])
+        client.version = int(numbers["versions"][i]) - 1
+        verdict = int(numbers["verdicts"][i])
+        if verdict == 0:
+            client.verdict = None
+        else:
+            client.verdict = validation_reply([name], int(numbers["verdict_rounds"][i]), lowest=verdict == 2)
     session.clock = progress.clock
 
 
