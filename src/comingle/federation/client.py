@@ -622,12 +622,16 @@ class Client:
 
     def publish_newest_run(self) -> None:
         """Publish the model of the run that this user has joined last, if there is one; show errors to the user."""
-        folders = [path.parent for path in self.folder.glob(f"{run_folder(self.folder, '*').name}/{PUBLIC}")]
-        if self._publish is None or not folders:
+        if self._publish is None:
             return
-        newest = max(folders, key=lambda folder: (folder / PUBLIC).stat().st_mtime)
+        prefix = run_folder(self.folder, "").name  # "run-"
+        public_files = list(self.folder.glob(f"{prefix}*/{PUBLIC}"))
+        if not public_files:
+            return
+        newest = max(public_files, key=lambda file: file.stat().st_mtime)  # written when the user joined
+        run = newest.parent.name.removeprefix(prefix)
         try:
-            self._publish(self._open(newest.name.removeprefix(run_folder(self.folder, "").name)))
+            self._publish(self._open(run))
         except ComingleError as error:
             self.say(str(error))
 
