@@ -277,13 +277,13 @@ def test_programs_hand_over_rows_data_sets_and_files(tmp_path: Path) -> None:
         "ben": datasets.Dataset.from_list(rows_of("ben")),
         "cy": tmp_path / "cy.jsonl",
     }
-    assert [kind.takes(data, {}) for data in held.values()] == [True, True, False]  # a path may be of any kind
-    assert kind.takes([{"prompt": "a", "response": "b"}], {})
-    assert kind.takes([{"q": "a", "context": "", "a": "b"}], {"prompt": ["q", "context"], "response": "a"})
-    assert not kind.takes([{"prompt": "a", "response": "b"}], {"prompt": "q"})
-    assert kind.takes([{"prompt": "a", "response": "b"}], {"prompt": 3, "response": []})  # which are refused later
-    assert not kind.takes(["text"], {})
-    assert not kind.takes([{"text": "a"}], {})
+    assert [kind.accepts(data, {}) for data in held.values()] == [True, True, False]  # a path may be of any kind
+    assert kind.accepts([{"prompt": "a", "response": "b"}], {})
+    assert kind.accepts([{"q": "a", "context": "", "a": "b"}], {"prompt": ["q", "context"], "response": "a"})
+    assert not kind.accepts([{"prompt": "a", "response": "b"}], {"prompt": "q"})
+    assert kind.accepts([{"prompt": "a", "response": "b"}], {"prompt": 3, "response": []})  # which are refused later
+    assert not kind.accepts(["text"], {})
+    assert not kind.accepts([{"text": "a"}], {})
 
     def adopted(users: dict[str, Any]) -> RunData:
         return kind.read(DataRequest(recipe=given, load_base=lambda: base, validates=False, given=users))

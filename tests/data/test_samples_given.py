@@ -173,12 +173,12 @@ def test_a_regression_on_whole_numbers_takes_them_as_real(named: str) -> None:
 
 @pytest.mark.parametrize("handed", [list(people().values())[i] for i in range(3)] + [[numbers(5, 2), classes(5, 2)]])
 def test_data_sets_pairs_and_splits_are_taken(handed: Any) -> None:
-    assert kind_of(recipe_of()).takes(handed, {})
+    assert kind_of(recipe_of()).accepts(handed, {})
 
 
 @pytest.mark.parametrize("other", ["text", ["a", "b"], [{"messages": []}], {"train": ["a"]}, {}, 3, {"test": "x"}])
 def test_text_and_rows_are_not(other: Any) -> None:
-    assert not kind_of(recipe_of()).takes(other, {})
+    assert not kind_of(recipe_of()).accepts(other, {})
 
 
 def test_samples_are_parted_by_class_and_by_seed() -> None:

@@ -209,7 +209,7 @@ def test_text_that_cannot_be_used_is_refused_in_one_line(options: dict[str, Any]
 def test_users_of_two_kinds_are_refused_with_who_is_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
     from comingle_papers.questions import QuestionsKind
 
-    monkeypatch.setattr(QuestionsKind, "takes", lambda self, data, options: data == 3)
+    monkeypatch.setattr(QuestionsKind, "accepts", lambda self, data, options: data == 3)
     message = refused(DataError, lambda: kind_of_users({"ann": ["a"], "bob": 3, "cem": ["b"]}, {}))
     assert message.startswith("users: ")
     assert message.endswith("; ann has text, bob has questions")

@@ -136,14 +136,14 @@ def divide_users(num_users: int, num_processes: int, cohort_size: int) -> list[r
 def keep_users(run_data: RunData, here: range) -> RunData:
     """Return a run's data without the data of other processes' users, except their names and clusters.
 
-    The result is marked as ``shared_out``, which says that other processes have the data of the other users.
+    The result is marked as ``is_shard``, which says that other processes have the data of the other users.
 
     Args:
         run_data: The data of all users.
         here: Numbers of the users of this process.
     """
     if not run_data.users.in_memory:  # reads a user's data on first access, so there is nothing to drop
-        return replace(run_data, here=here, shared_out=True)
+        return replace(run_data, here=here, is_shard=True)
 
     def without_data(user: AnyUser) -> AnyUser:
         """Return a user with the same name and cluster, whose data raises an error when it is read."""
@@ -158,7 +158,7 @@ def keep_users(run_data: RunData, here: range) -> RunData:
     common = replace(run_data.common, users=users) if hasattr(run_data.common, "users") else run_data.common
     names = {users[number].name for number in here}
     texts = tuple(text for text in run_data.texts if text.name in names)
-    return replace(run_data, users=users, common=common, texts=texts, here=tuple(here), shared_out=True)
+    return replace(run_data, users=users, common=common, texts=texts, here=tuple(here), is_shard=True)
 
 
 def build_sharded(recipe: Recipe, run_data: RunData, method: Method, ranks: Ranks) -> Sharded:

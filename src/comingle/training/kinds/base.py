@@ -71,8 +71,8 @@ class RunData:
     """Whether users' data is read on demand, as by :mod:`comingle.runs.api`."""
     here: Sequence[int] | None = None
     """Numbers of the users whose data is on this machine, if others are elsewhere; None for all."""
-    shared_out: bool = False
-    """Whether the other users are in other processes of this run; whose data was checked together."""
+    is_shard: bool = False
+    """Whether the other users are in other processes of this run, which has checked the data of all together."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Users that ``data.on_small_user: skip`` left out, with the data that they lack."""
     skipped_rows: int = 0
@@ -86,19 +86,21 @@ class RunData:
     def with_users(self, users: Iterable[AnyUser]) -> RunData:
         """Return a copy with other users, or with only some of the present ones.
 
-        The documents, and the users that common data lists, are replaced accordingly.
+        Args:
+            users: The users of the copy.
         """
         users = as_users(users)
+        common = self.common
+        if hasattr(common, "users"):  # a task lists its users
+            common = replace(common, users=users)
         names = set(users.names)
-        # The common data of some kinds, such as a task with samples, has a list of the users.
-        common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
         texts = tuple(text for text in self.texts if text.name in names)
         return replace(self, users=users, common=common, texts=texts)
 
     @property
-    def reads(self) -> bool:
-        """True if this process must check for validation data that the run needs."""
-        return not self.unread and not self.shared_out
+    def checks_validation_data(self) -> bool:
+        """Whether this process must check that users have the validation data that the run needs."""
+        return not self.unread and not self.is_shard
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -117,7 +119,8 @@ class RunData:
 
     def overlaps(self) -> list[Overlap]:
         """Return the overlaps of users whose held-out documents also occur in their training text."""
-        return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
+        overlaps = [find_overlap(text) for text in self.texts]
+        return [overlap for overlap in overlaps if overlap.total]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,17 +193,24 @@ class Kind(ABC):
         Args:
             reader: Reads one user at a time and encodes its data.
         """
-        users, skipped = list[Any](), dict[str, str]()
-        texts: list[UserText] = []  # the documents of users of text
-        reader.on_skip = skipped.__setitem__  # called with the name of a skipped user and the reason
-        rows_of_users: Iterable[Any] = reader.read(ListedRows())  # of a table with rows of several users: in memory
-        if self.needs_base:  # read all data before loading the base model: data fails more often
+        skipped: dict[str, str] = {}  # the reason, by user
+
+        def record_skipped(name: str, reason: str) -> None:
+            skipped[name] = reason
+
+        reader.on_skip = record_skipped
+        rows_of_users: Iterable[Any] = reader.read(ListedRows())
+        if self.needs_base:
+            # Read all rows before the base model is loaded to encode them: rows fail more often.
             rows_of_users = list(rows_of_users)
+        users: list[Any] = []
+        texts: list[UserText] = []
         for rows, user in reader.stream(rows_of_users):
             users.append(user)
-            if (text := reader.text(rows)) is not None:
+            text = reader.text(rows)
+            if text is not None:  # the kind has documents
                 texts.append(text)
-        about, warning_lines = reader.summary()
+        totals, warning_lines = reader.summary()
         for line in warning_lines:
             logger.warning("%s", line)
         collection = as_users(users)
@@ -209,12 +219,12 @@ class Kind(ABC):
             base=reader.base,
             users=collection,
             texts=tuple(texts),
-            common=reader.common(collection, about),
+            common=reader.common(collection, totals),
             skipped=skipped,
-            skipped_rows=about.get("skipped_rows", 0),
+            skipped_rows=totals.get("skipped_rows", 0),
         )
 
-    def takes(self, data: object, options: Mapping[str, object]) -> bool:
+    def accepts(self, data: object, options: Mapping[str, object]) -> bool:
         """Return whether a program may pass ``data`` as one user of this kind, given the options of its section."""
         return False
 
@@ -361,8 +371,9 @@ def users_and_trainers(
     users = run_data.present
     if not method.placement.pooled:
         return users, users
-    if run_data.unread:  # pool the data when it is first read
-        return users, as_users([lazy_user(kind.user, "everyone", lambda: kind.pooled(users))])
+    if run_data.unread:
+        lazy_everyone = lazy_user(kind.user, "everyone", lambda: kind.pooled(users))
+        return users, as_users([lazy_everyone])
     return users, as_users([kind.pooled(users)])
 
 
@@ -377,27 +388,26 @@ class _LazyUser:
     _read: Callable[[], Any]
 
     def __getattr__(self, name: str) -> Any:  # called only for attributes that are not set yet
-        if name not in ("train", "valid", "test"):
+        splits = ("train", "valid", "test")
+        if name not in splits:
             raise AttributeError(name)
         user = self._read()
-        vars(self).update({split: getattr(user, split) for split in ("train", "valid", "test")})
+        for split in splits:
+            vars(self)[split] = getattr(user, split)
         return vars(self)[name]
 
 
 def lazy_user(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
-    """Return a user whose data is read on first access.
-
-    The result is an instance of ``kind``, so that type checks hold. The constructor of ``kind``, which takes data, is
-    not called.
+    """Return a user whose data is read on first access, as an instance of ``kind``.
 
     Args:
-        kind: Type of the user.
+        kind: Type of the user, such as ``UserSamples``.
         name: Name of the user.
         read: Reads the user.
         cluster: True cluster of the user, if there is one.
     """
     lazy_type = type(f"Later{kind.__name__}", (_LazyUser, kind), {})
-    user = object.__new__(lazy_type)
+    user = object.__new__(lazy_type)  # without the constructor, which takes data
     vars(user).update(name=name, _read=read, cluster=cluster)
     return user
 
@@ -407,14 +417,11 @@ _LAST = "text"
 
 
 def kind_of_users(users: Mapping[str, object], options: Mapping[str, Any]) -> str:
-    """Return the kind of data that a program passes for its users, as a value of the recipe key ``data.kind``.
-
-    If the options name a kind, it must accept the data of every user. Otherwise each user gets the first kind that
-    accepts the user's data, where "text" is tried last. All users must get the same kind.
+    """Return the kind of data that a program passes for its users, such as ``"samples"``.
 
     Args:
         users: Data by user name.
-        options: Options of the recipe's section ``data``, which may have a ``kind``.
+        options: Options of the recipe's section ``data``; a ``kind`` among them must accept every user's data.
 
     Raises:
         DataError: There are no users, a name is not allowed, no kind accepts a user's data, or users have several
@@ -423,41 +430,52 @@ def kind_of_users(users: Mapping[str, object], options: Mapping[str, Any]) -> st
     """
     if not isinstance(users, Mapping) or not users:
         raise DataError(
-            f"users: got {_described(users)}; allowed: a mapping of names to data, such as {{'ada': [...]}}"
+            f"users: got {_describe_data(users)}; allowed: a mapping of names to data, such as {{'ada': [...]}}"
         )
     if problem := name_problem(name if isinstance(name, str) else "" for name in users):
         raise DataError(f"users: {problem}")
-    candidates = dict(_kinds(options.get("kind")))
-    kind_of_user: dict[str, str] = {}
+    candidates = dict(_candidate_kinds(options.get("kind")))
+    first_user_of_kind: dict[str, str] = {}
     for name, data in users.items():
-        kind_name = next((key for key, kind in candidates.items() if kind.takes(data, options)), None)
+        kind_name = _first_accepting(candidates, data, options)
         if kind_name is None:
             allowed = "; ".join(
                 f"{kind.name}: {kind.accepted_data}" for kind in candidates.values() if kind.accepted_data
             )
-            raise DataError(f"users: {name!r} is {_described(data)}; allowed: {allowed}{_advice_on_splits(data)}")
-        kind_of_user[name] = kind_name
-    example_of_kind: dict[str, str] = {}  # the first user of each kind, for the error message
-    for name, kind_name in kind_of_user.items():
-        example_of_kind.setdefault(kind_name, name)
-    if len(example_of_kind) > 1:
-        examples = ", ".join(f"{name} has {kind_name}" for kind_name, name in example_of_kind.items())
+            raise DataError(f"users: {name!r} is {_describe_data(data)}; allowed: {allowed}{_advice_on_splits(data)}")
+        first_user_of_kind.setdefault(kind_name, name)
+    if len(first_user_of_kind) > 1:
+        examples = ", ".join(f"{name} has {kind_name}" for kind_name, name in first_user_of_kind.items())
         raise DataError(f"users: all must have the same kind of data; {examples}")
-    return next(iter(example_of_kind))
+    return next(iter(first_user_of_kind))
 
 
-def _kinds(wanted: str | None) -> Iterator[tuple[str, Kind]]:
-    """Yield the wanted kind of data, or every kind if none is wanted, each with its value of ``data.kind``.
+def _first_accepting(candidates: Mapping[str, Kind], data: object, options: Mapping[str, Any]) -> str | None:
+    """Return the name of the first kind that accepts a user's data; None if none does.
 
-    Text comes last, because paths and tables may also be data of a more specific kind. If no kind is wanted, kinds of
-    plug-ins that cannot be loaded are left out.
+    Args:
+        candidates: Kinds by name.
+        data: Data of the user.
+        options: Options of the recipe's section ``data``.
     """
-    if wanted is not None:
-        yield wanted, load_object(KINDS[wanted].implementation)
+    for name, kind in candidates.items():
+        if kind.accepts(data, options):
+            return name
+    return None
+
+
+def _candidate_kinds(chosen: str | None) -> Iterator[tuple[str, Kind]]:
+    """Yield the kinds of data that users may have, each with its name in ``data.kind``.
+
+    Args:
+        chosen: The recipe's ``data.kind``, the only candidate; None for all kinds, with text as the last.
+    """
+    if chosen is not None:
+        yield chosen, load_object(KINDS[chosen].implementation)
         return
-    for key in sorted(KINDS, key=lambda key: key == _LAST):
-        with suppress(PluginError):
-            yield key, load_object(KINDS[key].implementation)
+    for name in sorted(KINDS, key=lambda name: name == _LAST):
+        with suppress(PluginError):  # a kind of a plug-in that cannot be loaded
+            yield name, load_object(KINDS[name].implementation)
 
 
 def _advice_on_splits(data: object) -> str:
@@ -466,26 +484,31 @@ def _advice_on_splits(data: object) -> str:
     >>> _advice_on_splits([{"text": "a", "split": "train"}])
     "; to use the column 'split', pass {train: [...], valid: [...], test: [...]}"
     """
-    row = data[0] if isinstance(data, list | tuple) and data else None
-    columns = row if isinstance(row, Mapping) else getattr(data, "column_names", getattr(data, "columns", None))
-    has_splits = isinstance(columns, Iterable) and "split" in list(columns)
-    return "; to use the column 'split', pass {train: [...], valid: [...], test: [...]}" if has_splits else ""
+    first_row = data[0] if isinstance(data, list | tuple) and data else None
+    columns_of_frame = getattr(data, "columns", None)  # of a pandas.DataFrame
+    columns_of_table = getattr(data, "column_names", columns_of_frame)  # of a datasets.Dataset
+    columns = first_row if isinstance(first_row, Mapping) else columns_of_table
+    if not isinstance(columns, Iterable) or "split" not in list(columns):
+        return ""
+    return "; to use the column 'split', pass {train: [...], valid: [...], test: [...]}"
 
 
-def _described(data: object) -> str:
+def _describe_data(data: object) -> str:
     """Return a short description of data that a program passes, for errors: its type, with column names or keys.
 
-    >>> _described([{"text": "a"}])
+    >>> _describe_data([{"text": "a"}])
     'list of dict with text'
     """
-    kind = type(data).__name__
+    type_name = type(data).__name__
     if columns := getattr(data, "column_names", None):
-        return f"{kind} with {', '.join(map(str, columns)):.100}"
+        return f"{type_name} with {', '.join(map(str, columns)):.100}"
+    if not isinstance(data, Mapping | list | tuple):
+        return type_name
+    if not data:
+        return f"an empty {type_name}"
     if isinstance(data, Mapping):
-        return f"{kind} with {', '.join(map(str, data)):.100}" if data else f"an empty {kind}"
-    if isinstance(data, list | tuple):
-        return f"{kind} of {_described(data[0])}" if data else f"an empty {kind}"
-    return kind
+        return f"{type_name} with {', '.join(map(str, data)):.100}"
+    return f"{type_name} of {_describe_data(data[0])}"
 
 
 COMPILE_FROM, OVERHEAD = 5e12, 8e6
@@ -507,30 +530,32 @@ _FOR_NETS = "nets are for users with samples (data.kind: samples)"
 def check_on_language(recipe: Recipe, method: Method) -> None:
     """Check that the method and the base of a recipe support users of a language model.
 
-    A mixture of adaptors needs one LoRA rank for all users. It needs the true clusters of users if the method assigns
-    users to components by their true clusters.
-
     Raises:
-        RecipeError: The method or the base does not support users of a language model.
+        RecipeError: The base is a net, the method does not support language models, or its mixture of adaptors does not
+            fit the recipe's clusters or LoRA ranks.
     """
     if recipe.base.startswith(NETS):
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
     if why := method.unfit_for_language:
         raise RecipeError(f"method {method.name}: {why}; {_FOR_NETS}")
-    if (mixture := method.placement.mixture) is None or mixture.trains_independently:
-        return  # what follows is about mixtures of adaptors
+    mixture = method.placement.mixture
+    if mixture is None or mixture.trains_independently:  # no mixture of adaptors
+        return
     num_true_clusters = len(set(recipe.data.cluster_numbers.values()))
-    if mixture.optimal and not num_true_clusters:
+    assigns_true_clusters = mixture.optimal
+    if assigns_true_clusters and not num_true_clusters:
         raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
-    if mixture.optimal and mixture.clusters < num_true_clusters:
+    if assigns_true_clusters and mixture.clusters < num_true_clusters:
         raise RecipeError(
             f"method {method.name}: clusters is {mixture.clusters}; allowed: at least {num_true_clusters}, as in "
             "data.clusters"
         )
     if mixture.centre:
         raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")
-    if not isinstance(rank := recipe.adapters.rank, int):
-        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; allowed: one rank for all users")
+    if not isinstance(recipe.adapters.rank, int):
+        raise RecipeError(
+            f"method {method.name}: adapters.rank is {recipe.adapters.rank}; allowed: one rank for all users"
+        )
 
 
 def language_model(recipe: Recipe, base: Base, method: Method, num_trainers: int, num_tokens: int) -> Model:
@@ -564,24 +589,25 @@ def adapt_base(
         num_trainers: Number of trainers.
         num_tokens: Number of training tokens of the run, to decide whether to compile.
     """
-    settings, placement, mixture = recipe.adapters, method.placement, method.placement.mixture
+    settings = recipe.adapters
+    placement = method.placement
+    mixture = placement.mixture
     if placement.pooled and not isinstance(settings.rank, int):  # the one trainer has the largest rank
         settings = settings.model_copy(update={"rank": max(values_in(settings.rank))})
     specialists = placement.specialists_of(num_trainers)
-    counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
-    if mixture is not None:
+    if mixture is None:
+        counts = ExpertCounts(generalists=placement.generalists, specialists=specialists)
+    else:
         counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * num_trainers)
-    compiled = recipe.runtime.compile
-    if compiled == "auto":  # if it saves more time than compiling takes
-        compiled = method.trains and num_tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
+    native_code = recipe.runtime.native_code
     model = adapt(
         base,
         settings,
         counts,
         routed=placement.routed,
         gating=placement.gating,
-        compiled=bool(compiled),
-        native_code=None if recipe.runtime.native_code == "auto" else recipe.runtime.native_code,
+        compiled=_should_compile(recipe, base, method, num_tokens),
+        native_code=None if native_code == "auto" else native_code,
         residual=placement.residual,
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
@@ -592,6 +618,20 @@ def adapt_base(
     if mixture is None:
         return model
     return ensemble(model, mixture, generalists=placement.generalists, specialists=max(specialists))
+
+
+def _should_compile(recipe: Recipe, base: Base, method: Method, num_tokens: int) -> bool:
+    """Return ``runtime.compile``, with "auto" resolved: whether compiling saves more time than it takes.
+
+    Args:
+        recipe: The recipe.
+        base: The base model.
+        method: Method of the run.
+        num_tokens: Number of training tokens of the run.
+    """
+    if recipe.runtime.compile != "auto":
+        return bool(recipe.runtime.compile)
+    return method.trains and num_tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
 
 
 def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> MixedLanguageModel:
@@ -611,34 +651,33 @@ def mix_base(recipe: Recipe, base: Base, method: Method, num_trainers: int) -> M
     """
     check_on_language(recipe, method)
     _check_lora_settings_unused(recipe, method)
-    mixture, section = method.placement.mixture, recipe.adapters
+    mixture = method.placement.mixture
+    rank = recipe.adapters.rank
     assert mixture is not None
-    assert isinstance(section.rank, int)
-    scale = lora_scale(section.alpha, section.rank)  # factor of the adaptors' outputs
+    assert isinstance(rank, int)
+    scale = lora_scale(recipe.adapters.alpha, rank)  # factor of the adaptors' outputs
     # Linear layers alone get adaptors: biases and norms of the base stay frozen.
-    size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
+    size = adaptor_size(backbone(base.model), rank=rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
-    return mix_language_model(base, mixture, users=num_trainers, rank=section.rank, alpha=scale)
+    return mix_language_model(base, mixture, users=num_trainers, rank=rank, alpha=scale)
 
 
 def _check_lora_settings_unused(recipe: Recipe, method: Method) -> None:
-    """Check that a recipe has no setting that only LoRA adapters support.
-
-    Called for methods that put a mixture of low-rank adaptors on every linear layer instead.
+    """Check that a recipe has no setting that only LoRA adapters support, for methods with a mixture of adaptors.
 
     Raises:
         RecipeError: The recipe has a setting for LoRA adapters.
     """
-    is_set = {
+    lora_settings = {
         "quantise": recipe.quantise != "none",
         "runtime.gradient_checkpointing": recipe.runtime.gradient_checkpointing,
         "runtime.gpu": bool(recipe.runtime.gpu),
     }
-    if set_keys := [key for key, value in is_set.items() if value]:
-        raise RecipeError(
-            f"{set_keys[0]}: method {method.name} wraps every linear layer itself; allowed: with methods that train "
-            "LoRA"
-        )
+    for key, is_set in lora_settings.items():
+        if is_set:
+            raise RecipeError(
+                f"{key}: method {method.name} wraps every linear layer itself; allowed: with methods that train LoRA"
+            )
 
 
 def __getattr__(name: str) -> Any:
@@ -650,8 +689,6 @@ def __getattr__(name: str) -> Any:
 
 def check_recipe(recipe: Recipe) -> Method:
     """Check that the parts of a recipe can be used together, and return its method; reads no data.
-
-    The kind of data, the privacy mechanisms and the aggregation rule each check their own part.
 
     Raises:
         RecipeError: The method does not exist or has a wrong setting, or parts do not fit; lists all problems.
@@ -666,9 +703,13 @@ def check_recipe(recipe: Recipe) -> Method:
             partial(check_trackers, recipe.runtime.track),
         )
     except RecipeError as error:
-        if "method" in recipe.model_fields_set:
+        names_method = "method" in recipe.model_fields_set
+        if names_method:
             raise
-        about_method = f"method {method.name}: "
         advice = "; it is the default, as the recipe has no method: set method, for example method: fedavg"
-        raise RecipeError(*(p + advice if p.startswith(about_method) else p for p in error.problems)) from None
+        problems = []
+        for problem in error.problems:
+            is_about_method = problem.startswith(f"method {method.name}: ")
+            problems.append(problem + advice if is_about_method else problem)
+        raise RecipeError(*problems) from None
     return method

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from math import ceil
 from typing import Any, cast
 
@@ -56,9 +55,7 @@ from comingle.utils.inputs import DATE
 class AnswerBatchSource(PassBatchSource):
     """Passes over conversations, with the loss on the tokens of the responses.
 
-    A batch is as wide as its longest conversation. With ``even`` all batches have the same number of rows and are
-    ``context`` wide. Padding has no loss, but a load-balancing penalty depends on where it is routed; with even batches
-    the penalty of a user does not depend on other users' conversations.
+    A batch is as wide as its longest conversation; with ``even`` all batches are ``context`` wide.
     """
 
     def __init__(
@@ -70,9 +67,15 @@ class AnswerBatchSource(PassBatchSource):
         tokenizer: PreTrainedTokenizerBase,
         even: bool = False,
     ):
-        """Make batches of ``batch_size`` conversations; with ``even`` all have ``context`` tokens, padded if shorter.
+        """Store the conversations and how to batch them.
 
-        The tokenizer decodes generated responses.
+        Args:
+            trainers: Owners of the conversations: each user, or a single one if the method pools the data of all users.
+            plan: Plan of the run.
+            batch_size: Number of conversations in a batch.
+            tokenizer: Decodes generated responses.
+            even: Whether all batches have the same shape, ``context`` wide, so that a user's padding does not depend on
+                other users' conversations.
         """
         super().__init__(trainers, plan, batch_size)
         self.tokenizer, self.even = tokenizer, even
@@ -87,17 +90,23 @@ class AnswerBatchSource(PassBatchSource):
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
         """Return how many users and sequences one pass takes, as if all conversations were as long as the longest."""
-        longest = self.trainers.about.get("most_width")  # stored with users that are read from disk
-        if longest is None:
-            longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
-        width = self.plan.training.context if self.even else longest
+        if self.even:
+            width = self.plan.training.context
+        elif "most_width" in self.trainers.about:  # stored with users that are read from disk
+            width = self.trainers.about["most_width"]
+        else:
+            width = max(trainer.train.windows.shape[1] for trainer in self.trainers)
         return pass_size(self.plan.updated("training", context=width), device, self.batch_size)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch window"]:
-        """Return the windows of the next batch of each trainer; a window of ``PAD`` stands for no conversation."""
-        return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
+        """Return the conversations of the next batch of each trainer, one per window; see :meth:`Batches.draw`.
+
+        A trainer with fewer conversations than the batch has windows of ``PAD``.
+        """
+        numbers = self.numbers(trainers, phase, round_number, step, repeat)
+        return self._windows(trainers, phase.stream, numbers)
 
     def examples_at(
         self, trainers: Sequence[int], indices: Int[Tensor, "users batch"], round_number: int
@@ -123,38 +132,36 @@ class AnswerBatchSource(PassBatchSource):
         Args:
             trainers: Numbers of the trainers.
             stream: Split to read.
-            numbers: Numbers of the conversations of each trainer; ``PAD`` for none, which gives a window of ``PAD``.
-            even: Return windows that are ``context`` wide, whatever the conversations.
+            numbers: Numbers of the conversations of each trainer; ``PAD`` gives a window of ``PAD``.
+            even: Whether to return windows of the width ``context`` instead.
         """
-        windows_of_trainers = []
-        for trainer, trainers_numbers in zip(trainers, numbers, strict=True):
-            chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
-            windows_of_trainers.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
-        windows = torch.stack(widen(windows_of_trainers))
-        # A window has at least one input and one target.
-        width = self.plan.training.context if self.even or even else max(2, _width(windows))
-        missing = max(0, width - windows.shape[-1])
-        padded = torch.nn.functional.pad(windows, (0, missing), value=PAD)
-        return padded[..., :width]  # columns after it are only padding
+        windows_by_trainer = []
+        for trainer, numbers_of_trainer in zip(trainers, numbers, strict=True):
+            is_missing = numbers_of_trainer == PAD
+            windows = self._set(trainer, stream).windows[numbers_of_trainer.clamp(min=0)]
+            windows_by_trainer.append(windows.masked_fill(is_missing.unsqueeze(1), PAD))
+        all_windows = torch.stack(widen(windows_by_trainer))
+        used_width = max(2, _width(all_windows))  # at least one input and one target
+        width = self.plan.training.context if self.even or even else used_width
+        missing_width = max(0, width - all_windows.shape[-1])
+        padded = torch.nn.functional.pad(all_windows, (0, missing_width), value=PAD)
+        return padded[..., :width]  # the columns after it are only padding
 
     def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Return the number of targets, without hidden tokens and padding: the tokens of the responses."""
-        return (drawn[..., 1:] >= 0).flatten(1).sum(1)
+        """Return the number of targets with a loss for each user: the tokens of the responses."""
+        targets = drawn[..., 1:]
+        return (targets >= 0).flatten(1).sum(1)  # hidden tokens and padding are negative
 
     def scoring_cost(self, part: Answers) -> int:
-        """Return the cost of scoring a set, as a number of conversations; each counts twice if a response is generated.
-
-        This is a lower bound: generating takes as long as training, which takes more than twice as long as scoring.
-        """
-        generates = any(name in JUDGES for name in part.measures)  # a measure compares generated text
-        return len(part) * (2 if generates else 1)
+        """Return a lower bound on the cost of scoring a set: its conversations, twice if responses are generated."""
+        generates_responses = any(name in JUDGES for name in part.measures)  # to compare them with the true ones
+        cost_per_conversation = 2 if generates_responses else 1
+        return len(part) * cost_per_conversation
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
     ) -> list[AnswerScore]:
         """Return the losses of the responses in each of several sets under a model of its own, each token once.
-
-        Conversations of about the same length are scored in one batch, so that there is little padding.
 
         Args:
             predict: Runs a pass and returns its losses.
@@ -163,12 +170,13 @@ class AnswerBatchSource(PassBatchSource):
             pass_size: Number of users and sequences in one training pass; scoring passes have as many sequences.
             gates: Collects the gates of routers; None if there are none.
         """
-        batch, slots = pass_size.slots(SCORED_PER_SLOT)
-        batches_of_sets = []
+        conversations_per_slot, slots = pass_size.slots(SCORED_PER_SLOT)
+        batches_by_set = []
         for answers in sets:
-            batches = [_trim(answers.windows[numbers]) for numbers in _by_width(answers.windows).split(batch)]
-            batches_of_sets.append(batches)
-        scores = score_windows(predict, batches_of_sets, rows, slots=slots, gates=gates)
+            numbers_by_width = _by_width(answers.windows)  # conversations of one batch then need little padding
+            batches = [_trim(answers.windows[numbers]) for numbers in numbers_by_width.split(conversations_per_slot)]
+            batches_by_set.append(batches)
+        scores = score_windows(predict, batches_by_set, rows, slots=slots, gates=gates)
         return [
             score_answers(score, len(answers), answers.measures) for score, answers in zip(scores, sets, strict=True)
         ]
@@ -193,12 +201,14 @@ class AnswerBatchSource(PassBatchSource):
             gates: Collects the gates of routers; None if there are none.
         """
         scores = self.score(predict, sets, rows, pass_size, gates)
-        if not any(name in JUDGES for part in sets for name in part.measures):  # none compares generated text
+        needs_responses = any(name in JUDGES for answers in sets for name in answers.measures)
+        if not needs_responses:
             return scores
-        responses = self.generate_responses(generate, sets, rows, pass_size)
-        return [
-            judge(score, texts, part.references) for score, texts, part in zip(scores, responses, sets, strict=True)
-        ]
+        responses_by_set = self.generate_responses(generate, sets, rows, pass_size)
+        judged_scores = []
+        for score, responses, answers in zip(scores, responses_by_set, sets, strict=True):
+            judged_scores.append(judge(score, responses, answers.references))
+        return judged_scores
 
     def generate_responses(
         self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], pass_size: PassSize
@@ -217,23 +227,30 @@ class AnswerBatchSource(PassBatchSource):
         Returns:
             For each set, the responses in the order of its prompts.
         """
-        batch, slots = _generation_shape(sets, pass_size)
-        texts = [[""] * len(part.references) for part in sets]
+        prompts_per_slot, slots = _generation_shape(sets, pass_size)
+        responses_by_set = [[""] * len(answers.references) for answers in sets]
         # Prompts of about the same length share a slot, and slots of about the same length a pass, the longest first.
         jobs = []
-        for set_number, part in enumerate(sets):
-            jobs += [_Job(set_number, numbers) for numbers in part.prompt_tokens.argsort(stable=True).split(batch)]
-        jobs.sort(key=lambda job: -int(sets[job.set_number].prompt_tokens[job.numbers].max()))
+        for set_number, answers in enumerate(sets):
+            numbers_by_length = answers.prompt_tokens.argsort(stable=True)
+            jobs += [_Job(set_number, numbers) for numbers in numbers_by_length.split(prompts_per_slot)]
+
+        def longest_prompt(job: _Job) -> int:
+            return int(sets[job.set_number].prompt_tokens[job.numbers].max())
+
+        jobs.sort(key=lambda job: -longest_prompt(job))
         for start in range(0, len(jobs), slots):
-            group = jobs[start : start + slots]
-            limit = max(sets[job.set_number].limit for job in group)
-            generated = generate([rows[job.set_number] for job in group], _prompts(group, sets), limit)
-            for job, continuations in zip(group, generated, strict=True):
-                part = sets[job.set_number]
-                # Repeated prompts, which only fill the slot, come last and are dropped: hence not strict.
-                for number, tokens in zip(job.numbers.tolist(), continuations, strict=False):
-                    texts[job.set_number][number] = self._text(tokens[: part.limit], part.ends)
-        return texts
+            jobs_of_pass = jobs[start : start + slots]
+            models = [rows[job.set_number] for job in jobs_of_pass]
+            limit = max(sets[job.set_number].limit for job in jobs_of_pass)
+            generated = generate(models, _prompts(jobs_of_pass, sets), limit)
+            for job, tokens_of_job in zip(jobs_of_pass, generated, strict=True):
+                answers = sets[job.set_number]
+                # The last rows of a slot repeat a prompt to fill it; ``zip`` drops them.
+                for number, tokens in zip(job.numbers.tolist(), tokens_of_job, strict=False):
+                    response = self._text(tokens[: answers.limit], answers.ends)
+                    responses_by_set[job.set_number][number] = response
+        return responses_by_set
 
     def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
         """Return generated tokens as text, up to the first one that ends a response or is padding.
@@ -242,7 +259,11 @@ class AnswerBatchSource(PassBatchSource):
             tokens: The tokens.
             ends: Tokens that end a response.
         """
-        response = list(takewhile(lambda token: token != PAD and token not in ends, tokens.tolist()))
+        response: list[int] = []
+        for token in tokens.tolist():
+            if token == PAD or token in ends:
+                break
+            response.append(token)
         return str(self.tokenizer.decode(response, skip_special_tokens=True)).strip()
 
 
@@ -256,20 +277,24 @@ would need more memory than training."""
 def _generation_shape(sets: Sequence[Answers], pass_size: PassSize) -> tuple[int, int]:
     """Return the shape of a pass that generates responses: the number of prompts per slot, and of slots.
 
-    A slot is a place in the pass for one model and several prompts, all of one set. A slot needs no more prompts than
-    the largest set has.
+    A slot is a place in the pass for one model and several prompts, all of one set.
 
     Args:
         sets: Sets with the prompts.
         pass_size: Number of users and sequences in one pass of training; there is memory for as many prompts.
     """
-    longest_prompt = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
-    # Each new token reads all weights once for all prompts, so more prompts per pass are faster: up to SPEAKING (64),
-    # if they have at most READ_AT_ONCE (8,192) tokens together.
-    prompts_of_pass = max(pass_size.users * pass_size.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt)))
-    largest_set = max((len(part.references) for part in sets), default=1)
-    prompts_per_slot = max(1, min(largest_set, prompts_of_pass // max(1, len(sets))))
-    return prompts_per_slot, max(1, prompts_of_pass // prompts_per_slot)
+    longest_prompt = max(
+        (int(answers.prompt_tokens.max()) for answers in sets if len(answers.prompt_tokens)), default=1
+    )
+    # The more prompts share a pass, the faster: each new token reads all weights once for all of them.
+    prompts_in_memory = pass_size.users * pass_size.sequences
+    prompts_read_at_once = min(SPEAKING, READ_AT_ONCE // max(1, longest_prompt))
+    prompts_per_pass = max(prompts_in_memory, prompts_read_at_once)
+    largest_set = max((len(answers.references) for answers in sets), default=1)
+    prompts_per_set = prompts_per_pass // max(1, len(sets))
+    prompts_per_slot = max(1, min(largest_set, prompts_per_set))
+    slots = max(1, prompts_per_pass // prompts_per_slot)
+    return prompts_per_slot, slots
 
 
 @dataclass(frozen=True)
@@ -280,31 +305,37 @@ class _Job:
     numbers: Int64[Tensor, " n"]
 
 
-def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
-    """Return the prompts of several jobs as one tensor, padded with ``PAD`` on the left.
+def _prompts(jobs: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
+    """Return the prompts of the jobs of one pass as one tensor, padded with ``PAD`` on the left.
 
-    A job is a group of prompts of one set, which one model answers in one pass; its place in the pass is a slot. A job
-    with fewer prompts than others repeats its last prompt.
+    A job with fewer prompts than others repeats its last prompt.
 
     Args:
-        group: Jobs of one pass, one per slot.
+        jobs: Jobs, one per slot.
         sets: Sets with the prompts.
     """
-    most_prompts = max(len(job.numbers) for job in group)
-    prompts_of_jobs = [[sets[job.set_number].prompt(number) for number in job.numbers.tolist()] for job in group]
-    width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
-    padded = torch.full((len(group), most_prompts, width), PAD, dtype=torch.int64)
-    for slot, prompts in enumerate(prompts_of_jobs):
+    prompts_by_job = []
+    for job in jobs:
+        answers = sets[job.set_number]
+        prompts_by_job.append([answers.prompt(number) for number in job.numbers.tolist()])
+    most_prompts = max(len(prompts) for prompts in prompts_by_job)
+    width = max(len(prompt) for prompts in prompts_by_job for prompt in prompts)
+    padded = torch.full((len(jobs), most_prompts, width), PAD, dtype=torch.int64)
+    for slot, prompts in enumerate(prompts_by_job):
         for row in range(most_prompts):
-            prompt = prompts[min(row, len(prompts) - 1)]
+            last = len(prompts) - 1
+            prompt = prompts[min(row, last)]
             padded[slot, row, width - len(prompt) :] = prompt
     return padded
 
 
 def _width(windows: Int[Tensor, "*batch window"]) -> int:
     """Return the width without columns at the end that are padding in all windows; 0 if all are padding."""
-    used_positions = (windows != PAD).flatten(0, -2).any(0).nonzero()
-    return int(used_positions.max()) + 1 if len(used_positions) else 0
+    has_tokens = (windows != PAD).flatten(0, -2).any(0)  # for each column
+    columns_with_tokens = has_tokens.nonzero()
+    if not len(columns_with_tokens):
+        return 0
+    return int(columns_with_tokens.max()) + 1
 
 
 def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
@@ -344,7 +375,7 @@ class AnswersKind(LanguageKind):
             check_answers(user, needs_validation=method.client.needs_validation)
 
     def model(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Model:
-        """Return the model that all users train; it is compiled only if the users here have enough training tokens.
+        """Return the model that all users train.
 
         Args:
             recipe: The recipe.
@@ -352,14 +383,23 @@ class AnswersKind(LanguageKind):
             plan: Plan of the run, with its numbers of rounds and local epochs.
         """
         assert run_data.base is not None
-        if not run_data.users.in_memory:  # ``about`` has the tokens, counted when the users were stored on disk
-            tokens = plan.training.rounds * plan.training.local_epochs * run_data.users.about.get("tokens", 0)
-        elif run_data.unread or not run_data.present:
-            tokens = 0  # unknown, so the model is not compiled; data is not read only to count tokens
-        else:
-            _users, trainers = users_and_trainers(self, run_data, plan.method)
-            tokens = training_tokens(trainers, plan)
-        return language_model(recipe, run_data.base, plan.method, count_trainers(run_data, plan.method), tokens)
+        num_tokens = self._count_training_tokens(run_data, plan)  # decides whether the model is compiled
+        return language_model(recipe, run_data.base, plan.method, count_trainers(run_data, plan.method), num_tokens)
+
+    def _count_training_tokens(self, run_data: RunData, plan: RunPlan) -> int:
+        """Return the number of tokens that the users on this machine train on; 0 if their data was not read.
+
+        Args:
+            run_data: Users of the run.
+            plan: Plan of the run.
+        """
+        if not run_data.users.in_memory:
+            tokens_per_epoch = run_data.users.about.get("tokens", 0)  # counted when the users were stored on disk
+            return plan.training.rounds * plan.training.local_epochs * tokens_per_epoch
+        if run_data.unread or not run_data.present:
+            return 0
+        _users, trainers = users_and_trainers(self, run_data, plan.method)
+        return training_tokens(trainers, plan)
 
     def clients(self, recipe: Recipe, run_data: RunData, plan: RunPlan) -> Clients:
         """Return the users on this machine, with their batches of conversations.
@@ -376,17 +416,22 @@ class AnswersKind(LanguageKind):
             for user in run_data.present:
                 require_rows(run_data.base, user)
         users, trainers = users_and_trainers(self, run_data, plan.method)
-        size = batch_size(plan, len(users))
-        # A penalty that balances the load of experts counts padding. With batches of one shape (``even``), the padding
-        # of a user does not depend on the conversations of others.
-        even = plan.method.placement.routed and plan.training.balance_weight > 0
+        # A penalty that balances the load of experts counts padding, which then must not depend on other users.
+        penalises_padding = plan.method.placement.routed and plan.training.balance_weight > 0
+        batch_source = AnswerBatchSource(
+            trainers,
+            plan,
+            batch_size(plan, len(users)),
+            tokenizer=tokenizer_of(run_data.base),
+            even=penalises_padding,
+        )
         return Clients(
             model_here(self.model(recipe, run_data, plan), run_data),
             plan,
             trainers=trainers,
             users=users,
-            batch_source=AnswerBatchSource(trainers, plan, size, tokenizer=tokenizer_of(run_data.base), even=even),
-            reads=run_data.reads,
+            batch_source=batch_source,
+            reads=run_data.checks_validation_data,
             skipped=run_data.skipped,
             skipped_rows=run_data.skipped_rows,
         )
@@ -417,7 +462,7 @@ class ConversationsKind(AnswersKind):
             given=request.given,
         )
 
-    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+    def accepts(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` has rows with messages, or with the prompt and response columns of the section."""
         return has_messages(data, Columns.read(options))
 
@@ -427,26 +472,24 @@ class ConversationsKind(AnswersKind):
 
     def settings(self, run_data: RunData) -> dict[str, Any]:
         """Return the date that the base model's chat template writes, if it writes the current date."""
-        date = None if run_data.base is None else run_data.base.date
-        return {} if date is None else {DATE: date.isoformat()}
+        if run_data.base is None or run_data.base.date is None:
+            return {}
+        return {DATE: run_data.base.date.isoformat()}
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """Return the names of the users; reads rows only if the users are named nowhere else."""
-        source = section(recipe).dataset
+        """Return the names of the users; reads rows only if the recipe does not name them."""
+        data_section = section(recipe)
 
-        def owners() -> Iterator[str]:
-            assert source is not None
+        def read_owners() -> Iterator[str]:
+            """Yield the user of each row."""
             bad_rows = BadRows("skip")  # wrong rows are reported when the data is read
-            return (owner for owner, _record in records_with_users(section(recipe), bad_rows))
+            for owner, _record in records_with_users(data_section, bad_rows):
+                yield owner
 
-        return self.known_names(recipe, source, owners, "rows")
+        return self.known_names(recipe, data_section.dataset, read_owners, "rows")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Replace recipes with conversations by recipes with text that cost at least as much, to count costs.
-
-        The text recipes have windows of ``context`` tokens, an upper bound of the width of a batch of conversations.
-        They have as many local steps as the user with the most conversations. If the data cannot be read but the number
-        of users is given, they have the steps of one batch.
 
         Args:
             recipes: Recipes with the same data.
@@ -454,25 +497,26 @@ class ConversationsKind(AnswersKind):
 
         Returns:
             The text recipes, the names of users with too little data, and a note for the user on how costs are counted.
+
+        Raises:
+            DataError: The data cannot be read, and no number of users is given.
         """
-        data, one_batch = section(recipes[0]), recipes[0].training.largest_batch_size
+        first = recipes[0]
         try:
-            counts, small_users = count_conversations(recipes[0], data, anybody_validates(recipes))
+            counts, small_users = count_conversations(first, section(first), anybody_validates(recipes))
         except DataError as error:
             if users is None:
                 raise
-            note = ABSENT_NOTE.format(error)
-            # Only the largest number of conversations matters, so one user is enough.
-            one_user = {"somebody": one_batch}
-            return [as_text_recipe(recipe, one_user) for recipe in recipes], set(), note
+            # Count one batch, as the number of conversations is unknown, and one user, as only the largest one matters.
+            one_user = {"somebody": first.training.largest_batch_size}
+            return [as_text_recipe(recipe, one_user) for recipe in recipes], set(), ABSENT_NOTE.format(error)
         return [as_text_recipe(recipe, counts) for recipe in recipes], small_users, NOTE
 
 
 def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
     """Return a recipe with text that costs as much as a recipe with conversations, to count costs.
 
-    Its ``local_steps`` are the number of batches in ``local_epochs`` passes over the conversations of the user with the
-    most conversations, or of all users if their data is pooled, with the smallest batch size of a user.
+    Its ``local_steps`` are those of the user with the most conversations in ``local_epochs`` passes.
 
     Args:
         recipe: A recipe with conversations.
@@ -480,10 +524,13 @@ def as_text_recipe(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
     """
     pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     recipe = recipe.for_users(tuple(counts))  # lists, as users without enough data are left out of the new recipe
-    conversations = sum(counts.values()) if pooled else max(counts.values())
-    batches = max(1, ceil(conversations / min(values_in(recipe.training.batch_size))))
-    text = {"users": dict.fromkeys(counts, "not read")}  # paths of texts, which counting costs does not open
-    return recipe.with_changes({"data": text, "training.local_steps": batches * recipe.training.local_epochs})
+    most_conversations = sum(counts.values()) if pooled else max(counts.values())
+    smallest_batch = min(values_in(recipe.training.batch_size))
+    steps_per_epoch = max(1, ceil(most_conversations / smallest_batch))
+    texts = dict.fromkeys(counts, "not read")  # paths, which counting costs does not open
+    return recipe.with_changes(
+        {"data": {"users": texts}, "training.local_steps": steps_per_epoch * recipe.training.local_epochs}
+    )
 
 
 def section(recipe: Recipe) -> ConversationsSection:
@@ -493,8 +540,10 @@ def section(recipe: Recipe) -> ConversationsSection:
 
 def training_tokens(trainers: Sequence[UserAnswers], plan: RunPlan) -> int:
     """Return the number of tokens that trainers train on if they take part in every round."""
-    every = sum(int((trainer.train.windows != PAD).sum()) for trainer in trainers)
-    return plan.training.rounds * plan.training.local_epochs * every
+    tokens_per_epoch = 0
+    for trainer in trainers:
+        tokens_per_epoch += int((trainer.train.windows != PAD).sum())
+    return plan.training.rounds * plan.training.local_epochs * tokens_per_epoch
 
 
 KIND = ConversationsKind()

@@ -60,15 +60,22 @@ class SampleBatchSource(PassBatchSource):
     ):
         """Copy the samples of trainers that are in memory to the device.
 
-        Batches of fewer than ``least`` samples are not trained on. ``loss`` scores held-out data; ``augment`` changes
-        training inputs at random.
+        Args:
+            trainers: Owners of the samples: each user, or a single one if the method pools the data of all users.
+            plan: Plan of the run.
+            batch_size: Largest number of samples per trainer.
+            device: Device of inputs.
+            dtype: Data type of inputs.
+            loss: Loss of held-out data.
+            augment: Changes training inputs at random.
+            least: Smallest number of samples in a batch; smaller ones are not trained on.
         """
         super().__init__(trainers, plan, batch_size, least=least)
         self.loss, self.augment = loss, augment
-        self.like = {"device": device, "dtype": dtype}
+        self.device_and_dtype = {"device": device, "dtype": dtype}
         """Device and dtype of inputs."""
-        self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
-        """Cache of the latest sets that were scored, by the ids of the sets, with their samples in one tensor."""
+        self._cached_banks: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
+        """The two latest sets that were scored, by their ids, with their samples in one tensor."""
         self.banks: dict[str, SampleBank] = {}
         """Samples of all trainers in one tensor, by split; empty if trainers are not in memory."""
         if not self.trainers.in_memory:  # samples are read for each batch instead
@@ -77,10 +84,9 @@ class SampleBatchSource(PassBatchSource):
             if len(trainer.train) < least:
                 got = f"{len(trainer.train)} train samples"
                 raise DataError(f"user {trainer.name!r}: {got}; batch norm needs at least {least} in a batch")
-        self.banks = {
-            split: bank_of([trainer.split(split) for trainer in self.trainers], **self.like)
-            for split in ("train", "valid")
-        }
+        for split in ("train", "valid"):
+            samples_of_trainers = [trainer.split(split) for trainer in self.trainers]
+            self.banks[split] = bank_of(samples_of_trainers, **self.device_and_dtype)
 
     def count(self, trainer: int, stream: Stream) -> int:
         """Return the number of samples of a trainer."""
@@ -88,15 +94,20 @@ class SampleBatchSource(PassBatchSource):
         return len(owner.valid if stream == "valid" else owner.train)
 
     def pass_size(self, device: torch.device, columns: int) -> PassSize:
-        """Return how many users and samples one pass takes; copies of the net dominate its memory.
+        """Return how many users and samples one pass takes, so that all copies of the net fit into memory.
 
         Each user has a copy of the net. With privacy of single examples, each sample has a copy.
+
+        Args:
+            device: Not used.
+            columns: Number of parameters of the net.
         """
-        sequences = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
+        samples_per_user = min(self.plan.runtime.micro_batch or self.batch_size, self.batch_size)
         privacy = self.plan.privacy
-        copies_per_user = sequences if privacy is not None and privacy.protects == "example" else 1
-        users = self.plan.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies_per_user))
-        return PassSize(users=users, sequences=sequences)
+        protects_examples = privacy is not None and privacy.protects == "example"
+        copies_per_user = samples_per_user if protects_examples else 1
+        users_in_memory = max(1, COLUMNS_PER_PASS // max(1, columns * copies_per_user))
+        return PassSize(users=self.plan.users_per_step or users_in_memory, sequences=samples_per_user)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
@@ -125,32 +136,36 @@ class SampleBatchSource(PassBatchSource):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs, targets and a mask that is False at padding; training inputs are augmented.
 
-        A bank is a tensor with the samples of several users, from which batches are taken by sample number.
+        Args:
+            stream: Split of the samples.
+            trainers: Numbers of the trainers.
+            drawn: Sample numbers of each trainer.
         """
-        if self.banks:  # one bank per split, with all users
+        if self.banks:  # the samples of all trainers are on the device
             inputs, targets, present = self.banks[stream].take(trainers, drawn)
-        else:  # users are not in memory: read those of this batch
-            bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
+        else:
+            samples_of_trainers = [self.trainers[trainer].split(stream) for trainer in trainers]
+            bank = self._bank(samples_of_trainers)  # of these trainers alone, so that they are numbered from 0
             inputs, targets, present = bank.take(range(len(trainers)), drawn)
         if self.augment is not None and stream == "train":
-            batches = zip(trainers, inputs, drawn, strict=True)
-            inputs = torch.stack([self._augmented(trainer, x, numbers) for trainer, x, numbers in batches])
+            augmented = []
+            for trainer, inputs_of_trainer, numbers in zip(trainers, inputs, drawn, strict=True):
+                augmented.append(self._augmented(trainer, inputs_of_trainer, numbers))
+            inputs = torch.stack(augmented)
         return inputs, targets, present
 
     def _augmented(self, trainer: int, inputs: Tensor, numbers: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:
-        """Return the inputs of one user's batch, augmented at random.
-
-        The random stream is that of the user, the round and the sample numbers, so that the same batch is augmented
-        equally if it is read again in this round.
+        """Return the inputs of one trainer's batch, augmented at random, but equally for equal batches of a round.
 
         Args:
-            trainer: Index into ``self.trainers``, which has one entry per user, or a single one if data is pooled.
+            trainer: Number of the trainer.
             inputs: Inputs ``(batch, ...)``.
             numbers: Sample numbers of the batch.
         """
         assert self.augment is not None
         random = generator(self.plan.seed, self.trainers[trainer].name, self._round, "augment", *numbers.tolist())
-        return self.augment([trainer], inputs.unsqueeze(0), random)[0]
+        augmented = self.augment([trainer], inputs.unsqueeze(0), random)  # (1, batch, ...)
+        return augmented[0]
 
     def loss_counts(self, drawn: Int[Tensor, "users batch"]) -> Int64[Tensor, " users"]:
         """Return the number of samples in the batch of each user, without padding."""
@@ -169,34 +184,44 @@ class SampleBatchSource(PassBatchSource):
             gates: Not used; nets have no routers.
         """
         bank = self._bank(sets)
-        slots = max(1, min(pass_size.users, len(rows)))
+        sets_per_pass = max(1, min(pass_size.users, len(rows)))
 
         def forward(set_numbers: Sequence[int], inputs: Tensor) -> Tensor:
             """Return the outputs for a batch of each of these sets, each under the model that scores the set."""
-            return predict([rows[number] for number in set_numbers], inputs)
+            model_numbers = [rows[number] for number in set_numbers]
+            return predict(model_numbers, inputs)
 
-        return score_samples(forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=slots)
+        return score_samples(
+            forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=sets_per_pass
+        )
 
     # ---------------------------------------------------------------- counted without data
 
     scores_more = True
 
     def of(self, trainers: Sequence[UserSamples]) -> SampleBatchSource:
-        """Return the batch source of other trainers, without augmentation."""
-        like, size = self.banks["train"].inputs, self.batch_size
-        same = {"device": like.device, "dtype": like.dtype, "loss": self.loss, "least": self.least}
-        return SampleBatchSource(trainers, self.plan, size, **same)
+        """Return a batch source of other trainers with the same settings, but without augmentation."""
+        inputs = self.banks["train"].inputs
+        return SampleBatchSource(
+            trainers,
+            self.plan,
+            self.batch_size,
+            device=inputs.device,
+            dtype=inputs.dtype,
+            loss=self.loss,
+            least=self.least,
+        )
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleBatchSource:
-        """Return the source with fake tensors for the data, which have a shape but no memory, to count costs.
+        """Return a copy to count costs with: its samples have a shape but no memory, and are not augmented.
 
-        It does not augment, as the cost of that is negligible.
+        Args:
+            fake: Returns a tensor without memory in the shape of its argument.
         """
         batch_source = copy.copy(self)
-        batch_source.banks = {
-            name: replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
-            for name, bank in self.banks.items()
-        }
+        batch_source.banks = {}
+        for split, bank in self.banks.items():
+            batch_source.banks[split] = replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
         batch_source.augment = None
         return batch_source
 
@@ -207,25 +232,35 @@ class SampleBatchSource(PassBatchSource):
     def blank_inputs(
         self, users: int, count: int, fake: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "users count ..."]:
-        """Return fake inputs in the shape of the samples."""
-        inputs = self.banks["train"].inputs
-        return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
+        """Return inputs without memory in the shape of the samples, to count costs.
+
+        Args:
+            users: Number of users.
+            count: Number of samples of each user.
+            fake: Returns a tensor without memory in the shape of its argument.
+        """
+        samples = self.banks["train"].inputs  # (total, ...)
+        return fake(torch.empty(users, count, *samples.shape[1:], dtype=samples.dtype, device="meta"))
 
     def scored_at_once(self, users: Sequence[AnyUser], pass_size: PassSize) -> int:
         """Return the size of the largest test set, up to a limit."""
         return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:
-        """Return a bank of the samples of several sets: one tensor on the device, from which batches are taken.
+        """Return the samples of several sets in one tensor on the device; the two latest results are cached.
 
-        The two latest banks are cached, as test and validation sets are scored in turn.
+        Args:
+            sets: The sets, such as the test sets of all users.
         """
         key = tuple(id(samples) for samples in sets)
-        if key not in self._scored:
-            latest = dict(list(self._scored.items())[-1:])
-            # Sets are kept along with their bank, so that no other object gets their ids.
-            self._scored = latest | {key: (sets, bank_of(sets, **self.like))}
-        _, bank = self._scored[key]
+        if key not in self._cached_banks:
+            bank = bank_of(sets, **self.device_and_dtype)
+            while len(self._cached_banks) > 1:
+                oldest_key = next(iter(self._cached_banks))
+                del self._cached_banks[oldest_key]
+            # The sets are cached with their bank: while they exist, no other object can have their ids.
+            self._cached_banks[key] = (sets, bank)
+        _sets, bank = self._cached_banks[key]
         return bank
 
 
@@ -238,15 +273,15 @@ _TRIED = 2
 def net_name(recipe: Recipe, population: Population) -> str:
     """Return the name of the net that a recipe trains, for messages and metrics.
 
-    It is the ``base`` of the recipe, otherwise the usual net of the data. A net that a program passes has the name of
-    the function that makes it, or "own" if the function is a lambda.
+    It is the ``base`` of the recipe without ``net:``, otherwise the data's own net, such as ``"cnn"``. A net that a
+    program passes has the name of the function that makes it; ``"own"`` if that is a lambda.
 
     Raises:
         RecipeError: The base is not a net.
     """
-    if not isinstance(population.net, str):
-        name = getattr(population.net, "__name__", "")
-        return name if name.isidentifier() else "own"  # the name of a lambda, "<lambda>", is no identifier
+    if not isinstance(population.net, str):  # a function
+        function_name = getattr(population.net, "__name__", "")
+        return function_name if function_name.isidentifier() else "own"  # "<lambda>" is no identifier
     if "base" not in recipe.model_fields_set:
         return population.net
     if not recipe.base.startswith(NETS):
@@ -263,15 +298,16 @@ def net_maker(recipe: Recipe, population: Population) -> Callable[[int], nn.Modu
     Raises:
         RecipeError: The net does not exist, does not fit the samples, or cannot be stacked over users.
     """
-    name, shape, outputs = net_name(recipe, population), population.input_shape, population.classes
-    net = population.net  # a name, or a function of the user's program
+    name = net_name(recipe, population)
+    input_shape, num_outputs = population.input_shape, population.classes
+    own_net = population.net  # a function of the user's program, or a name
 
     def make(seed: int) -> nn.Module:
-        if isinstance(net, str):
-            return make_net(name, shape, outputs, seed=seed)
+        if isinstance(own_net, str):
+            return make_net(name, input_shape, num_outputs, seed=seed)
         with torch.random.fork_rng(devices=()):  # the function draws weights from torch's global generator
             torch.manual_seed(derive("net", "own", seed))
-            return _make_own_net(net, name, shape, outputs)
+            return _make_own_net(own_net, name, input_shape, num_outputs)
 
     return make
 
@@ -304,8 +340,6 @@ def _make_own_net(make: MakeNet, name: str, shape: Sequence[int], outputs: int) 
 def check_net(net: nn.Module, name: str, population: Population) -> bool:
     """Check that copies of a net run together under ``torch.vmap`` and give outputs that fit the loss.
 
-    Also find out whether its forward pass changes buffers in training.
-
     Args:
         net: The net.
         name: Its name, for errors.
@@ -318,39 +352,48 @@ def check_net(net: nn.Module, name: str, population: Population) -> bool:
         RecipeError: The copies cannot run together, or outputs have another shape.
     """
     _check_modules(net, name)
-    net = _try(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
-    tensors = {key: p.detach() for key, p in net.named_parameters()}
+    net = _call_or_refuse(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
     buffers = {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
-    tensors |= buffers
+    tensors = {key: p.detach() for key, p in net.named_parameters()}
+    tensors.update(buffers)
     any_tensor = next(iter(tensors.values()))  # for the dtype and the device
     # ``_TRIED`` users with as many samples each: two, as batch norm cannot train on one sample.
     inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=any_tensor.dtype, device=any_tensor.device)
 
-    def call(tensors_of_user: dict[str, Tensor], x: Tensor) -> Any:
-        return call_with(net, tensors_of_user, x)
+    def call(tensors_of_user: dict[str, Tensor], inputs_of_user: Tensor) -> Any:
+        return call_with(net, tensors_of_user, inputs_of_user)
 
+    tensors_of_one = {key: t.clone() for key, t in tensors.items()}
+    tensors_of_several = {key: t.expand(_TRIED, *t.shape).clone() for key, t in tensors.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=()):
-        # First one user alone, then several users together.
-        single = {key: t.clone() for key, t in tensors.items()}
-        outputs = _try(lambda: call(single, inputs[0]), f"net {name!r}: cannot take inputs of {population.input_shape}")
+        outputs = _call_or_refuse(
+            lambda: call(tensors_of_one, inputs[0]), f"net {name!r}: cannot take inputs of {population.input_shape}"
+        )
         _check_outputs(outputs, name, population)
-        stacked = {key: t.expand(_TRIED, *t.shape).clone() for key, t in tensors.items()}
-        _try(
-            lambda: vmap(call, randomness="different")(stacked, inputs),
+        _call_or_refuse(
+            lambda: vmap(call, randomness="different")(tensors_of_several, inputs),
             f"net {name!r}: users' copies cannot run together under torch.vmap",
         )
-    # A write in place raises the version of a buffer even if its values stay the same, as on these inputs of zeros.
-    return any(single[key]._version or not torch.equal(single[key], buffers[key]) for key in buffers)
+    for key, buffer in buffers.items():
+        buffer_after_pass = tensors_of_one[key]
+        # A write in place raises the version of a tensor, even if its values stay the same.
+        if buffer_after_pass._version or not torch.equal(buffer_after_pass, buffer):
+            return True
+    return False
 
 
 def _check_modules(net: nn.Module, name: str) -> None:
-    """Check that a net can be trained as one copy per user, all of them in one stacked forward pass.
+    """Check the modules of a net, of which each user gets a copy: their parameters, buffers and batch norm.
+
+    Args:
+        net: The net.
+        name: Its name, for errors.
 
     Raises:
         RecipeError: The net has no parameters, a parameter or buffer is lazy or not finite, or batch norm has no
             running statistics or no momentum.
     """
-    if not any(True for _ in net.parameters()):
+    if next(net.parameters(), None) is None:
         raise RecipeError(f"net {name!r}: has no parameters; allowed: an nn.Module with parameters")
     for key, t in (*net.named_parameters(), *net.named_buffers()):
         if nn.parameter.is_lazy(t):
@@ -365,20 +408,25 @@ def _check_modules(net: nn.Module, name: str) -> None:
             raise RecipeError(f"net {name!r}: {key} has momentum None, a mean over all batches; allowed: a number")
 
 
-def _try(run: Callable[[], T], problem: str) -> T:
-    """Call a function and return its result; convert any error to a recipe error that begins with ``problem``."""
+def _call_or_refuse(function: Callable[[], T], problem: str) -> T:
+    """Return the result of a function that runs the user's net; convert any error to a ``RecipeError``.
+
+    Args:
+        function: The function.
+        problem: First words of the error message.
+    """
     try:
-        return run()
-    except Exception as error:  # the net is the user's code and may raise anything
+        return function()
+    except Exception as error:  # the user's code may raise anything
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecipeError(f"{problem}: {first_line}") from error
 
 
 def _check_outputs(outputs: object, name: str, population: Population) -> None:
-    """Check the outputs of a net for a batch of :data:`_TRIED` samples.
+    """Check that the outputs of a net for a batch of :data:`_TRIED` samples have the shape (samples, outputs).
 
-    They must have the shape (samples, outputs). A loss that pairs outputs with targets (``paired``) needs one output
-    for each class, or for each number in the target of a regression; other losses take any number of outputs.
+    A loss that pairs outputs with targets (``paired``), such as cross-entropy, needs as many outputs as classes, or as
+    numbers in the target of a regression.
 
     Args:
         outputs: Result of the net.
@@ -388,16 +436,20 @@ def _check_outputs(outputs: object, name: str, population: Population) -> None:
     Raises:
         RecipeError: The outputs have another shape.
     """
-    got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    loss, wanted = population.measure, (_TRIED, population.classes)  # classes: or numbers in a regression's target
-    is_matrix = isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == _TRIED
-    if loss.paired and (not is_matrix or got != wanted):
+    loss = population.measure
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else None
+    got = type(outputs).__name__ if shape is None else shape
+    is_matrix = shape is not None and len(shape) == 2 and shape[0] == _TRIED
+    if not loss.paired:
+        if not is_matrix:
+            raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: ({_TRIED}, outputs)")
+        return
+    allowed = (_TRIED, population.classes)  # classes of a classifier, or numbers in a target
+    if shape != allowed:
         each = "class" if loss.classes else "number in a target"
         raise RecipeError(
-            f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {wanted}, one for each {each}"
+            f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: {allowed}, one for each {each}"
         )
-    if not loss.paired and not is_matrix:
-        raise RecipeError(f"net {name!r}: outputs are {got} for {_TRIED} samples; allowed: ({_TRIED}, outputs)")
 
 
 def build_nets(
@@ -435,27 +487,29 @@ def build_nets(
     model = net_model(recipe, population, plan.method)
     if local_numbers is not None:
         model = model.only(local_numbers)
+
     if not is_pooled:
         trainers = users
     elif reads_later:
         trainers = as_users([lazy_user(UserSamples, "everyone", lambda: pool_samples(users))])
     else:
         trainers = as_users([pool_samples(users)])
-    size = batch_size(plan, len(users))
-    smallest_size = _least_batch(model, plan, size)
+    # Augmentation may have settings for each user, but none for the one trainer of pooled data.
+    augment = None if is_pooled else local_population.augmentation
+    largest_batch = batch_size(plan, len(users))
+    smallest_batch = _smallest_batch(model, plan, largest_batch)
 
     def make_batch_source() -> SampleBatchSource:
         """Return the source of the trainers' batches, which reads their samples."""
         return SampleBatchSource(
             trainers,
             plan,
-            size,
+            largest_batch,
             device=model.device,
             dtype=model.dtype,
             loss=local_population.measure,
-            # Augmentation may have settings for each user, but none for the one trainer of pooled data.
-            augment=None if is_pooled else local_population.augmentation,
-            least=smallest_size,
+            augment=augment,
+            least=smallest_batch,
         )
 
     if reads_later:  # the clients call the function on first use
@@ -481,31 +535,20 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
     if dtype == torch.float16:
         raise RecipeError("runtime.dtype: float16 is for language models; nets take auto, bfloat16, float32 or float64")
-    users = 1 if method.placement.pooled else len(population.users)
-    name, mixture = net_name(recipe, population), method.placement.mixture
+    name = net_name(recipe, population)
+    mixture = method.placement.mixture
     make = net_maker(recipe, population)
-    if method.placement.gated:
-        num_nets = 2  # a shared and a local one, with a gate between them
-    elif mixture is not None and mixture.of == "models":
-        num_nets = mixture.clusters
-    else:
-        num_nets = method.server.server_models  # some servers keep several models with different initial weights
     first = make(recipe.seed)
-    batchwise = check_net(first, name, population)
+    changes_buffers = check_net(first, name, population)
+    num_nets = _count_nets(method)
     require_room(f"method {method.name}", num_nets, sum(p.numel() for p in first.parameters()))
-    # Nets of one run need seeds that no run with another seed uses.
-    nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, num_nets))]
+    nets = [first]
+    for number in range(1, num_nets):
+        seed = recipe.seed + SEED_STEP * number  # a seed that no run with another seed uses
+        nets.append(make(seed))
+
     if mixture is not None and mixture.of == "adaptors":
-        settings = recipe.floral.model_dump()
-        is_default = settings["rank"] is None and settings["budget"] is None
-        if is_default:  # 1% of each layer's parameters; no warning where rank 1 has more
-            settings["budget"] = DEFAULT_BUDGET
-        size_settings = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
-        require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **size_settings), ADAPTOR_SETS)
-        settings |= {"num_clusters": mixture.clusters, "per_layer": mixture.per_layer, "warn": not is_default}
-        # The adaptors are added to the net in place. The values drawn here are not used, as they are drawn again for
-        # each user; a generator of their own leaves torch's global one untouched.
-        nets = [floral(nets[0], copy=False, generator=torch.Generator(), **settings)]
+        nets = [_add_adaptors(nets[0], recipe, method)]
     if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]
     compiled = recipe.runtime.compile
@@ -514,13 +557,54 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     return stack(
         nets,
         name=NETS + name,
-        users=users,
+        users=1 if method.placement.pooled else len(population.users),
         mixture=mixture,
         device=device,
         dtype=dtype,
         loss=population.measure,
         compiled=bool(compiled),
-        batchwise=batchwise,
+        batchwise=changes_buffers,
+    )
+
+
+def _count_nets(method: Method) -> int:
+    """Return the number of nets with initial weights of their own that a method trains."""
+    mixture = method.placement.mixture
+    if method.placement.gated:
+        return 2  # a shared and a local one, with a gate between them
+    if mixture is not None and mixture.of == "models":
+        return mixture.clusters
+    return method.server.server_models  # more than 1 if the server keeps several models
+
+
+def _add_adaptors(net: nn.Module, recipe: Recipe, method: Method) -> nn.Module:
+    """Add the adaptors of the method's mixture to a net, in place.
+
+    Args:
+        net: The net.
+        recipe: The recipe, whose section ``floral`` has the size of adaptors.
+        method: Method of the run.
+
+    Raises:
+        RecipeError: There is no room for the adaptors.
+    """
+    mixture = method.placement.mixture
+    assert mixture is not None
+    settings = recipe.floral.model_dump()
+    has_default_size = settings["rank"] is None and settings["budget"] is None
+    if has_default_size:
+        settings["budget"] = DEFAULT_BUDGET
+    size_settings = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
+    require_room(f"method {method.name}", mixture.clusters, adaptor_size(net, **size_settings), ADAPTOR_SETS)
+    return floral(
+        net,
+        copy=False,
+        # The values drawn here are not used, as they are drawn again for each user.
+        generator=torch.Generator(),
+        num_clusters=mixture.clusters,
+        per_layer=mixture.per_layer,
+        warn=not has_default_size,
+        **settings,
     )
 
 
@@ -549,59 +633,60 @@ def check_on_nets(method: Method) -> None:
 
 
 def _check_users(population: Population) -> None:
-    """Check that the samples of all users have one shape, which the net takes; a program may have passed any samples.
+    """Check that the samples of all users have one shape, and that the net takes it.
 
     Raises:
         DataError: Samples have another shape, or targets that do not fit.
     """
-    check(population.users, classes=population.classes if population.measure.classes else None)
+    num_classes = population.classes if population.measure.classes else None
+    check(population.users, classes=num_classes)
     first = population.users[0]  # the users' shapes are equal, as was just checked
-    if (got := tuple(first.train.inputs.shape[1:])) != tuple(population.input_shape):
-        raise DataError(
-            f"user {first.name!r}: inputs have shape {got}; allowed: {tuple(population.input_shape)}, as the net takes"
-        )
+    shape = tuple(first.train.inputs.shape[1:])
+    allowed_shape = tuple(population.input_shape)
+    if shape != allowed_shape:
+        raise DataError(f"user {first.name!r}: inputs have shape {shape}; allowed: {allowed_shape}, as the net takes")
 
 
 def _check_clusters(population: Population, method: Method) -> None:
     """Check that a method that assigns users to components by their true clusters has a component for each cluster.
 
-    With fewer components, two clusters would share one. Additional components are allowed, but have no users.
-
     Raises:
         RecipeError: The method has fewer components than there are clusters.
     """
     mixture = method.placement.mixture
-    if mixture is None or not mixture.optimal:  # users learn their weights, without the true clusters
+    if mixture is None or not mixture.optimal:  # users are not assigned by their true clusters
         return
     clusters = [user.cluster for user in population.users if user.cluster is not None]
-    num_clusters = max(clusters, default=-1) + 1  # numbered from 0
-    if (got := mixture.clusters) < num_clusters:
+    num_clusters = max(clusters) + 1 if clusters else 0  # numbered from 0
+    if mixture.clusters < num_clusters:
         raise RecipeError(
-            f"method {method.name}: clusters is {got}; allowed: at least {num_clusters}, the true clusters"
+            f"method {method.name}: clusters is {mixture.clusters}; allowed: at least {num_clusters}, the true clusters"
         )
 
 
-def _least_batch(model: StackedModel, plan: RunPlan, size: int) -> int:
+def _smallest_batch(model: StackedModel, plan: RunPlan, largest_batch: int) -> int:
     """Return the smallest size that a batch may have: 1, or 2 with batch norm.
 
     Args:
         model: The net.
         plan: Plan of the run.
-        size: Largest batch size of the run.
+        largest_batch: Largest batch size of the run.
 
     Raises:
         RecipeError: Batch norm cannot take the batches, as they are smaller or are split into micro-batches.
     """
-    if not model.batchwise:
+    if not model.batchwise:  # no batch norm
         return 1
-    smallest = size if plan.method.placement.pooled else min(values_in(plan.training.batch_size))
+    smallest_setting = min(values_in(plan.training.batch_size))
+    smallest = largest_batch if plan.method.placement.pooled else smallest_setting
     if smallest < LEAST_FOR_NORM:
         need = f"{model.name} has batch norm, which needs at least {LEAST_FOR_NORM}"
         raise RecipeError(f"training.batch_size: got {smallest}; {need}")
-    if plan.runtime.micro_batch is not None and plan.runtime.micro_batch < size:
+    micro_batch = plan.runtime.micro_batch
+    if micro_batch is not None and micro_batch < largest_batch:
         raise RecipeError(
-            f"runtime.micro_batch: got {plan.runtime.micro_batch}; {model.name} has batch norm, which needs whole "
-            f"batches; allowed: at least {size}, or null"
+            f"runtime.micro_batch: got {micro_batch}; {model.name} has batch norm, which needs whole "
+            f"batches; allowed: at least {largest_batch}, or null"
         )
     return LEAST_FOR_NORM
 

@@ -96,27 +96,31 @@ class PersonalNet(Personal):
         return self.model(self._as_batch(inputs).to(next(self.model.parameters())))
 
     def _as_batch(self, inputs: object) -> Float[Tensor, "batch ..."]:
-        """Return the argument of :meth:`predict` as a batch of real numbers in the shape of training."""
+        """Return the argument of :meth:`predict` as a batch of real numbers in the shape of training.
+
+        Raises:
+            DataError: Inputs have another type or shape than in training, or an image cannot be read.
+        """
         where, shape = f"user {self.name!r}", self.input_shape
         batch_shape = "(batch, ...)" if shape is None else f"(batch, {', '.join(map(str, shape))})"
         allowed = f"a tensor of shape {batch_shape}"
         if self.image_format is not None:
             allowed += ", or paths of images"
+
         if isinstance(inputs, Tensor):
-            got, batch = f"a tensor of shape {tuple(inputs.shape)}", as_inputs(inputs, where)
+            got = f"a tensor of shape {tuple(inputs.shape)}"
+            batch = as_inputs(inputs, where)
         elif self.image_format is not None and (paths := _as_paths(inputs)):
             batch = pixels_as_inputs(read_images(paths, self.image_format))
             got = f"images of shape {tuple(batch.shape[1:])}"
         else:
-            kind = type(inputs).__name__
-            if isinstance(inputs, Sequence) and not isinstance(inputs, str):
-                kind = f"{kind} of {type(inputs[0]).__name__}" if inputs else f"an empty {kind}"
-            raise DataError(f"{where}: inputs: got {kind}; allowed: {allowed}")
-        if shape is not None and tuple(batch.shape[1:]) != shape:
-            is_single = isinstance(inputs, Tensor) and tuple(inputs.shape) == shape
-            one = "; for a single input, pass inputs.unsqueeze(0)" if is_single else ""
-            raise DataError(f"{where}: inputs: got {got}; allowed: {allowed}{one}")
-        return batch
+            raise DataError(f"{where}: inputs: got {_describe_inputs(inputs)}; allowed: {allowed}")
+
+        if shape is None or tuple(batch.shape[1:]) == shape:
+            return batch
+        is_single_input = isinstance(inputs, Tensor) and tuple(inputs.shape) == shape
+        advice = "; for a single input, pass inputs.unsqueeze(0)" if is_single_input else ""
+        raise DataError(f"{where}: inputs: got {got}; allowed: {allowed}{advice}")
 
     @torch_defaults()
     def evaluate(self, samples: Any = None) -> SampleScore:
@@ -130,23 +134,14 @@ class PersonalNet(Personal):
             DataError: The type is not supported, targets do not fit the task of the net, or the user's own test data
                 cannot be read.
         """
-        like, where = next(self.model.parameters()), f"user {self.name!r}: samples"
+        where = f"user {self.name!r}: samples"
         if samples is None and self.test_data is not None:
             samples = self.test_data()
-        samples = read_samples(samples, where)
-        if not self.loss.classes and not samples.targets.is_floating_point():  # integers as targets of a regression
-            samples = Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
-        elif self.loss.classes and samples.targets.is_floating_point():
-            raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as in training")
-        targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
-        # score_samples takes the concatenated samples of several users; here they are those of one, from 0 on.
-        counts = torch.tensor([len(samples)])
-        bank = SampleBank(
-            inputs=samples.inputs.to(like), targets=targets, starts=torch.zeros_like(counts), counts=counts
-        )
+        bank = self._make_bank(read_samples(samples, where), where)
+        targets = bank.targets
 
-        def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
-            """Return the outputs ``(1, batch, outputs)`` for inputs of the only set, after checking the targets."""
+        def forward(_rows: Sequence[int], inputs: Tensor) -> Tensor:
+            """Return the outputs for ``(1, batch, ...)`` inputs, after checking that targets are classes of the net."""
             outputs = self.predict(inputs[0])
             if self.loss.classes and self.loss.paired and len(targets):
                 low, high, last_class = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
@@ -154,16 +149,53 @@ class PersonalNet(Personal):
                     raise DataError(f"{where}: targets go from {low} to {high}; allowed: 0 to {last_class}")
             return outputs.unsqueeze(0)
 
-        return score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)[0]
+        scores = score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)
+        return scores[0]
+
+    def _make_bank(self, samples: Samples, where: str) -> SampleBank:
+        """Return samples in the form that ``score_samples`` takes, as those of the only user, on the device of the net.
+
+        Args:
+            samples: The samples.
+            where: Place of the samples, for errors.
+
+        Raises:
+            DataError: Targets are real numbers, but the net was trained on classes.
+        """
+        parameter = next(self.model.parameters())  # for its dtype and device
+        targets = samples.targets
+        if self.loss.classes:
+            if targets.is_floating_point():
+                raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as in training")
+            targets = targets.to(parameter.device)
+        else:
+            if not targets.is_floating_point():  # integers as targets of a regression
+                targets = targets.float().reshape(-1, 1)
+            targets = targets.to(parameter)
+        counts = torch.tensor([len(samples)])
+        first_sample = torch.zeros_like(counts)
+        return SampleBank(inputs=samples.inputs.to(parameter), targets=targets, starts=first_sample, counts=counts)
+
+
+def _describe_inputs(inputs: object) -> str:
+    """Return a short description of inputs of a wrong type, for errors, such as "list of int"."""
+    type_name = type(inputs).__name__
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        return type_name
+    if not inputs:
+        return f"an empty {type_name}"
+    return f"{type_name} of {type(inputs[0]).__name__}"
 
 
 def _as_paths(inputs: object) -> list[Path]:
     """Return a path or a sequence of paths as a list; empty for anything else."""
     if isinstance(inputs, str | PathLike):
-        return [expand_home(os.fspath(inputs))]
-    if isinstance(inputs, Sequence) and all(isinstance(path, str | PathLike) for path in inputs):
-        return [expand_home(os.fspath(path)) for path in inputs]
-    return []
+        paths = [inputs]
+    elif isinstance(inputs, Sequence) and all(isinstance(path, str | PathLike) for path in inputs):
+        paths = list(inputs)
+    else:
+        paths = []
+    return [expand_home(os.fspath(path)) for path in paths]
 
 
 class MixtureOfModels(nn.Module):
@@ -201,10 +233,7 @@ def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
 
 
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
-    """Return a user's net as a plain module.
-
-    For a mixture, the result depends on what is mixed. Adaptors are merged into the weights of one net, and so are
-    whole models if the method mixes them in their weights. Otherwise the result has all models and mixes their outputs.
+    """Return a user's net as a plain module; a mixture becomes one merged net, or a :class:`MixtureOfModels`.
 
     Args:
         model: The model that all users train.
@@ -213,12 +242,15 @@ def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
     if model.mixture is None:
         return copy_with_tensors(model.net, tensors)
     shares = model.shares(tensors)[0]  # mixture weights (clusters,)
-    if isinstance(model.net, FloralModel):
+    if isinstance(model.net, FloralModel):  # a mixture of adaptors
         return copy_with_tensors(model.net, tensors).merge(shares)
-    if model.mixture.merges_models:
+    if model.mixture.merges_models:  # a mixture of weights
         return copy_with_tensors(model.net, merge_models(tensors, shares.unsqueeze(0)))
-    stacked = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}  # (1, clusters, *shape)
-    models = [copy_with_tensors(model.net, {n: t[:, c] for n, t in stacked.items()}) for c in range(len(shares))]
+    models = []  # a mixture of outputs
+    for cluster in range(len(shares)):
+        # Tensors of models are (1, clusters, *shape).
+        tensors_of_model = {name: t[:, cluster] for name, t in tensors.items() if name != CLIENT_ROUTER}
+        models.append(copy_with_tensors(model.net, tensors_of_model))
     return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)
 
 
@@ -247,7 +279,7 @@ class NetKind(Kind):
             plan,
             reads_later=run_data.unread,
             local_numbers=run_data.here,
-            checks_validation_data=run_data.reads,
+            checks_validation_data=run_data.checks_validation_data,
         )
 
     def pooled(self, users: Sequence[AnyUser]) -> UserSamples:
@@ -267,11 +299,14 @@ class NetKind(Kind):
             settings: Settings of the kind that the run folder stores: `input_shape`, and `labels`, the names of the
                 classes, which data from image files has.
         """
-        data, shape = recipe.data, settings.get("input_shape")
+        input_shape = settings.get("input_shape")
+        image_format = None
+        if settings.get("labels") and isinstance(recipe.data, SamplesSection):  # the data is image files
+            image_format = image_format_of(recipe.data)
         return replace(
             cast(PersonalNet, personal),
-            input_shape=None if shape is None else tuple(shape),
-            image_format=image_format_of(data) if settings.get("labels") and isinstance(data, SamplesSection) else None,
+            input_shape=None if input_shape is None else tuple(input_shape),
+            image_format=image_format,
         )
 
     def with_test_data(self, personal: Personal, test_data: Callable[[], Any]) -> Personal:
@@ -295,8 +330,9 @@ class SamplesKind(NetKind):
     def check(self, recipe: Recipe, method: Method) -> None:
         """Check the method, and that the loss exists."""
         super().check(recipe, method)
-        if (loss := section(recipe).loss) is not None:
-            find_loss(loss, classes=False)
+        loss = section(recipe).loss
+        if loss is not None:
+            find_loss(loss, classes=False)  # raises if there is no such loss
 
     def reader(self, request: DataRequest) -> SamplesReader:
         """Return a reader of the users' samples: those that a program passes, or the files that the recipe names.
@@ -313,7 +349,7 @@ class SamplesKind(NetKind):
         seed = request.recipe.data_seed
         return SamplesReader(data_section, seed, given=request.given, net=request.net, loss=request.loss)
 
-    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+    def accepts(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` is a PyTorch dataset, a pair of arrays, or splits of these."""
         return is_user_samples(data)
 
@@ -337,19 +373,19 @@ class SamplesKind(NetKind):
     def reopened(
         self, base: Base | None, users: Sequence[AnyUser], settings: Mapping[str, Any], *, net: Any = None
     ) -> RunData:
-        """Return what the record of a run says about its data and net; the samples themselves are not read.
+        """Return the data of a run that is opened again, from its folder; the samples themselves are not read.
 
         Args:
             base: None; nets have no frozen base.
             users: The run's users, without samples.
-            settings: What the run recorded: ``net``, ``loss``, ``classes``, ``labels``, ``input_shape``, and whether
-                targets are class numbers (``whole``).
-            net: The net, if a program made it.
+            settings: Result of :meth:`settings` in the run folder.
+            net: Makes the net, if a program passes one.
 
         Raises:
-            DataError: A program made the net and does not pass it again.
+            DataError: A program passed the net to the run, and does not pass it again.
         """
-        if settings["net"] == OWN and net is None:
+        net_was_passed = settings["net"] == OWN
+        if net_was_passed and net is None:
             raise DataError("net: made by a function of a program; pass it again: comingle.load(folder, base=make_net)")
         common = Population(
             users=as_users(users),
@@ -370,20 +406,19 @@ def section(recipe: Recipe) -> SamplesSection:
 def _reopened_loss(name: str, classes: bool) -> Loss:
     """Return the loss of a run that is opened again, by name.
 
-    A loss that a program passed is not stored with the run. In its place, return a loss that raises an error when it
-    is called, so that everything but scoring works.
+    A loss that a program passed is not stored with the run; in its place the result is a loss that raises an error.
 
     Args:
         name: Name of the loss in the run folder.
         classes: Whether targets are classes.
     """
+
+    def raise_missing(*_: Any) -> Any:
+        raise DataError(f"loss {name!r}: passed by a program; pass it again to score models")
+
     try:
         return find_loss(name, classes=classes)
     except RecipeError:
-
-        def raise_missing(*_: Any) -> Any:
-            raise DataError(f"loss {name!r}: passed by a program; pass it again to score models")
-
         return Loss(name=name, function=raise_missing, classes=classes)
 
 

@@ -97,16 +97,22 @@ class TextBatchSource(BatchSource):
             step: Local step within the round; -1 before the first one.
             repeat: Number of the optimizer step of the phase within the local step.
         """
-        windows = []
+        windows_by_trainer = []
         for number in trainers:
             trainer = self.trainers[number]
             random = generator(self.plan.seed, trainer.name, round_number, phase.purpose, step, repeat)
-            tokens = trainer.valid if phase.stream == "valid" else trainer.train
-            size, context = self.size_of(number), self.plan.training.context
-            windows.append(random_windows(tokens, count=size, context=context, generator=random, begin=self.begin))
-        if len({len(windows_of_trainer) for windows_of_trainer in windows}) == 1:
-            return torch.stack(windows)
-        return pad_sequence(windows, batch_first=True, padding_value=PAD)
+            windows = random_windows(
+                trainer.valid if phase.stream == "valid" else trainer.train,
+                count=self.size_of(number),
+                context=self.plan.training.context,
+                generator=random,
+                begin=self.begin,
+            )
+            windows_by_trainer.append(windows)
+        batch_sizes = {len(windows) for windows in windows_by_trainer}
+        if len(batch_sizes) == 1:
+            return torch.stack(windows_by_trainer)
+        return pad_sequence(windows_by_trainer, batch_first=True, padding_value=PAD)
 
     def examples(self, trainer: int) -> int:
         """Return the number of disjoint windows in the stream of a trainer."""
@@ -124,19 +130,26 @@ class TextBatchSource(BatchSource):
     ) -> Int[Tensor, "users batch window"]:
         """Return the windows at some indices of each trainer's text, which is cut into disjoint windows.
 
-        Each token belongs to one window, the example that privacy protects. The index ``PAD`` gives a window of
-        ``PAD``. ``round_number`` is not used, as text is not augmented.
+        Args:
+            trainers: Numbers of the trainers.
+            indices: Indices of windows; ``PAD`` gives a window of ``PAD``.
+            round_number: Not used, as text is not augmented.
         """
-        chosen = [
-            self._windows(trainer)[own_indices.clamp(min=0)]  # ``PAD`` is negative; its window is masked below
-            for trainer, own_indices in zip(trainers, indices, strict=True)
-        ]
-        return torch.stack(chosen).masked_fill((indices == PAD).unsqueeze(2), PAD)
+        windows_by_trainer = []
+        for trainer, indices_of_trainer in zip(trainers, indices, strict=True):
+            valid_indices = indices_of_trainer.clamp(min=0)  # ``PAD`` is negative
+            windows_by_trainer.append(self._windows(trainer)[valid_indices])
+        is_padding = (indices == PAD).unsqueeze(2)
+        return torch.stack(windows_by_trainer).masked_fill(is_padding, PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
         """Yield a batch of random training windows for each local step of a round; they differ from those trained on.
 
         A trainer that takes fewer local steps than others gets windows of ``PAD`` after its last step.
+
+        Args:
+            trainers: Numbers of the trainers.
+            round_number: The round, counted from 0.
         """
         num_steps = torch.tensor([self.steps(trainer) for trainer in trainers])
         phase = Phase(roles=frozenset())  # reads training text and trains no roles
@@ -149,11 +162,12 @@ class TextBatchSource(BatchSource):
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
         """Yield batches of the windows of all validation texts; trainers with fewer windows get windows of ``PAD``."""
         context = self.plan.training.context
-        windows_by_trainer = [
-            evaluation_windows(self.trainers[trainer].valid, context=context, begin=self.begin) for trainer in trainers
-        ]
-        max_windows = max(len(windows) for windows in windows_by_trainer)
-        for start in range(0, max_windows, self.batch_size):
+        windows_by_trainer = []
+        for trainer in trainers:
+            stream = self.trainers[trainer].valid
+            windows_by_trainer.append(evaluation_windows(stream, context=context, begin=self.begin))
+        most_windows = max(len(windows) for windows in windows_by_trainer)
+        for start in range(0, most_windows, self.batch_size):
             batch = torch.full((len(trainers), self.batch_size, context + 1), PAD, dtype=torch.int64)
             for row, windows in enumerate(windows_by_trainer):
                 next_windows = windows[start : start + self.batch_size]
@@ -161,8 +175,9 @@ class TextBatchSource(BatchSource):
             yield batch
 
     def loss_counts(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Return the number of targets, without padding and hidden tokens."""
-        return (drawn[..., 1:] >= 0).flatten(1).sum(1)
+        """Return the number of targets of each user."""
+        targets = drawn[..., 1:]
+        return (targets >= 0).flatten(1).sum(1)  # hidden tokens and padding are negative
 
     def score(
         self, predict: Predict, sets: Sequence[AnySplit], rows: Sequence[int], pass_size: PassSize, gates: Gates | None
@@ -195,15 +210,15 @@ class LanguageKind(Kind):
         return PersonalModel(name=name, model=cast(LanguageModel, model), tensors=tensors, row=row)
 
     def known_names(
-        self, recipe: Recipe, source: UsersRows | None, owners: Callable[[], Iterable[str]], unread: str
+        self, recipe: Recipe, source: UsersRows | None, read_owners: Callable[[], Iterable[str]], unread: str
     ) -> tuple[str, ...]:
-        """Return the names of the users, from the recipe or from the rows of a dataset.
+        """Return the names of the users, from the recipe or from the rows of its dataset.
 
         Args:
             recipe: The recipe.
-            source: Dataset of the recipe, if it has one.
-            owners: Yields the name of the user of each row; called only if the dataset alone has the names.
-            unread: Word for the data that could not be read, for the error: "text" or "rows".
+            source: Dataset of the recipe, if it has one. Its ``users`` are names, or the number of users to read.
+            read_owners: Yields the name of the user of each row.
+            unread: Word for the rows in the error if they cannot be read: "text" or "rows".
 
         Raises:
             DataError: The rows cannot be read.
@@ -213,10 +228,11 @@ class LanguageKind(Kind):
         if isinstance(source.users, list):
             return tuple(source.users)
         try:
-            return tuple(dict.fromkeys(owners()))[: source.users]  # the first ones, or all if there is no limit
+            names = tuple(dict.fromkeys(read_owners()))  # without duplicates
         except DataError as error:
             advice = f"to count costs without the {unread}, give the number of users: --users N"
             raise DataError(f"{error}; {advice}") from None
+        return names[: source.users]
 
 
 class TextKind(LanguageKind):
@@ -243,7 +259,7 @@ class TextKind(LanguageKind):
             given=request.given,
         )
 
-    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+    def accepts(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Return whether ``data`` is documents, a table with a column of them, a path, or splits of these."""
         return is_user_text(data)
 
@@ -275,11 +291,10 @@ class TextKind(LanguageKind):
         plan = with_full_participation(plan)  # if data is pooled, its only trainer takes part in every round
         begin = run_data.base.begin  # the begin-of-text token, if the base model has one
         if not run_data.unread:  # text that is read on demand is checked when it is read
-            needs_validation = plan.method.client.needs_validation
             check(
                 run_data.present,
                 context=plan.training.context,
-                needs_validation=needs_validation,
+                needs_validation=plan.method.client.needs_validation,
                 begins=begin is not None,
             )
             for user in run_data.present:
@@ -292,7 +307,7 @@ class TextKind(LanguageKind):
             trainers=trainers,
             users=users,
             batch_source=TextBatchSource(trainers, plan, batch_size(plan, len(users)), begin=begin),
-            reads=run_data.reads,
+            reads=run_data.checks_validation_data,
             skipped=run_data.skipped,
             skipped_rows=run_data.skipped_rows,
         )
@@ -302,10 +317,11 @@ class TextKind(LanguageKind):
         return pool(users)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
-        """Return the names of the users; reads rows only if the users are named nowhere else."""
+        """Return the names of the users; reads rows only if the recipe does not name them."""
         source = section(recipe).dataset
 
-        def owners() -> Iterable[str]:
+        def read_owners() -> Iterable[str]:
+            """Yield the user of each row."""
             assert source is not None
             documents = iterate_documents(
                 source.path,
@@ -315,9 +331,10 @@ class TextKind(LanguageKind):
                 name=source.config,
                 bad=BadRows("skip"),  # wrong rows are reported when the data is read
             )
-            return (owner for owner, _split, _document in documents)
+            for owner, _split, _document in documents:
+                yield owner
 
-        return self.known_names(recipe, source, owners, "text")
+        return self.known_names(recipe, source, read_owners, "text")
 
     def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Return the recipes unchanged, the names of users with too little text, and a note about these.
@@ -327,12 +344,14 @@ class TextKind(LanguageKind):
         if users is not None:
             return list(recipes), set(), ""
         first = recipes[0]  # all recipes have the same data
-        return list(recipes), *check_texts(first, section(first), anybody_validates(recipes))
+        small_users, note = check_texts(first, section(first), anybody_validates(recipes))
+        return list(recipes), small_users, note
 
 
 def anybody_validates(recipes: Iterable[Recipe]) -> bool:
     """Return whether the method of one of the recipes needs validation data."""
-    return any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
+    methods = (make(recipe.method.name, **recipe.method.settings) for recipe in recipes)
+    return any(method.client.needs_validation for method in methods)
 
 
 def section(recipe: Recipe) -> TextSection:
