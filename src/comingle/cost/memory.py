@@ -47,7 +47,7 @@ from comingle.training.settings import PassSize
 from comingle.training.state import GRADIENTS, MOMENTS, State
 from comingle.training.steps import Steps
 from comingle.training.storage.disk import MAX_PENDING_WRITES
-from comingle.training.storage.files import Form, forms_of
+from comingle.training.storage.files import RecordLayout, record_layouts
 from comingle.utils.trees import Tree, restrict
 
 
@@ -173,14 +173,14 @@ def user_bytes(state: State, store: str) -> UserBytes:
         state: Tensors of all users, in memory. All users have the same sizes.
         store: ``runtime.store``, whose format the records have.
     """
-    forms: Mapping[str, Form] = forms_of(state, STORES[store].moments)  # layouts of a user's two records
+    layouts: Mapping[str, RecordLayout] = record_layouts(state, STORES[store].moments)
     sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}  # the leading dimension is that of users
     moments = sum(size for name, size in sizes.items() if name in MOMENTS)
     return UserBytes(
         params=sum(sizes.values()) - moments,
         moments=moments,
-        params_record=forms["params"].bytes,
-        moments_record=forms["moments"].bytes,
+        params_record=layouts["params"].bytes,
+        moments_record=layouts["moments"].bytes,
     )
 
 

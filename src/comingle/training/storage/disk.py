@@ -7,6 +7,7 @@ its initial values follow from the seed and its name. A checkpoint stores a tabl
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from comingle.training.storage.files import (
     ROWS,
     SUMS,
     VERSIONS,
-    Part,
+    Process,
     RecordFile,
     Shard,
     StoreThread,
@@ -43,12 +44,12 @@ from comingle.training.storage.files import (
     check_store,
     copy_fields,
     disk_errors,
-    forms_of,
-    parts_of,
     places_in_file,
-    places_of,
+    places_in_tables,
+    processes_of,
     read_json,
     read_table,
+    record_layouts,
     remove_files,
     require_files,
     write_table,
@@ -61,9 +62,9 @@ _COPIED_AT_ONCE = 256
 """Number of records that are copied at a time."""
 
 PLACES_PER_FILE = 2**40
-"""Number of places per file: place p of file k has number ``k * PLACES_PER_FILE + p``.
+"""Number of places per file: in tables, place p of file k has the number ``k * PLACES_PER_FILE + p``.
 
-File 0 is the run's own; others are read-only or end with this process.
+File 0 is that of this process in the run folder; others are temporary, or written by other processes.
 """
 
 MAX_PENDING_WRITES = 2
@@ -71,10 +72,9 @@ MAX_PENDING_WRITES = 2
 
 
 class OnDisk(State):
-    """State of users in record files.
+    """State of users in record files; a table has the place of each row's record.
 
-    A row is one copy of a user's tensors. Most methods have one copy, so that each user has one row. A table has the
-    place of each row's record, which is a position in one of the files.
+    A row is one copy of a user's tensors; most methods have one copy, so that each user has one row.
     """
 
     in_memory = False
@@ -100,14 +100,13 @@ class OnDisk(State):
         self._names = names
         first_row = initial_state([0])
         self._device = first_row.rows.device
-        # Tensors without rows, which tell shapes and dtypes; this object has the same ones, as its rows are on disk.
+        # The tensors of this state have no rows, as these are on disk; they tell shapes and dtypes.
         tensors_without_rows = {name: t[:0] for name, t in first_row.tensors().items()}
         self._template = first_row.filled(tensors_without_rows, best={})
         copy_fields(self, self._template)
-        # A record's layout: name, shape and dtype of each tensor. Groups are "params" and, if used, "moments".
-        self._layouts = forms_of(first_row, moments)
+        self._layouts = record_layouts(first_row, moments)
         self._groups = [group for group, layout in self._layouts.items() if layout.bytes]
-        # The table has the place of each row's record, none so far, and the version of each row's last download.
+        """Groups of tensors with record files of their own: "params" and, if there are any, "moments"."""
         versions = np.full(num_rows, int(first_row.versions[0]), dtype=np.int32)
         self._table = Table.without_records(self._groups, versions)
         self._files: dict[str, list[RecordFile | None]] = {name: [None] for name in self._groups}
@@ -123,9 +122,9 @@ class OnDisk(State):
         """Run folder, once it is open."""
         self._best: Table | None = None
         """Table of the best round, if there is one."""
-        # The shard has the rows of this process: all, with process 0 of 1, until :meth:`shard` divides them.
-        only_process = Part(number=0, count=1)
-        self._shard = Shard(part=only_process, ids=np.arange(num_rows, dtype=np.int32), total_rows=num_rows)
+        # All rows belong to this process, until :meth:`shard` divides them among several.
+        only_process = Process(number=0, count=1)
+        self._shard = Shard(process=only_process, ids=np.arange(num_rows, dtype=np.int32), total_rows=num_rows)
 
     # ---------------------------------------------------------------- what State does
 
@@ -136,21 +135,27 @@ class OnDisk(State):
     def put(self, users: Sequence[int], part: State) -> None:
         """Write the rows of some users back, asynchronously.
 
-        A row gets a record of moments only once one of its moments is not zero. If ``part`` has no moments, those that
-        are stored are kept.
+        Args:
+            users: Numbers of the rows.
+            part: Their state. If it has no moments, those on disk stay.
         """
-        rows, tensors = list(users), part.tensors()
-        if self._prefetched is not None and not set(self._prefetched[0]).isdisjoint(rows):
-            self._prefetched = None  # it has the old records
+        rows = list(users)
+        tensors = part.tensors()
+        if self._prefetched is not None:
+            prefetched_rows, _reads = self._prefetched
+            if not set(prefetched_rows).isdisjoint(rows):
+                self._prefetched = None  # these records are about to change
         self._table.versions[rows] = part.versions.cpu().numpy()
         self._write("params", rows, tensors)
-        if "moments" in self._groups and part.first.shape[1] + part.second.shape[1]:
+        num_moments = part.first.shape[1] + part.second.shape[1]
+        if "moments" in self._groups and num_moments:
+            # A row whose moments are all zero gets no record, unless it has one already.
             has_record = torch.from_numpy(self._table.places["moments"][rows] >= 0)
-            is_needed = has_record | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
-            needed = is_needed.nonzero().flatten().tolist()
-            moments = {name: tensors[name][needed] for name in ("first", "second")}
-            if needed:  # none if all gradients were zero so far, as for a user whose samples have a single class
-                self._write("moments", [rows[i] for i in needed], moments)
+            has_moments = (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
+            indices = (has_record | has_moments).nonzero().flatten().tolist()
+            if indices:
+                moments = {name: tensors[name][indices] for name in ("first", "second")}
+                self._write("moments", [rows[i] for i in indices], moments)
 
     @property
     def versions(self) -> Int[Tensor, " users"]:  # type: ignore[override] (a view of the table)
@@ -162,9 +167,13 @@ class OnDisk(State):
         return self._read_rows(list(users), ["params"]).rows
 
     def prefetch(self, users: Sequence[int]) -> None:
-        """Start to read the rows of some users."""
+        """Start to read the rows of some users; drop what was prefetched before."""
         rows = list(users)
-        self._prefetched = (rows, {name: self._start_read(name, rows) for name in self._groups}) if rows else None
+        if not rows:
+            self._prefetched = None
+            return
+        reads = {group: self._start_read(group, rows) for group in self._groups}
+        self._prefetched = (rows, reads)
 
     def without_moments(self) -> State:
         """Return a view of this store that neither reads nor writes moments."""
@@ -185,10 +194,11 @@ class OnDisk(State):
 
     def release(self) -> None:
         """Close the temporary files of a copy made by :meth:`copy`, after all pending writes."""
-        self._wait_for_writes(most=0)  # until none is pending
-        for name, number in self._write_numbers.items():  # a copy writes only to temporary files
-            if (file := self._files[name][number]) is not None:
-                file.close()
+        self._wait_for_writes(most=0)
+        for group, number in self._write_numbers.items():  # a copy writes only to temporary files
+            temporary_file = self._files[group][number]
+            if temporary_file is not None:
+                temporary_file.close()
 
     # ---------------------------------------------------------------- rows
 
@@ -197,46 +207,63 @@ class OnDisk(State):
 
         Args:
             rows: Numbers of the rows.
-            groups: Groups of records to read: "params", and "moments" if the caller needs the moments of optimizers;
-                otherwise moments have no columns.
+            groups: Groups of records to read. Without "moments" the moments of the state have no columns.
         """
         prefetched: Mapping[str, Future[np.ndarray]] = {}
         if self._prefetched is not None and self._prefetched[0] == rows:
-            prefetched, self._prefetched = self._prefetched[1], None
-        reads = {name: prefetched.get(name) or self._start_read(name, rows) for name in groups}
-        has_record = self._table.places["params"][rows] >= 0
-        tensors = self._layouts["params"].unpack(self._result(reads["params"]))  # of rows with a record
-        new_rows = [row for row, is_stored in zip(rows, has_record.tolist(), strict=True) if not is_stored]
-        if new_rows:
-            stored, initial = tensors, self._initial_state(new_rows).tensors()
-            tensors = {name: t.new_empty(len(rows), *t.shape[1:]) for name, t in stored.items()}
-            stored_places = torch.from_numpy(np.flatnonzero(has_record))
-            new_places = torch.from_numpy(np.flatnonzero(~has_record))
-            for name, t in tensors.items():
-                t[stored_places], t[new_places] = stored[name], initial[name].to(t.device)
-        tensors |= self._unpack_moments(rows, reads.get("moments"))
+            _rows, prefetched = self._prefetched
+            self._prefetched = None
+        reads: dict[str, Future[np.ndarray]] = {}
+        for group in groups:
+            reads[group] = prefetched[group] if group in prefetched else self._start_read(group, rows)
+        tensors = self._unpack_params(rows, reads["params"])
+        tensors.update(self._unpack_moments(rows, reads.get("moments")))
         return self._template.filled({name: t.to(self._device) for name, t in tensors.items()}, best={})
+
+    def _unpack_params(self, rows: list[int], read: Future[np.ndarray]) -> dict[str, Tensor]:
+        """Return all tensors of some rows but their moments; the initial ones for rows without a record.
+
+        Args:
+            rows: Numbers of the rows.
+            read: Pending read of the records in "params".
+        """
+        has_record = self._table.places["params"][rows] >= 0
+        stored = self._layouts["params"].unpack(self._wait_for_records(read))  # of the rows with a record
+        new_rows = [row for row, is_stored in zip(rows, has_record.tolist(), strict=True) if not is_stored]
+        if not new_rows:
+            return stored
+        initial = self._initial_state(new_rows).tensors()
+        stored_indices = torch.from_numpy(np.flatnonzero(has_record))
+        new_indices = torch.from_numpy(np.flatnonzero(~has_record))
+        tensors: dict[str, Tensor] = {}
+        for name, stored_t in stored.items():
+            t = stored_t.new_empty(len(rows), *stored_t.shape[1:])
+            t[stored_indices] = stored_t
+            t[new_indices] = initial[name].to(t.device)
+            tensors[name] = t
+        return tensors
 
     def _unpack_moments(self, rows: list[int], read: Future[np.ndarray] | None) -> dict[str, Tensor]:
         """Return the moments of some rows, ``first`` and ``second``; zero for rows without a record.
 
         Args:
             rows: Numbers of the rows.
-            read: Pending read of their records of moments. If None, the caller needs no moments, and the result has no
-                columns.
+            read: Pending read of the records in "moments"; None to return moments without columns.
         """
-        templates = {"first": self.first, "second": self.second}  # of no rows, with the columns and the dtype
         if read is None:
-            return {name: t.new_zeros(len(rows), 0) for name, t in templates.items()}
-        moments = {name: t.new_zeros(len(rows), t.shape[1]) for name, t in templates.items()}
-        stored = self._layouts["moments"].unpack(self._result(read))
-        places = self._table.places["moments"][rows]  # -1 for rows without a record
-        recorded = torch.from_numpy(np.flatnonzero(places >= 0))
+            return {"first": self.first.new_zeros(len(rows), 0), "second": self.second.new_zeros(len(rows), 0)}
+        moments = {
+            "first": self.first.new_zeros(len(rows), self.first.shape[1]),
+            "second": self.second.new_zeros(len(rows), self.second.shape[1]),
+        }
+        stored = self._layouts["moments"].unpack(self._wait_for_records(read))  # of the rows with a record
+        has_record = self._table.places["moments"][rows] >= 0
+        stored_indices = torch.from_numpy(np.flatnonzero(has_record))
         for name, t in stored.items():
-            moments[name][recorded] = t.to(moments[name])
+            moments[name][stored_indices] = t.to(moments[name])
         return moments
 
-    def _result(self, read: Future[np.ndarray]) -> np.ndarray:
+    def _wait_for_records(self, read: Future[np.ndarray]) -> np.ndarray:
         """Wait for records to be read and return them, ``(records, bytes)``.
 
         Raises:
@@ -246,36 +273,42 @@ class OnDisk(State):
             with disk_errors(self._run):
                 return read.result()
         except RunError:
-            self._wait_for_writes(most=0)  # raises the error of an earlier write, if one failed
+            self._wait_for_writes(most=0)  # an earlier write may have failed: its error says more
             raise
 
     def _start_read(self, group: str, rows: list[int], places: Sequence[int] | None = None) -> Future[np.ndarray]:
         """Start to read the records of rows, after all pending writes; rows without a record are left out.
 
         Args:
-            group: Group of tensors to read, "params" or "moments"; each group has record files of its own.
+            group: Group of tensors to read, "params" or "moments".
             rows: Numbers of the rows in this process.
-            places: Place of the record of each row, -1 for none; taken from the current table if None. Place p of file
-                k has the number ``k * PLACES_PER_FILE + p``.
+            places: Place of the record of each row, as in tables; -1 for none. By default those in the current table.
 
         Returns:
             A future of the records ``(records, bytes)``.
         """
-        places_of_rows = self._table.places[group][rows].tolist() if places is None else places
+        if places is None:
+            places = self._table.places[group][rows].tolist()
         ids = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
-        located = [(place, row_id) for place, row_id in zip(places_of_rows, ids, strict=True) if place >= 0]
-        files, size_bytes = self._files[group], self._layouts[group].bytes
+        stored = [(place, row_id) for place, row_id in zip(places, ids, strict=True) if place >= 0]
+        files = self._files[group]
+        record_bytes = self._layouts[group].bytes
 
         def read() -> np.ndarray:
             """Read the records, file after file; runs in the store's thread."""
-            records = np.empty((len(located), size_bytes), dtype=np.uint8)
-            for file_number in {place // PLACES_PER_FILE for place, _ in located}:
-                in_file = [i for i, (place, _) in enumerate(located) if place // PLACES_PER_FILE == file_number]
-                file_places = [located[i][0] % PLACES_PER_FILE for i in in_file]
-                ids_in_file = [located[i][1] for i in in_file]
+            records = np.empty((len(stored), record_bytes), dtype=np.uint8)
+            indices_by_file: dict[int, list[int]] = {}
+            for index, (place, _id) in enumerate(stored):
+                file_number = place // PLACES_PER_FILE
+                indices_by_file.setdefault(file_number, []).append(index)
+            for file_number, indices in indices_by_file.items():
                 file = files[file_number]
                 assert file is not None
-                file.read(file_places, ids_in_file, into=[records[i] for i in in_file])
+                file.read(
+                    places=[stored[i][0] % PLACES_PER_FILE for i in indices],
+                    rows=[stored[i][1] for i in indices],
+                    into=[records[i] for i in indices],
+                )
             return records
 
         return self._worker.submit(read)
@@ -283,24 +316,22 @@ class OnDisk(State):
     def _write(self, group: str, rows: list[int], tensors: Mapping[str, Tensor]) -> None:
         """Write the records of rows asynchronously, and enter their places in the table.
 
-        Waits if too many writes are pending. In the table, place p of file k has the number
-        ``k * PLACES_PER_FILE + p``.
-
         Args:
-            group: Group of tensors to write, "params" or "moments"; each group has record files of its own.
+            group: Group of tensors to write, "params" or "moments".
             rows: Numbers of the rows in this process.
             tensors: Tensors of these rows ``(rows, *shape)`` by name; those of other groups are ignored.
         """
         file_number, file = self._file_to_write(group)
-        table, new_places = self._table.places[group], []
+        places = self._table.places[group]
+        new_places_in_file: list[int] = []
         for row in rows:
-            old_place = int(table[row])  # -1 without a record
-            is_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == file_number
-            old_place_in_file = old_place % PLACES_PER_FILE if is_in_file else -1
-            new_places.append(file.place_to_write(old_place_in_file))
-        table[rows] = file_number * PLACES_PER_FILE + np.array(new_places, dtype=np.int64)
+            old_place = int(places[row])
+            has_record_in_file = old_place >= 0 and old_place // PLACES_PER_FILE == file_number
+            old_place_in_file = old_place % PLACES_PER_FILE if has_record_in_file else -1
+            new_places_in_file.append(file.place_to_write(old_place_in_file))
+        places[rows] = file_number * PLACES_PER_FILE + np.array(new_places_in_file, dtype=np.int64)
         records = self._layouts[group].pack(self._shard.ids[rows].tolist(), tensors)
-        self._worker.write(file, new_places, records)
+        self._worker.write(file, new_places_in_file, records)
         self._wait_for_writes(MAX_PENDING_WRITES)
 
     def _wait_for_writes(self, most: int) -> None:
@@ -309,17 +340,16 @@ class OnDisk(State):
             self._worker.wait(most)
 
     def _file_to_write(self, group: str) -> tuple[int, RecordFile]:
-        """Return the file that new records of a group go to, and its number in the table of places.
+        """Return the number of the file that new records of a group go to, and the file.
 
-        A store with an open run folder writes to its file in that folder. A copy of a store, and a store without a run
-        folder, write to a temporary file, which is made here.
+        If there is none, as in a copy of a store or without a run folder, make a temporary file.
         """
         files = self._files[group]
         if group not in self._write_numbers:
             with disk_errors(self._run):
-                handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
-            with open(handle, "rb"):  # only to close this handle; RecordFile opens the file again
-                files.append(RecordFile(Path(name), self._layouts[group].bytes, writes=True, lives=False))
+                handle, path = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
+            os.close(handle)  # RecordFile opens the file itself
+            files.append(RecordFile(Path(path), self._layouts[group].bytes, writable=True, temporary=True))
             self._write_numbers[group] = len(files) - 1
         number = self._write_numbers[group]
         file = files[number]
@@ -331,25 +361,24 @@ class OnDisk(State):
     def remember(self, done: int) -> None:
         """Store the current rows as those of the best round; their records are protected from being overwritten.
 
-        Only the table of places is copied, no record. The records of the previous best round become free when the next
-        checkpoint is saved. Without a run folder there are no checkpoints, and they become free at once.
+        Only the table of places is copied, no record.
 
         Args:
             done: Number of rounds that are done.
         """
-        self._wait_for_writes(most=0)  # until none is pending
+        self._wait_for_writes(most=0)
         self._best = self._table.copy()
         self.best = {"round": torch.tensor(done)}
-        for name in self._groups:
-            for number, file in enumerate(self._files[name]):
+        has_checkpoints = self._run is not None  # they may use places, which :meth:`save` frees later
+        for group in self._groups:
+            for number, file in enumerate(self._files[group]):
                 if file is None:
                     continue
-                is_written = self._write_numbers.get(name) == number  # other files are only read
-                if self._run is None and is_written:  # no checkpoint refers to it: free all that is not in use
-                    in_use = self._places_in_use(name)
-                    file.keep([places_in_file(places, number, PLACES_PER_FILE) for places in in_use])
+                is_only_read = self._write_numbers.get(group) != number
+                if has_checkpoints or is_only_read:
+                    file.protect_records()
                 else:
-                    file.snapshot()
+                    file.free_all_except(_restrict_to_file(self._places_in_use(group), number))
 
     def restored_best(self) -> State:
         """Return a store with the state after the best round, which reads the same files."""
@@ -360,16 +389,31 @@ class OnDisk(State):
 
     def _places_in_use(self, group: str) -> list[np.ndarray]:
         """Return the places of all rows in the current table and, if there is one, in that of the best round."""
-        return [self._table.places[group], *([] if self._best is None else [self._best.places[group]])]
+        places = [self._table.places[group]]
+        if self._best is not None:
+            places.append(self._best.places[group])
+        return places
 
     # ---------------------------------------------------------------- the run folder
 
     def shard(self, number: int, processes: int, users: range, population: int) -> None:
-        """Restrict the state to the rows of consecutive users, in one of several processes."""
+        """Restrict the state to the rows of consecutive users, in one of several processes.
+
+        Args:
+            number: Number of this process.
+            processes: Number of processes.
+            users: Numbers of the users of this process in the whole run.
+            population: Number of users of the whole run.
+        """
         num_copies = self._num_rows // len(users)
-        first_ids = np.arange(num_copies, dtype=np.int64) * population  # of each copy, in the whole run
-        ids = (first_ids[:, None] + np.array(users, dtype=np.int64)).flatten().astype(np.int32)
-        self._shard = Shard(part=Part(number, processes), ids=ids, total_rows=len(first_ids) * population)
+        ids_of_copies = []
+        for copy in range(num_copies):  # in the whole run, row ``copy * population + user`` is a copy of a user
+            ids_of_copies.append(copy * population + np.array(users, dtype=np.int64))
+        self._shard = Shard(
+            process=Process(number, processes),
+            ids=np.concatenate(ids_of_copies).astype(np.int32),
+            total_rows=num_copies * population,
+        )
 
     def open(self, run: Path, *, anew: bool) -> None:
         """Open the record files in ``store/`` of a run folder, to which rows are written from now on.
@@ -378,37 +422,42 @@ class OnDisk(State):
 
         Args:
             run: Run folder.
-            anew: True for a new run: existing records are deleted, and the names of the users and a random identifier
-                are written. False for a resumed run: the record files must exist.
+            anew: True for a new run, which deletes existing records. False for a resumed run, whose files must exist.
 
         Raises:
             RunError: A record file is missing, or the disk cannot be written to.
         """
-        folder, self._run, is_first = run / FOLDER, run, self._shard.part.number == 0
+        self._run = run
         if not anew:
-            require_files(run, list_checkpoints(run)[-1], self._groups)
+            newest_checkpoint = list_checkpoints(run)[-1]
+            require_files(run, newest_checkpoint, self._groups)
+        is_first_process = self._shard.process.number == 0
         with disk_errors(run):
-            if anew and is_first:
-                folder.mkdir(exist_ok=True)
-                for path in folder.glob("*.bin"):
-                    path.unlink()
-                if isinstance(self._names, StoredNames):
-                    self._names.copy_to(folder)
-                write_json(folder / ABOUT, self._about | {"id": secrets.token_hex(8)})
-            for name in self._groups:
-                path = self._shard.part.records(run, name)
-                own_file = RecordFile(path, self._layouts[name].bytes, writes=True)
-                self._files[name][0] = own_file  # file 0 is this process's own; other files are only read
-            to_disk(folder)  # the folder's entries, so that new files survive a power failure
-        self._write_numbers = dict.fromkeys(self._groups, 0)  # new records go to file 0
+            if anew and is_first_process:
+                self._make_folder(run / FOLDER)
+            for group in self._groups:
+                path = self._shard.process.records_path(run, group)
+                self._files[group][0] = RecordFile(path, self._layouts[group].bytes, writable=True)
+                self._write_numbers[group] = 0
+            to_disk(run / FOLDER)  # the folder's entries, so that new files survive a power failure
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make the folder of the records; delete old ones, and write the users' names and a random identifier."""
+        folder.mkdir(exist_ok=True)
+        for path in folder.glob("*.bin"):
+            path.unlink()
+        if isinstance(self._names, StoredNames):
+            self._names.copy_to(folder)
+        run_id = secrets.token_hex(8)
+        write_json(folder / ABOUT, {**self._about, "id": run_id})
 
     @property
     def _about(self) -> dict[str, Any]:
         """Description of the records of all processes, to compare with that of a checkpoint."""
-        return {
-            "rows": self._shard.total_rows,
-            **{name: [f.description for f in self._layouts[name].fields] for name in self._groups},
-        }
+        about: dict[str, Any] = {"rows": self._shard.total_rows}
+        for group in self._groups:
+            about[group] = [field.description for field in self._layouts[group].fields]
+        return about
 
     def save(self, draft: Path, checkpoints: Sequence[Path], write: Callable[[], list[str]]) -> list[str]:
         """Write the records to disk, then a table of their places; return the names of the files in the checkpoint.
@@ -420,33 +469,58 @@ class OnDisk(State):
             checkpoints: Folders of the older ones.
             write: Writes users that are in memory; not called, as these are on disk.
         """
-        self._wait_for_writes(most=0)  # until none is pending
+        self._wait_for_writes(most=0)
         assert self._run is not None
-        own_part = self._shard.part
-        # File 0 of each group is this process's own. When a checkpoint is written, it has the records of all its users.
-        files = {name: file for name in self._groups if (file := self._files[name][0]) is not None}
-        for file in files.values():
+        own_files = self._own_files()
+        for file in own_files.values():
             self._worker.submit(file.to_disk).result()
-        table_path = own_part.table(draft)
-        best_round = int(self.best["round"]) if self.best else None
-        crcs = {name: file.crcs for name, file in files.items()}
-        write_table(table_path, self._shard.ids, self._table, self._best, best_round, crcs)
+        process = self._shard.process
+        table_path = process.table_path(draft)
+        write_table(
+            table_path,
+            self._shard.ids,
+            self._table,
+            best=self._best,
+            best_round=int(self.best["round"]) if self.best else None,
+            crcs={group: file.crcs for group, file in own_files.items()},
+        )
         written = [table_path.name]
-        if own_part.number == 0:
+        is_first_process = process.number == 0
+        if is_first_process:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
             remove_files(self._run, [*checkpoints, draft])
             written.append(ABOUT)
-        older_tables = [read_table(own_part.table(path)) for path in checkpoints if own_part in parts_of(path)]
-        for name, file in files.items():  # protect the places in use; the others become free
-            used = (*self._places_in_use(name), *places_of(older_tables, name))
-            file.keep([places_in_file(places, 0, PLACES_PER_FILE) for places in used])
+        self._free_unused_places(checkpoints)
         return written
+
+    def _own_files(self) -> dict[str, RecordFile]:
+        """Return the file of this process in the run folder, by group, if it is open."""
+        own_files: dict[str, RecordFile] = {}
+        for group in self._groups:
+            own_file = self._files[group][0]
+            if own_file is not None:
+                own_files[group] = own_file
+        return own_files
+
+    def _free_unused_places(self, checkpoints: Sequence[Path]) -> None:
+        """Free the places in this process's files that neither this store nor a checkpoint uses; protect all others.
+
+        Args:
+            checkpoints: Folders of checkpoints.
+        """
+        own_files = self._own_files()
+        if not own_files:
+            return
+        process = self._shard.process
+        tables = [read_table(process.table_path(path)) for path in checkpoints if process in processes_of(path)]
+        for group, file in own_files.items():
+            used = [*self._places_in_use(group), *places_in_tables(tables, group)]
+            file.free_all_except(_restrict_to_file(used, file_number=0))
 
     def load(self, checkpoint: Path, read: Callable[[], State]) -> OnDisk:
         """Restore this store, in place, from a checkpoint that any number of processes has written; return the store.
 
-        It is returned because a state in memory, which has the same method, returns a new state. Only the tables of
-        places are read; records are read when they are needed. New records go to places that no checkpoint uses.
+        Only the tables of places are read; records are read when they are needed.
 
         Args:
             checkpoint: Folder of the checkpoint.
@@ -457,58 +531,53 @@ class OnDisk(State):
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
-        # If the recipe selects the best round, `best` has the key "round" from the start of the run; else it is empty.
-        has_best_round = bool(self.best)
-        best_table, best_rounds = Table.without_records(self._groups, self._table.versions), set[int]()
-        for part in parts_of(checkpoint):
-            verify(checkpoint, part.table(checkpoint).name)
-            columns = read_table(part.table(checkpoint))
-            best_rounds |= set(columns[BEST_ROUND].tolist() if BEST_ROUND in columns else ())
-            file_numbers = self._open_files(run, part)
-            self._load_places(columns, "", self._table, file_numbers)  # columns of the current round have no prefix
-            if has_best_round:
-                self._load_places(columns, BEST, best_table, file_numbers)
-        if has_best_round:
+        selects_best_round = bool(self.best)
+        best_table = Table.without_records(self._groups, self._table.versions)
+        best_rounds: set[int] = set()
+        for process in processes_of(checkpoint):
+            table_path = process.table_path(checkpoint)
+            verify(checkpoint, table_path.name)
+            columns = read_table(table_path)
+            file_numbers = self._open_files(run, process)
+            self._load_places(columns, prefix="", into=self._table, file_numbers=file_numbers)
+            if selects_best_round:
+                self._load_places(columns, prefix=BEST, into=best_table, file_numbers=file_numbers)
+            if BEST_ROUND in columns:
+                best_rounds.update(columns[BEST_ROUND].tolist())
+        if selects_best_round:
             best_round = best_rounds.pop()  # the only one: all processes wrote the same number
-            # The tensors of the best round are in the records, so `best` has only its number.
-            self._best, self.best = best_table, {"round": torch.tensor(best_round)}
-        # Protect the places in file 0, this process's own, that this or another checkpoint uses; the others are free.
-        own_part = self._shard.part
-        checkpoints = [path for path in checkpoint.parent.glob("round-*") if own_part in parts_of(path)]
-        for name in self._groups:
-            if (own_file := self._files[name][0]) is not None:
-                tables = [read_table(own_part.table(path)) for path in checkpoints]
-                used = (*self._places_in_use(name), *places_of(tables, name))
-                own_file.keep([places_in_file(places, 0, PLACES_PER_FILE) for places in used])
+            self._best = best_table
+            self.best = {"round": torch.tensor(best_round)}
+        self._free_unused_places(list(checkpoint.parent.glob("round-*")))
         if self._run is not None:
             self._copy_other_records()
         return self
 
-    def _open_files(self, run: Path, part: Part) -> dict[str, int]:
-        """Open the record files that a process of the checkpoint wrote, and return their numbers, by group.
-
-        A file of this process itself has number 0, and may be open already. Files of other processes are only read.
+    def _open_files(self, run: Path, process: Process) -> dict[str, int]:
+        """Open the record files that a process of the checkpoint wrote, for reading; return their numbers, by group.
 
         Args:
             run: Run folder.
-            part: Process that wrote the files.
+            process: Process that wrote the files.
         """
+        is_own = process == self._shard.process
         numbers: dict[str, int] = {}
-        for name in self._groups:
-            files = self._files[name]
-            is_own = part == self._shard.part
-            numbers[name] = 0 if is_own else len(files)
-            if is_own and files[0] is not None:
+        for group in self._groups:
+            files = self._files[group]
+            if is_own and files[0] is not None:  # open already
+                numbers[group] = 0
                 continue
-            file = RecordFile(part.records(run, name), self._layouts[name].bytes, writes=False)
+            file = RecordFile(process.records_path(run, group), self._layouts[group].bytes, writable=False)
             if is_own:
                 files[0] = file
+                numbers[group] = 0
             else:
                 files.append(file)
+                numbers[group] = len(files) - 1
         return numbers
 
     def _load_places(
-        self, columns: dict[str, np.ndarray], prefix: str, into: Table, file_numbers: dict[str, int]
+        self, columns: dict[str, np.ndarray], *, prefix: str, into: Table, file_numbers: dict[str, int]
     ) -> None:
         """Copy versions and places of this process's rows from the table of a checkpoint.
 
@@ -516,54 +585,71 @@ class OnDisk(State):
 
         Args:
             columns: Columns of the table; ``ROWS`` has the numbers of the rows in the whole run.
-            prefix: Prefix of the columns: empty, or ``BEST`` for the best round.
+            prefix: Prefix of the columns: empty for the current round, ``BEST`` for the best one.
             into: Table to update.
             file_numbers: Number of the file with the records, by group.
         """
-        ids = columns.get(prefix + ROWS, np.zeros(0, dtype=np.int64))  # row numbers in the whole run
+        if prefix + ROWS not in columns:
+            return
+        ids = columns[prefix + ROWS]
         is_here = np.isin(ids, self._shard.ids)
         if not is_here.any():
             return
+        ids_here = ids[is_here]
         # Find the rows of this process by their numbers in the whole run, ``self._shard.ids``, by binary search.
         order = np.argsort(self._shard.ids)
-        rows = order[np.searchsorted(self._shard.ids, ids[is_here], sorter=order)]  # numbers in this process
+        rows = order[np.searchsorted(self._shard.ids, ids_here, sorter=order)]  # numbers in this process
         into.versions[rows] = columns[prefix + VERSIONS][is_here]
-        for name in self._groups:
-            places = columns[prefix + name][is_here].astype(np.int64)
-            has_record = places >= 0
-            into.places[name][rows] = np.where(has_record, places + file_numbers[name] * PLACES_PER_FILE, -1)
-            if (crcs := columns.get(prefix + SUMS + name)) is not None:  # tables of older versions have none
-                file = self._files[name][file_numbers[name]]
+        for group in self._groups:
+            places_in_own_file = columns[prefix + group][is_here].astype(np.int64)
+            has_record = places_in_own_file >= 0
+            first_place = file_numbers[group] * PLACES_PER_FILE  # of the file
+            into.places[group][rows] = np.where(has_record, first_place + places_in_own_file, -1)
+            crcs = columns.get(prefix + SUMS + group)
+            if crcs is not None:  # tables of older versions have none
+                file = self._files[group][file_numbers[group]]
                 assert file is not None
-                stored_ids = ids[is_here][has_record].astype(np.int64)
-                file.expect(places[has_record], stored_ids, crcs[is_here][has_record].view(np.uint32))
+                file.expect(
+                    places_in_own_file[has_record],
+                    rows=ids_here[has_record].astype(np.int64),
+                    crcs=crcs[is_here][has_record].view(np.uint32),
+                )
 
     def _copy_other_records(self) -> None:
         """Copy records of this process's users from files of other processes to its own files, and update all tables.
 
-        If a run is resumed with another number of processes, users may move to another process. Their records are then
-        in a file that another process wrote.
+        If a run is resumed with another number of processes, users may move to a process that lacks their records.
         """
-        for name in self._groups:
-            # File 0 is this process's own; places from ``PLACES_PER_FILE`` on are in files of other processes.
-            tables, file = self._places_in_use(name), self._files[name][0]
-            assert file is not None
-            # The rows to copy, by place. The current table and that of the best round may refer to the same record,
-            # which is then copied once.
-            row_at_place: dict[int, int] = {}
+        for group in self._groups:
+            tables = self._places_in_use(group)  # places by row, in the current round and in the best one
+            own_file = self._files[group][0]
+            assert own_file is not None
+            row_by_place: dict[int, int] = {}  # a record that both tables refer to is copied once
             for table in tables:
-                row_at_place |= {int(table[row]): row for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist()}
+                for row in _rows_elsewhere(table):
+                    row_by_place[int(table[row])] = row
             new_places: dict[int, int] = {}
-            for batch in batched(row_at_place.items(), _COPIED_AT_ONCE):
-                old_places, rows = [place for place, _ in batch], [row for _, row in batch]
-                records = self._start_read(name, rows, old_places).result()
-                places = [file.place_to_write(-1) for _ in batch]  # -1: none of these rows is in this file yet
-                self._worker.submit(file.write, places, records).result()
-                new_places |= dict(zip(old_places, places, strict=True))
+            for batch in batched(row_by_place.items(), _COPIED_AT_ONCE):
+                old_places_of_batch = [place for place, _row in batch]
+                rows = [row for _place, row in batch]
+                records = self._start_read(group, rows, old_places_of_batch).result()
+                new_places_of_batch = [own_file.place_to_write(-1) for _ in batch]  # -1: no record in this file yet
+                self._worker.submit(own_file.write, new_places_of_batch, records).result()
+                new_places.update(zip(old_places_of_batch, new_places_of_batch, strict=True))
             for table in tables:
-                for row in np.flatnonzero(table >= PLACES_PER_FILE).tolist():
+                for row in _rows_elsewhere(table):
                     table[row] = new_places[int(table[row])]
-            del self._files[name][1:]  # no table refers to the other files any more
+            del self._files[group][1:]  # no table refers to the other files any more
+
+
+def _restrict_to_file(places: Sequence[np.ndarray], file_number: int) -> list[np.ndarray]:
+    """Return those of the places that are in one file, counted within the file."""
+    return [places_in_file(one, file_number, PLACES_PER_FILE) for one in places]
+
+
+def _rows_elsewhere(table: np.ndarray) -> list[int]:
+    """Return the rows whose record is in a file of another process: not in file 0, which has the lowest places."""
+    return np.flatnonzero(table >= PLACES_PER_FILE).tolist()
 
 
 class _WithoutMoments(State):
@@ -595,8 +681,9 @@ class DiskStore(Store):
             DataError: The best round is selected and no user has validation data.
         """
         check_storable(clients)
+        rounds_moments = self.moments is not None
         used_moments = clients.plan.training.experts.moments | clients.plan.training.router.moments
-        if self.moments is not None and not MOMENTS & used_moments:
+        if rounds_moments and not MOMENTS & used_moments:
             raise RecipeError("runtime.store: disk-bf16 rounds moments, but no optimizer here has any; allowed: disk")
         return OnDisk(clients.begin, clients.rows, self.moments, names=clients.names)
 
@@ -608,22 +695,26 @@ class DiskStore(Store):
         Raises:
             ComingleError: See :meth:`comingle.training.kinds.base.Kind.read`.
         """
-        if (reader := kind.reader(request)) is None:
+        reader = kind.reader(request)
+        if reader is None:
             return super().read(kind, request)
-        users, about, skipped = read_cached(reader)
+        users, totals, skipped = read_cached(reader)
         return RunData(
             kind=kind,
             base=reader.base,
             users=users,
-            common=reader.common(users, about),
+            common=reader.common(users, totals),
             unread=True,
             skipped=skipped,
-            skipped_rows=about.get("skipped_rows", 0),
+            skipped_rows=totals.get("skipped_rows", 0),
         )
 
     def names(self, folder: Path) -> StoredNames | None:
         """Return the names of the users in a run folder; None if they are not stored there."""
-        return StoredNames(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
+        store = folder / FOLDER
+        if not (store / NAMES).is_file():
+            return None
+        return StoredNames(store)
 
 
 on_disk = DiskStore()
@@ -640,6 +731,6 @@ def check_storable(clients: Users) -> None:
     if clients.method.placement.pooled:
         raise RecipeError(f"method {clients.method.name}: trains a single model; allowed: runtime.store: memory")
     if clients.plan.evaluation.select == "best":
-        # Users with validation data were counted when the users were stored; without a count, some are assumed.
-        num_validating = clients.users.about.get("valid", 1)
-        clients.require_validation(num_validating > 0)
+        # Counted when the users were stored; older stores have no count, so that one user is assumed.
+        num_users_with_validation = clients.users.about.get("valid", 1)
+        clients.require_validation(num_users_with_validation > 0)

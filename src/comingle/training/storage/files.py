@@ -72,49 +72,45 @@ class Field:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """Layout of records: a head of 16 bytes (CRC-32 and row number, 8 bytes each), then the values of each tensor."""
+class RecordLayout:
+    """Layout of a record: its CRC-32 (8 bytes), the number of its row (8 bytes), then the values of each tensor."""
 
     fields: tuple[Field, ...]
 
     @property
     def bytes(self) -> int:
         """Size of a record in bytes; 0 without fields."""
-        size = sum(one.bytes for one in self.fields)
+        size = sum(field.bytes for field in self.fields)
         return HEAD + size if size else 0
 
     def pack(self, rows: Sequence[int], tensors: Mapping[str, Tensor]) -> np.ndarray:
-        """Return records ``(rows, bytes)`` without CRC-32, which :func:`seal` adds.
+        """Return records ``(rows, bytes)`` without CRC-32, which :func:`write_crc` adds.
 
         Args:
             rows: Number of the row of each record in the whole run.
             tensors: Tensors of the rows ``(rows, *shape)``, by name.
         """
         records = np.zeros((len(rows), self.bytes), dtype=np.uint8)
-        start = HEAD
-        for one in self.fields:
-            values = tensors[one.name].detach().to("cpu", one.stored_dtype).contiguous().view(len(rows), -1)
-            records[:, start : start + one.bytes] = values.view(torch.uint8).numpy()
-            start += one.bytes
-        # The second half of the head is the row number; the first half is for the CRC-32.
         records[:, 8:HEAD] = np.array(rows, dtype=np.int64).view(np.uint8).reshape(-1, 8)
+        start = HEAD
+        for field in self.fields:
+            values = tensors[field.name].detach().to("cpu", field.stored_dtype).contiguous().view(len(rows), -1)
+            records[:, start : start + field.bytes] = values.view(torch.uint8).numpy()
+            start += field.bytes
         return records
 
     def unpack(self, records: np.ndarray) -> dict[str, Tensor]:
-        """Return the tensors of records by name, ``(rows, *shape)``.
-
-        They get the dtype that they have during training, which may have more bits than the stored one.
-        """
-        tensors, start = {}, HEAD  # the values begin after the head
-        for one in self.fields:
-            # Copied into new memory, which torch aligns: the rounding of later products may depend on the alignment,
-            # and the values in a record are not aligned.
-            values = torch.empty(len(records), *one.shape, dtype=one.stored_dtype)
+        """Return the tensors of records by name, ``(rows, *shape)``, in the dtypes that they have during training."""
+        tensors: dict[str, Tensor] = {}
+        start = HEAD
+        for field in self.fields:
+            # Values in a record are not aligned in memory, which may change the rounding of later products: copy them.
+            values = torch.empty(len(records), *field.shape, dtype=field.stored_dtype)
             if len(records):
-                stored = torch.from_numpy(records[:, start : start + one.bytes])
+                stored = torch.from_numpy(records[:, start : start + field.bytes])
                 values.view(len(records), -1).view(torch.uint8).copy_(stored)
-            tensors[one.name] = values.to(one.dtype)
-            start += one.bytes
+            tensors[field.name] = values.to(field.dtype)
+            start += field.bytes
         return tensors
 
 
@@ -122,17 +118,15 @@ UNKNOWN = 0
 """CRC-32 of records for which a checkpoint of an older version stores none."""
 
 
-def seal(record: np.ndarray) -> int:
-    """Write the CRC-32 of a record into its head and return it."""
+def write_crc(record: np.ndarray) -> int:
+    """Write the CRC-32 of a record into its first 8 bytes and return it."""
     crc = zlib.crc32(record[8:].data)
     record[:8] = np.array([crc], dtype=np.int64).view(np.uint8)
     return crc
 
 
-def check(record: np.ndarray, row: int, expected_crc: int, path: object) -> None:
+def check_record(record: np.ndarray, row: int, expected_crc: int, path: object) -> None:
     """Check that a record is intact and is the expected one.
-
-    Its head has the CRC-32 of all that follows and the number of the row, 8 bytes each.
 
     Args:
         record: The record.
@@ -144,7 +138,8 @@ def check(record: np.ndarray, row: int, expected_crc: int, path: object) -> None
         RunError: The record is damaged, or belongs to another row, round or run.
     """
     stored_crc, stored_row = record[:HEAD].view(np.int64).tolist()
-    if stored_crc != zlib.crc32(record[8:].data):  # of all bytes after the CRC-32 itself
+    actual_crc = zlib.crc32(record[8:].data)  # of all bytes after the CRC-32 itself
+    if stored_crc != actual_crc:
         raise RunError(
             f"{path}: damaged, the record of row {row} has a wrong checksum; restore the file from a backup, or start "
             "a new run with another --out"
@@ -156,61 +151,63 @@ def check(record: np.ndarray, row: int, expected_crc: int, path: object) -> None
         )
 
 
-def forms_of(sample: State, moments: torch.dtype | None) -> dict[str, Form]:
+def record_layouts(sample: State, moments: torch.dtype | None) -> dict[str, RecordLayout]:
     """Return the layout of the records of each group: "moments" of optimizers, and "params" for all other tensors.
 
     Args:
         sample: State of any row, with the names, shapes and dtypes of the tensors.
         moments: Dtype of moments in records; None for their dtype in memory.
     """
-    groups: dict[str, list[Field]] = {"params": [], "moments": []}
+    fields_by_group: dict[str, list[Field]] = {"params": [], "moments": []}
     for name, t in sample.tensors().items():
-        group = "moments" if name in MOMENTS else "params"
-        stored_dtype = moments if group == "moments" and moments is not None else t.dtype
-        groups[group].append(Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, stored_dtype=stored_dtype))
-    return {name: Form(fields=tuple(fields)) for name, fields in groups.items()}
+        is_moment = name in MOMENTS
+        stored_dtype = moments if is_moment and moments is not None else t.dtype
+        field = Field(name=name, shape=tuple(t.shape[1:]), dtype=t.dtype, stored_dtype=stored_dtype)
+        fields_by_group["moments" if is_moment else "params"].append(field)
+    return {group: RecordLayout(fields=tuple(group_fields)) for group, group_fields in fields_by_group.items()}
 
 
 _CACHE_LINE = 64
 """Size in bytes of a cache line, to which torch aligns new tensors."""
 
 
-def copy_fields(state: State, empty: State) -> None:
-    """Set the tensors of a state that is not in memory to those of a state without rows, for shapes and dtypes."""
-    vars(state).update({one.name: getattr(empty, one.name) for one in fields(State)})
+def copy_fields(state: State, template: State) -> None:
+    """Set all fields of a state to those of another one, the template."""
+    for field in fields(State):
+        vars(state)[field.name] = getattr(template, field.name)
 
 
 def align(part: State, users: Sequence[int]) -> State:
     """Return the tensors at the memory alignment that they would have if all users were in memory.
 
-    This keeps results bitwise equal to those of a run in memory, where the rows of consecutive users are a view of all
-    rows. The last bit of a product may depend on whether its factors start at a multiple of 64 bytes.
+    There, consecutive rows are a view of all rows, and the last bit of a product may depend on where it starts.
 
     Args:
         part: State of some rows, without a best round.
-        users: Numbers of these rows. If they are not consecutive, a run in memory copies them, so that ``part`` is
-            returned as it is.
+        users: Numbers of these rows.
     """
     first = users[0]
-    if list(users) != list(range(first, first + len(users))):
+    is_consecutive = list(users) == list(range(first, first + len(users)))
+    if not is_consecutive:  # in memory they would be copied, too
         return part
     aligned = {name: _at_offset_of_row(t, first) for name, t in part.tensors().items()}
     return part.filled(aligned, best={})
 
 
 def _at_offset_of_row(t: Tensor, row: int) -> Tensor:
-    """Return a tensor whose memory starts as far from a cache line as the given row of a larger matrix would.
+    """Return a tensor that starts as many bytes after a cache line as the given row of a larger matrix would.
 
     Args:
         t: Rows; returned if they need not be moved, otherwise copied.
         row: Number of the first of them in a matrix of all rows.
     """
     row_bytes = t[0].numel() * t.element_size()
-    shift = row * row_bytes % _CACHE_LINE // t.element_size()  # in entries
-    if not shift or t.device.type != "cpu":
+    bytes_after_cache_line = row * row_bytes % _CACHE_LINE
+    entries_after_cache_line = bytes_after_cache_line // t.element_size()
+    if entries_after_cache_line == 0 or t.device.type != "cpu":
         return t
-    # New memory starts at a cache line: allocate some entries more and leave them out at the beginning.
-    return t.new_empty(shift + t.numel())[shift:].view(t.shape).copy_(t)
+    new_memory = t.new_empty(entries_after_cache_line + t.numel())  # starts at a cache line
+    return new_memory[entries_after_cache_line:].view(t.shape).copy_(t)
 
 
 FOLDER, ABOUT = "store", "store.json"
@@ -221,8 +218,8 @@ TABLE = "places"
 
 
 @dataclass(frozen=True)
-class Part:
-    """Process ``number`` of ``count``, whose records are in files of its own."""
+class Process:
+    """Process ``number`` of ``count``, whose records are in files of its own, such as ``params-0-of-2.bin``."""
 
     number: int = 0
     count: int = 1
@@ -231,20 +228,22 @@ class Part:
     def _suffix(self) -> str:
         return f"-{self.number}-of-{self.count}" if self.count > 1 else ""
 
-    def records(self, run: Path, group: str) -> Path:
+    def records_path(self, run: Path, group: str) -> Path:
         """Return the path of the records of a group."""
         return run / FOLDER / f"{group}{self._suffix}.bin"
 
-    def table(self, checkpoint: Path) -> Path:
+    def table_path(self, checkpoint: Path) -> Path:
         """Return the path of the table in a checkpoint."""
         return checkpoint / f"{TABLE}{self._suffix}.safetensors"
 
 
-def parts_of(checkpoint: Path) -> list[Part]:
+def processes_of(checkpoint: Path) -> list[Process]:
     """Return the processes whose tables a checkpoint has; empty without a store."""
     suffixes = sorted(path.stem.removeprefix(TABLE) for path in checkpoint.glob(f"{TABLE}*.safetensors"))
-    counts = {int(suffix.rpartition("-")[2]) if suffix else 1 for suffix in suffixes}  # "-0-of-4" stands for 4
-    return [Part(number, count) for count in counts for number in range(count)]
+    counts: set[int] = set()
+    for suffix in suffixes:  # "-0-of-4", or empty for a single process
+        counts.add(int(suffix.rpartition("-")[2]) if suffix else 1)
+    return [Process(number, count) for count in counts for number in range(count)]
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -272,11 +271,14 @@ def disk_errors(run: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        path = Path(error.filename or (run or Path(tempfile.gettempdir())) / FOLDER)
-        # Name the folder of a temporary file, which the user does not know, or the store in the run folder.
-        where = path.parent if run is None or run not in path.parents else run / FOLDER
-        advice = "" if run is None else f"; once this is fixed, {resume_command(run)} resumes the run"
-        raise RunError(f"{where}: cannot be written to: {error.strerror or error}{advice}") from None
+        problem = f"cannot be written to: {error.strerror or error}"
+        if run is None:
+            path = Path(error.filename or Path(tempfile.gettempdir()) / FOLDER)
+            raise RunError(f"{path.parent}: {problem}") from None
+        path = Path(error.filename or run / FOLDER)
+        is_in_run_folder = run in path.parents
+        where = run / FOLDER if is_in_run_folder else path.parent  # of a temporary file
+        raise RunError(f"{where}: {problem}; once this is fixed, {resume_command(run)} resumes the run") from None
 
 
 def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
@@ -290,8 +292,10 @@ def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:
     Raises:
         RunError: A file is missing.
     """
-    record_files = [part.records(run, group) for part in parts_of(checkpoint) for group in groups]
-    for path in (run / FOLDER / ABOUT, *record_files):
+    paths = [run / FOLDER / ABOUT]
+    for process in processes_of(checkpoint):
+        paths += [process.records_path(run, group) for group in groups]
+    for path in paths:
         if not path.is_file():
             raise RunError(f"{path}: no such file; restore it, or start a new run with another --out")
 
@@ -309,7 +313,8 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, object], groups
         RunError: Checkpoint and store belong to different runs or to another recipe, or a file is missing.
     """
     about_in_checkpoint = read_json(checkpoint / ABOUT)
-    if {key: value for key, value in about_in_checkpoint.items() if key != "id"} != about:
+    about_without_id = {key: value for key, value in about_in_checkpoint.items() if key != "id"}  # "id" is of the run
+    if about_without_id != about:
         raise RunError(
             f"{checkpoint}: user records were written with another recipe, runtime.store or runtime.dtype; use another "
             "--out"
@@ -326,10 +331,11 @@ def remove_files(run: Path, checkpoints: Sequence[Path]) -> None:
         run: Run folder.
         checkpoints: Folders of all checkpoints, and of the draft of a new one.
     """
-    counts_in_use = {part.count for checkpoint in checkpoints for part in parts_of(checkpoint)}
+    counts_in_use = {process.count for checkpoint in checkpoints for process in processes_of(checkpoint)}
     for path in (run / FOLDER).glob("*.bin"):
-        count = path.stem.rpartition("-of-")[2] if "-of-" in path.stem else "1"  # number of processes
-        if int(count) not in counts_in_use:
+        _group_and_number, separator, count = path.stem.rpartition("-of-")  # of "params-0-of-2", or of "params"
+        num_processes = int(count) if separator else 1
+        if num_processes not in counts_in_use:
             path.unlink()
 
 
@@ -343,22 +349,22 @@ class RecordFile:
     Args:
         path: Path of the file.
         size_bytes: Size of a record.
-        writes: Whether to open the file for writing.
-        lives: Whether the file outlives this process; otherwise it is unlinked at once.
+        writable: Whether to open the file for writing, too.
+        temporary: Whether the file ends with this process.
     """
 
-    def __init__(self, path: Path, size_bytes: int, *, writes: bool, lives: bool = True):
-        """Open the file; with ``writes`` also for writing, without ``lives`` as a temporary file."""
+    def __init__(self, path: Path, size_bytes: int, *, writable: bool, temporary: bool = False):
+        """Open the file."""
         self.path, self.size_bytes = path, size_bytes
-        # O_NOFOLLOW refuses to open a symbolic link; not all systems have it.
-        flags = (os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY) | getattr(os, "O_NOFOLLOW", 0)
-        self._handle = os.open(path, flags, 0o600)
-        if not lives:
+        access = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        no_symbolic_link = getattr(os, "O_NOFOLLOW", 0)  # not all systems have it
+        self._handle = os.open(path, access | no_symbolic_link, 0o600)
+        if temporary:
             os.unlink(path)  # the open file stays usable, and its space is freed when it is closed
         self.end = 0
         """First place after all records."""
         self.num_snapshots = 0
-        """Number of snapshots; places that were first written after the last one may be rewritten."""
+        """Number of snapshots (checkpoints and best rounds), which refer to records by place."""
         self._first_written = np.zeros(0, dtype=np.int64)
         """For each place, one more than the number of snapshots when a row first got the place."""
         self._crcs = np.zeros(0, dtype=np.uint32)
@@ -371,13 +377,11 @@ class RecordFile:
     def place_to_write(self, current: int) -> int:
         """Return the place to write a row to: its current one, or a free one if a snapshot refers to the current one.
 
-        A snapshot is a checkpoint or the best round. It refers to records by place, so these must not be overwritten.
-
         Args:
             current: Current place of the row in this file; -1 for none.
         """
-        next_snapshot = self.num_snapshots + 1  # the first snapshot that will refer to places given out now
-        if current >= 0 and self._first_written[current] == next_snapshot:
+        next_snapshot = self.num_snapshots + 1
+        if current >= 0 and self._first_written[current] == next_snapshot:  # no snapshot refers to it yet
             return current
         place = self._free.popleft() if self._free else self.end
         self.end = max(self.end, place + 1)
@@ -385,54 +389,60 @@ class RecordFile:
         self._first_written[place] = next_snapshot
         return place
 
-    def keep(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
+    def free_all_except(self, used: Sequence[Int64[np.ndarray, " _"]]) -> None:
         """Free all places except the used ones, and protect these from being overwritten.
 
         Args:
             used: Arrays of places in use, which may overlap.
         """
-        self.end = max(self.end, *(int(places.max(initial=-1)) + 1 for places in used))
+        for places in used:
+            last_place = int(places.max(initial=-1))
+            self.end = max(self.end, last_place + 1)
         is_used = np.zeros(self.end, dtype=bool)
         for places in used:
             is_used[places] = True
         self._first_written = _grown(self._first_written, self.end)
         self._free = deque(np.flatnonzero(~is_used).tolist())
-        self.snapshot()
+        self.protect_records()
 
-    def snapshot(self) -> None:
-        """Protect all current records from being overwritten until :meth:`keep` frees them."""
+    def protect_records(self) -> None:
+        """Protect all current records from being overwritten until :meth:`free_all_except` frees them."""
         self.num_snapshots += 1
 
     # ---------------------------------------------------------------- checksums
 
     def crcs(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
         """Return the CRC-32 of the records at some places; :data:`UNKNOWN` at place -1, which stands for no record."""
-        self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
-        crcs, has_record = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
+        last_place = int(places.max(initial=-1))
+        self._crcs = _grown(self._crcs, last_place + 1)
+        crcs = np.full(len(places), UNKNOWN, dtype=np.uint32)
+        has_record = places >= 0
         crcs[has_record] = self._crcs[places[has_record]]
         return crcs
 
     def expect(
         self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], crcs: UInt32[np.ndarray, " some"]
     ) -> None:
-        """Set the CRC-32 that records must have, as a checkpoint says; verify a sample of them now.
+        """Set the CRC-32 that records must have when they are read; verify a sample of them now.
 
         Args:
             places: Places of the records.
             rows: Numbers of their rows in the whole run.
-            crcs: Their CRC-32.
+            crcs: Their CRC-32, from a checkpoint.
 
         Raises:
             RunError: A record has another CRC-32.
         """
-        self._crcs = _grown(self._crcs, int(places.max(initial=-1)) + 1)
+        last_place = int(places.max(initial=-1))
+        self._crcs = _grown(self._crcs, last_place + 1)
         self._crcs[places] = crcs
-        every_nth = slice(None, None, max(1, math.ceil(len(places) / MAX_CHECKED_HEADS)))
-        checked = zip(places[every_nth].tolist(), rows[every_nth].tolist(), crcs[every_nth].tolist(), strict=True)
-        for place, row, crc in checked:
+        distance = max(1, math.ceil(len(places) / MAX_CHECKED_HEADS))
+        for index in range(0, len(places), distance):
+            place, row, crc = int(places[index]), int(rows[index]), int(crcs[index])
             stored_crc = int.from_bytes(os.pread(self._handle, 8, place * self.size_bytes), sys.byteorder)
             if crc not in (stored_crc, UNKNOWN):
-                self.read([place], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # raises the specific error
+                buffer = np.empty(self.size_bytes, dtype=np.uint8)
+                self.read([place], [row], [buffer])  # raises an error that says what is wrong
 
     # ---------------------------------------------------------------- bytes
 
@@ -445,10 +455,12 @@ class RecordFile:
         self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
         try:
             for place, record in zip(places, records, strict=True):
-                self._crcs[place] = seal(record)
-                content, done_bytes = record.data, 0
-                while done_bytes < self.size_bytes:  # a call may write only a part
-                    done_bytes += os.pwrite(self._handle, content[done_bytes:], place * self.size_bytes + done_bytes)
+                self._crcs[place] = write_crc(record)
+                content = record.data
+                start = place * self.size_bytes
+                written_bytes = 0
+                while written_bytes < self.size_bytes:  # a call may write only a part
+                    written_bytes += os.pwrite(self._handle, content[written_bytes:], start + written_bytes)
         except OSError as error:
             error.filename = str(self.path)  # a write to an open handle names no file; the message needs the name
             raise
@@ -466,9 +478,9 @@ class RecordFile:
         """
         self._crcs = _grown(self._crcs, max(places, default=-1) + 1)
         for place, row, record in zip(places, rows, into, strict=True):
-            read_bytes = os.preadv(self._handle, [record.data], place * self.size_bytes)
-            record[read_bytes:] = 0  # a truncated file leaves uninitialised memory
-            check(record, row, int(self._crcs[place]), self.path)
+            num_read_bytes = os.preadv(self._handle, [record.data], place * self.size_bytes)
+            record[num_read_bytes:] = 0  # a truncated file leaves uninitialised memory
+            check_record(record, row, int(self._crcs[place]), self.path)
 
     def to_disk(self) -> None:
         """Flush all records to disk, so that they survive a power failure."""
@@ -515,12 +527,12 @@ class Shard:
     """Rows of one process.
 
     Args:
-        part: Process that owns the files.
+        process: The process.
         ids: Number of each row among those of all processes.
         total_rows: Number of rows of all processes.
     """
 
-    part: Part
+    process: Process
     ids: Int[np.ndarray, " rows"]
     total_rows: int
 
@@ -553,18 +565,24 @@ class Table:
 
     def copy(self) -> Table:
         """Return a deep copy."""
-        return Table(
-            places={name: places.copy() for name, places in self.places.items()}, versions=self.versions.copy()
-        )
+        places = {group: places_of_group.copy() for group, places_of_group in self.places.items()}
+        return Table(places=places, versions=self.versions.copy())
 
     @classmethod
     def without_records(cls, groups: Iterable[str], versions: Int[np.ndarray, " rows"]) -> Table:
         """Return a table in which no row has a record."""
-        return cls(places={n: np.full(len(versions), -1, dtype=np.int64) for n in groups}, versions=versions.copy())
+        places = {group: np.full(len(versions), -1, dtype=np.int64) for group in groups}
+        return cls(places=places, versions=versions.copy())
 
 
 def write_table(
-    path: Path, ids: Int[np.ndarray, " rows"], now: Table, best: Table | None, best_round: int | None, crcs: CrcsOf
+    path: Path,
+    ids: Int[np.ndarray, " rows"],
+    now: Table,
+    *,
+    best: Table | None,
+    best_round: int | None,
+    crcs: CrcsOf,
 ) -> None:
     """Write the table of a checkpoint with the rows that have records; all others have their initial values.
 
@@ -576,32 +594,36 @@ def write_table(
         best_round: Number of the best round; None without one.
         crcs: For each group, a function that returns the CRC-32 of the records at some places.
     """
-    content = _columns("", ids, now, crcs)
+    columns = _columns(ids, now, crcs)
     if best is not None:
-        content |= _columns(BEST, ids, best, crcs) | {BEST_ROUND: torch.tensor([best_round])}
-    write_tensors(path, content)
+        for name, column in _columns(ids, best, crcs).items():
+            columns[BEST + name] = column
+        columns[BEST_ROUND] = torch.tensor([best_round])
+    write_tensors(path, columns)
 
 
-def _columns(prefix: str, ids: np.ndarray, table: Table, crcs: CrcsOf) -> dict[str, torch.Tensor]:
+def _columns(ids: np.ndarray, table: Table, crcs: CrcsOf) -> dict[str, torch.Tensor]:
     """Return the columns of a table by name, with one entry for each row that has a record.
 
-    Each group has two columns: the place of a row's record (named like the group) and its CRC-32 (``SUMS + group``).
-    The column ``ROWS`` has the numbers of the rows, ``VERSIONS`` the server versions that they last downloaded. A row
-    without a record in "params" has none in any group.
+    Columns are ``"params"`` and ``"moments"`` (places), ``"sums/params"`` and ``"sums/moments"`` (CRC-32), ``"rows"``
+    (numbers of the rows) and ``"versions"`` (server version that a row last downloaded).
 
     Args:
-        prefix: Prefix of the names of columns: empty, or ``BEST`` for the best round.
         ids: Number of each row among those of all processes.
         table: The table.
         crcs: For each group, a function that returns the CRC-32 of the records at some places.
     """
-    rows = np.flatnonzero(table.places["params"] >= 0)  # -1: no record
-    columns = {name: torch.from_numpy(places[rows]).int() for name, places in table.places.items()}
-    for name, places in table.places.items():
-        crcs_of_rows = crcs[name](places[rows])
-        columns[SUMS + name] = torch.from_numpy(crcs_of_rows.view(np.int32))  # the file format has no uint32
-    columns |= {ROWS: torch.from_numpy(ids[rows]).int(), VERSIONS: torch.from_numpy(table.versions[rows])}
-    return {prefix + name: column for name, column in columns.items()}
+    has_record = table.places["params"] >= 0  # a row without a record in "params" has none in "moments"
+    rows = np.flatnonzero(has_record)
+    columns: dict[str, torch.Tensor] = {}
+    for group, places in table.places.items():
+        columns[group] = torch.from_numpy(places[rows]).int()
+    for group, places in table.places.items():
+        crcs_of_rows = crcs[group](places[rows])
+        columns[SUMS + group] = torch.from_numpy(crcs_of_rows.view(np.int32))  # the file format has no uint32
+    columns[ROWS] = torch.from_numpy(ids[rows]).int()
+    columns[VERSIONS] = torch.from_numpy(table.versions[rows])
+    return columns
 
 
 def read_table(path: Path) -> dict[str, np.ndarray]:
@@ -609,9 +631,14 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     return {name: t.numpy() for name, t in load_file(path).items()}
 
 
-def places_of(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.ndarray]:
-    """Return all places that tables of checkpoints refer to, for the best round too."""
-    return [table[name].astype(np.int64) for table in tables for name in (group, BEST + group) if name in table]
+def places_in_tables(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.ndarray]:
+    """Return the columns with places of a group in tables of checkpoints, for the current and the best round."""
+    columns = []
+    for table in tables:
+        for name in (group, BEST + group):
+            if name in table:
+                columns.append(table[name].astype(np.int64))
+    return columns
 
 
 def places_in_file(places: Int64[np.ndarray, " rows"], file_number: int, size: int) -> Int64[np.ndarray, " some"]:
@@ -622,12 +649,13 @@ def places_in_file(places: Int64[np.ndarray, " rows"], file_number: int, size: i
         file_number: Number of the file.
         size: Number of places per file.
     """
-    known = places[places >= 0]  # drop rows without a record
-    return known[known // size == file_number] % size
+    places_of_records = places[places >= 0]
+    is_in_file = places_of_records // size == file_number
+    return places_of_records[is_in_file] % size
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Yield lists of at most ``size`` items."""
-    rest = iter(items)
-    while some := list(islice(rest, size)):
-        yield some
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
+        yield batch
