@@ -287,10 +287,9 @@ class OnDisk(State):
         Returns:
             A future of the records ``(records, bytes)``.
         """
-        if places is None:
-            places = self._table.places[group][rows].tolist()
+        places_of_rows: Sequence[int] = self._table.places[group][rows].tolist() if places is None else places
         ids = self._shard.ids[rows].tolist()  # row numbers in the whole run, which records contain
-        stored = [(place, row_id) for place, row_id in zip(places, ids, strict=True) if place >= 0]
+        stored = [(place, row_id) for place, row_id in zip(places_of_rows, ids, strict=True) if place >= 0]
         files = self._files[group]
         record_bytes = self._layouts[group].bytes
 
