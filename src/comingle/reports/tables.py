@@ -79,44 +79,46 @@ def seconds_text(value: float) -> str:
 
 
 def render_run(metrics: JsonObject, *, all_users: bool = False) -> Table:
-    """Return the table of a finished run for the terminal: users, means over users, and circumstances as caption.
-
-    If no user has reported results, as in a federation with privacy, a sentence replaces rows and columns.
+    """Return the table of a finished run for the terminal: a row for each user, and the mean over users at the bottom.
 
     Args:
         metrics: Content of the run's ``metrics.json``.
-        all_users: Whether each user has a row; else, of many users, only the best and the worst.
+        all_users: Whether all users have a row; else, of many users, only the best and the worst.
     """
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
-    if not metrics["users"] and metrics.get("untold"):  # users that keep their results private
-        name, own = f"{metrics['method']}, seed {metrics['seed']}", "each user's own run folder has its scores"
-        table = Table("", box=None, show_header=False, caption=_run_caption(metrics, unit), caption_justify="left")
-        table.add_row(words(f"{name}: no user reports results to the server (`tells`); {own}"))
+    run_name = f"{metrics['method']}, seed {metrics['seed']}"
+    caption = _run_caption(metrics, unit)
+    all_results_are_private = metrics.get("untold") and not metrics["users"]
+    if all_results_are_private:
+        table = Table("", box=None, show_header=False, caption=caption, caption_justify="left")
+        reason = "no user reports results to the server (`tells`); each user's own run folder has its scores"
+        table.add_row(words(f"{run_name}: {reason}"))
         return table
-    title = f"{metrics['method']}, seed {metrics['seed']}: test {measure} ({rule(measure)})"
+
+    title = f"{run_name}: test {measure} ({rule(measure)})"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
-    means = {"mean": metrics[f"mean_test_{measure}"], **_named_geometric_mean(metrics["users"], measure)}
+    means = {"mean": metrics[f"mean_test_{measure}"]}
+    means.update(_named_geometric_mean(metrics["users"], measure))
+    mean_texts = [_mean_text(mean, metrics, measure) for mean in means.values()]
     table.columns[0].footer = "\n".join(means)
-    table.add_column(
-        measure, justify="right", footer="\n".join(_mean_text(mean, metrics, measure) for mean in means.values())
-    )
+    table.add_column(measure, justify="right", footer="\n".join(mean_texts))
     # "one upload" has the bytes of a round with an upload. Comparisons have means over all rounds instead.
-    for name in (f"test {unit}", "trainable", "one upload"):
-        table.add_column(name, justify="right")
+    for heading in (f"test {unit}", "trainable", "one upload"):
+        table.add_column(heading, justify="right")
     if all_users or len(metrics["users"]) <= MOST_ROWS:
         _add_users(table, metrics, list(metrics["users"]))
     else:
         _add_summary(table, metrics, measure)
-    table.caption, table.caption_justify = _run_caption(metrics, unit), "left"
+    table.caption, table.caption_justify = caption, "left"
     return table
 
 
 def _run_caption(metrics: JsonObject, unit: str) -> Text:
-    """Return the lines below the table of a run: circumstances, privacy, warnings, and users without results.
+    """Return the lines below a run's table: base and speed, privacy, warnings, users without results.
 
     Args:
         metrics: Content of the run's ``metrics.json``.
-        unit: Unit of its data.
+        unit: "tokens" or "samples".
     """
     caption = words(_run_circumstances(metrics, unit), "table.caption")
     if privacy := metrics.get("privacy"):
@@ -125,43 +127,49 @@ def _run_caption(metrics: JsonObject, unit: str) -> Text:
         caption.append(f"\nwarning: {warning}", "yellow")
     if sample := describe_sample(metrics):
         caption.append(f"\n{sample}")
-    if planned := metrics.get("planned_rounds"):
-        caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
-    absent = metrics.get("absent", [])  # users of a federation who never joined it
-    # In a federation users can keep their results private.
-    if private_users := [name for name in metrics.get("untold", ()) if name not in absent]:
+    rounds = metrics["rounds"]
+    planned_rounds = metrics.get("planned_rounds")  # only if the run ended early
+    if planned_rounds:
+        caption.append(f"\nthe privacy budget was spent after round {rounds} of {planned_rounds}")
+    never_joined = metrics.get("absent", [])
+    private_users = [name for name in metrics.get("untold", ()) if name not in never_joined]
+    if private_users:
         caption.append(f"\nnot reported to the server: results of {list_names(private_users)}")
-    if absent:
-        caption.append(f"\ndid not take part: {list_names(absent)}")
-    selected_round = metrics.get("selected_round", metrics["rounds"])
-    if selected_round != metrics["rounds"]:
-        caption.append(
-            f"\nmodels of round {selected_round} of {metrics['rounds']}, whose validation loss is the lowest"
-        )
+    if never_joined:
+        caption.append(f"\ndid not take part: {list_names(never_joined)}")
+    selected_round = metrics.get("selected_round", rounds)
+    if selected_round != rounds:
+        caption.append(f"\nmodels of round {selected_round} of {rounds}, whose validation loss is the lowest")
     return caption
 
 
 def _mean_text(mean: float | None, record: Mapping[str, object], measure: str) -> str:
-    """Return a mean over users as text, also if no user shares its results."""
+    """Return a mean over the users of ``record`` as text; "not reported" if all users keep their results private."""
     return number(mean, measure) if record["users"] else "not reported"
 
 
 def _run_circumstances(metrics: JsonObject, unit: str) -> str:
-    """Return a run's base, dtype, device, speed, time and peak memory as one line; ``unit`` is that of its data.
+    """Return a line such as "smollm2-135m · float32 on cpu · 900 tokens/s · 12 s · peak memory 1.2 GB".
 
-    The model of a federation's client has no speed and no time, which only the server has counted.
+    Args:
+        metrics: Content of the run's ``metrics.json``.
+        unit: "tokens" or "samples".
     """
     rate = metrics[f"{unit}_per_second"]
-    # In a federation users can keep their results private; "untold" lists those that do.
-    has_private_users = metrics.get("untold") or not metrics["users"]
-    without_rate = "speed not reported" if has_private_users else "no training"
-    speed = f"{rate:,.0f} {unit}/s" if rate else without_rate
-    peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
-    place = f"{metrics['dtype']} on {metrics['device']}"
-    # A client's model has trained for some rounds, but has no rate although its user has results.
-    is_clients_model = metrics["rounds"] and not rate and not has_private_users
-    times = [] if is_clients_model else [speed, f"{seconds_text(metrics['wall_seconds'])} s"]
-    return " · ".join([metrics["base"], place, *times, f"peak memory {peak}"])
+    some_results_are_private = metrics.get("untold") or not metrics["users"]
+    if rate:
+        speed = f"{rate:,.0f} {unit}/s"
+    elif some_results_are_private:
+        speed = "speed not reported"
+    elif not metrics["rounds"]:
+        speed = "no training"
+    else:  # the model of a federation's client: only the server measures speed and time
+        speed = ""
+    parts = [metrics["base"], f"{metrics['dtype']} on {metrics['device']}"]
+    if speed:
+        parts += [speed, f"{seconds_text(metrics['wall_seconds'])} s"]
+    parts.append(f"peak memory {metrics['peak_memory_bytes'] / 1e9:.1f} GB")
+    return " · ".join(parts)
 
 
 def _add_users(table: Table, metrics: JsonObject, names: Sequence[str]) -> None:
@@ -205,25 +213,29 @@ def _add_summary(table: Table, metrics: JsonObject, measure: str) -> None:
 
 
 def render_curve(events: list[JsonObject]) -> Table:
-    """Return a table of the mean over users and of each user's result at each evaluation, for the terminal.
+    """Return the table of a learning curve for the terminal: a row for each evaluation, a column for each user.
 
     Args:
         events: A run's events, of which only evaluations are read.
     """
     evaluations = [event for event in events if event["event"] == "evaluation"]
-    measure = measure_of(evaluations[0]) if evaluations else "perplexity"
-    mean_columns = ["mean", *(_named_geometric_mean(evaluations[0]["users"], measure) if evaluations else {})]
-    table = Table("round", *mean_columns, title=f"test {measure} by round", title_justify="left", box=None)
+    if not evaluations:
+        return Table("round", "mean", title="test perplexity by round", title_justify="left", box=None)
+
+    measure = measure_of(evaluations[0])
+    mean_names = ["mean", *_named_geometric_mean(evaluations[0]["users"], measure)]
+    table = Table("round", *mean_names, title=f"test {measure} by round", title_justify="left", box=None)
     names = users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"]))
     for name in names:
         table.add_column(words(name), justify="right")
     for event in evaluations:
-        users = event["users"]  # in a federation users can keep their results private
-        results = [
-            number(users[name][f"test_{measure}"], measure) if name in users else "not reported" for name in names
-        ]
+        users = event["users"]
         means = [event[f"mean_test_{measure}"], *_named_geometric_mean(users, measure).values()]
-        table.add_row(str(event["round"]), *(_mean_text(mean, event, measure) for mean in means), *results)
+        cells = [_mean_text(mean, event, measure) for mean in means]
+        for name in names:
+            # In a federation users can keep their results private.
+            cells.append(number(users[name][f"test_{measure}"], measure) if name in users else "not reported")
+        table.add_row(str(event["round"]), *cells)
     return table
 
 
@@ -247,10 +259,9 @@ Curve = list[tuple[int, float | None]]
 
 
 def curve_svg(events: Sequence[JsonObject]) -> str:
-    """Return the test measure by round as an SVG: a line for the mean over users, and one for each user.
+    """Return the test measure by round as an SVG: a bold line for the mean over users, and one for each user.
 
-    With more than 8 users only the mean has a line. Perplexities have a logarithmic axis. Values that are not finite
-    interrupt their line. Lines of users have the user's name as tooltip, escaped.
+    With more than 8 users only the mean has a line.
 
     Args:
         events: A run's events, of which only evaluations are read.
@@ -265,53 +276,65 @@ def curve_svg(events: Sequence[JsonObject]) -> str:
     mean: Curve = [(event["round"], event[f"mean_test_{measure}"]) for event in evaluations]
     if all(value is None for _, value in mean):
         return ""
-    by_user: dict[str, Curve] = {}
-    # The same users have a line here and a column in tables.
-    for name in users_with_column(dict.fromkeys(name for event in evaluations for name in event["users"])):
-        results = [event["users"].get(name, {}).get(f"test_{measure}") for event in evaluations]
-        by_user[name] = [(event["round"], result) for event, result in zip(evaluations, results, strict=True)]
-    return _draw_curves(mean, by_user, measure)
+    all_names = dict.fromkeys(name for event in evaluations for name in event["users"])
+    curve_by_user: dict[str, Curve] = {}
+    for name in users_with_column(all_names):
+        curve: Curve = []
+        for event in evaluations:
+            result = event["users"].get(name, {})  # empty if the user kept its results private in this round
+            curve.append((event["round"], result.get(f"test_{measure}")))
+        curve_by_user[name] = curve
+    return _draw_curves(mean, curve_by_user, measure)
 
 
-def _draw_curves(mean: Curve, by_user: Mapping[str, Curve], measure: str) -> str:
-    """Draw learning curves as an SVG.
+def _draw_curves(mean: Curve, curve_by_user: Mapping[str, Curve], measure: str) -> str:
+    """Draw learning curves as an SVG; perplexities have a logarithmic axis.
 
     Args:
         mean: The mean over users, which is drawn bold.
-        by_user: Each user's curve by name; empty for many users.
-        measure: The measure; perplexities have a logarithmic axis.
+        curve_by_user: Each user's curve by name; empty for many users.
+        measure: Name of the measure, such as "perplexity".
     """
-    finite = [value for curve in (mean, *by_user.values()) for _, value in curve if value is not None]
-    low, high, last = min(finite), max(finite), mean[-1][0]
+    curves = [mean, *curve_by_user.values()]
+    finite = [value for curve in curves for _, value in curve if value is not None]
+    lowest, highest = min(finite), max(finite)
+    last_round = mean[-1][0]
     scale = math.log if measure == "perplexity" else float
+    left, right, top, bottom = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM  # edges of the plot in pixels
 
-    def place(round_number: int, value: float) -> tuple[float, float]:
-        """Return the position of a point in pixels; y grows downwards."""
-        across = round_number / last if last else 0.5  # fractions of the width and the height
-        up = (scale(value) - scale(low)) / (scale(high) - scale(low)) if scale(high) > scale(low) else 0.5
-        return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
+    def position(round_number: int, value: float) -> tuple[float, float]:
+        """Return x and y of a point in pixels; y grows downwards."""
+        across = round_number / last_round if last_round else 0.5  # fraction of the plot's width
+        up = 0.5  # fraction of the plot's height
+        if scale(highest) > scale(lowest):
+            up = (scale(value) - scale(lowest)) / (scale(highest) - scale(lowest))
+        return left + across * (WIDTH - _LEFT - _RIGHT), bottom - up * (HEIGHT - _TOP - _BOTTOM)
 
     def line(curve: Curve, name: str, style: str) -> str:
-        """Return the markup of one curve, with ``name`` as its tooltip."""
-        parts = [[place(*point) for point in part] for part in _finite_parts(curve)]
-        drawn = "".join(_polyline(part) if len(part) > 1 else _dot(part[0]) for part in parts)
-        return f"<g {style}><title>{escape(printable(name))}</title>{drawn}</g>"
+        """Return the markup of one curve, with ``name`` as its tooltip; values that are not finite are gaps."""
+        shapes = []
+        for part in _finite_parts(curve):
+            points = [position(round_number, value) for round_number, value in part]
+            shapes.append(_polyline(points) if len(points) > 1 else _dot(points[0]))
+        return f"<g {style}><title>{escape(printable(name))}</title>{''.join(shapes)}</g>"
 
-    left, bottom, right = _LEFT, HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    texts = [_svg_text(left - 6, position(0, lowest)[1] + 4, "end", number(lowest, measure))]
+    if highest > lowest:
+        texts.append(_svg_text(left - 6, position(0, highest)[1] + 4, "end", number(highest, measure)))
+    if last_round:
+        texts.append(_svg_text(left, HEIGHT - 8, "middle", "0"))
+        texts.append(_svg_text(right, HEIGHT - 8, "end", str(last_round)))
+    texts.append(_svg_text((left + right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
+
+    pale = 'stroke-opacity="0.4" fill-opacity="0.4"'
+    user_lines = [line(curve, name, pale) for name, curve in curve_by_user.items()]
+    mean_line = line(mean, "mean", 'stroke-width="2.5"')
     label = escape(f"test {measure} by round ({rule(measure)})")
-    ticks = [_svg_text(left - 6, place(0, low)[1] + 4, "end", number(low, measure))]
-    if high > low:
-        ticks.append(_svg_text(left - 6, place(0, high)[1] + 4, "end", number(high, measure)))
-    if last:
-        ticks += [_svg_text(left, HEIGHT - 8, "middle", "0"), _svg_text(right, HEIGHT - 8, "end", str(last))]
-    ticks.append(_svg_text((left + right) / 2, HEIGHT - 8, "middle", "round; bold: mean over users"))
-    users = "".join(line(curve, name, 'stroke-opacity="0.4" fill-opacity="0.4"') for name, curve in by_user.items())
-    average = line(mean, "mean", 'stroke-width="2.5"')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
         f'style="max-width: {WIDTH}px; width: 100%; font: 12px sans-serif" fill="currentColor" stroke="none">'
-        f'<path d="M{left} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.3"/>'
-        f"{''.join(ticks)}{users}{average}</svg>"
+        f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.3"/>'
+        f"{''.join(texts)}{''.join(user_lines)}{mean_line}</svg>"
     )
 
 
@@ -362,19 +385,16 @@ class UploadWeights:
 
 
 def upload_weights(entry: Entry) -> list[UploadWeights]:
-    """Return the users whose uploads an aggregation rule has weighted, smallest mean weights first.
-
-    A robust rule gives small weights to uploads that differ from the others.
-    """
-    weights: dict[str, list[float]] = {}
+    """Return the users whose uploads a robust aggregation rule has weighted, smallest mean weight first."""
+    weights_by_user: dict[str, list[float]] = {}
     for run in entry.runs:
         for event in run.aggregations:
-            for user, weight in event.get("counted", {}).items():  # by how much each upload counted in the round
-                weights.setdefault(user, []).append(weight)
-    users = [
-        UploadWeights(user=user, uploads=len(of_user), left_out=of_user.count(0), mean=fmean(of_user))
-        for user, of_user in weights.items()
-    ]
+            weights_of_round = event.get("counted", {})  # weight of each user's upload in this round's aggregate
+            for user, weight in weights_of_round.items():
+                weights_by_user.setdefault(user, []).append(weight)
+    users = []
+    for user, weights in weights_by_user.items():
+        users.append(UploadWeights(user=user, uploads=len(weights), left_out=weights.count(0), mean=fmean(weights)))
     return sorted(users, key=lambda user: (user.mean, -user.left_out))
 
 
@@ -383,8 +403,8 @@ def upload_weight_tables(entries: Sequence[Entry]) -> list[dict[str, object]]:
 
     Returns:
         Mappings for the page's template: ``label`` of the entry, ``rule`` (name of the aggregation rule), ``rows`` of
-        at most :data:`MOST_WEIGHTS` users (user, uploads with weight 0, mean weight), and ``more``, the number of
-        other users.
+        at most :data:`MOST_WEIGHTS` users, such as ``("alice", "3 of 10", "0.42")`` (user, uploads with weight 0, mean
+        weight), and ``more``, the number of other users.
     """
     tables: list[dict[str, object]] = []
     for entry in entries:
@@ -406,26 +426,26 @@ _DESCRIPTIONS_OF_MODELS = {
 _INITIAL_NET = "the net with its initial weights"
 
 
-def render_joined(name: str, measure: str, rows: Mapping[str, JsonMapping]) -> Table:
-    """Return a table of models for a user that joined a finished run: test result and amount of training data.
+def render_joined(name: str, measure: str, result_by_model: Mapping[str, JsonMapping]) -> Table:
+    """Return the table for a user that joined a finished run: test result and training data of each model.
 
     Args:
         name: The user's name.
         measure: Name of the measure of the results, such as "perplexity".
-        rows: Results by model: the base or the initial net (``pretrained``), the user's own training (``local``), the
-            federation's model before (``shared``) and after training on the user's data (``joined``).
+        result_by_model: Results of the models "pretrained", "local", "shared" and "joined".
     """
-    unit = next(key for key in rows["joined"] if key.startswith("train_"))  # train_tokens or train_samples
+    unit = "tokens" if "train_tokens" in result_by_model["joined"] else "samples"
     title = f"{printable(name)}: test {measure} ({rule(measure)})"
     table = Table("model", title=title, title_justify="left", box=None)
     table.add_column(measure, justify="right", style="bold")
-    table.add_column(f"training {unit.removeprefix('train_')}", justify="right")
+    table.add_column(f"training {unit}", justify="right")
     table.add_column("")
     for model, description in _DESCRIPTIONS_OF_MODELS.items():
-        result = rows[model]
-        if model == "pretrained" and unit == "train_samples":
+        if model == "pretrained" and unit == "samples":
             description = _INITIAL_NET
-        table.add_row(model, number(result[f"test_{measure}"], measure), f"{result[unit]:,}", words(description, "dim"))
+        result = result_by_model[model]
+        score, amount = number(result[f"test_{measure}"], measure), f"{result[f'train_{unit}']:,}"
+        table.add_row(model, score, amount, words(description, "dim"))
     return table
 
 
@@ -435,9 +455,7 @@ _STATE_STYLES = {"here": "green", "away": "red", "expected": "dim"}
 def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.Table:
     """Return the table of the clients of a running federation, for the terminal.
 
-    Columns: the round, the time since the last message, bytes, and the losses and scores that users share. Depending on
-    the recipe, also epsilon, and the weight of each user's last upload in the aggregate ("counted"). The table is empty
-    while its file is missing or cannot be read.
+    It has no rows while the server has not written its file of participants.
 
     Args:
         folder: Run folder of the federation's server.
@@ -447,21 +465,27 @@ def render_participants(folder: Path, *, all_users: bool = False) -> rich_table.
     users: Mapping[str, JsonMapping] = content.get("users", {})
     measure = content.get("measure") or "test"
     table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
+    for heading in ("round", "last seen", "sent", "received", "loss", measure):
+        table.add_column(heading, justify="right")
     optional_columns = ["epsilon"] if "privacy" in content else []
-    if any(user.get("counted") is not None for user in users.values()):
+    if any(user.get("counted") is not None for user in users.values()):  # weights of a robust aggregation rule
         optional_columns.append("counted")
-    for name in ("round", "last seen", "sent", "received", "loss", measure, *optional_columns):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    for heading in optional_columns:
+        table.add_column(heading, justify="right")
+    table.add_column("")  # why a client is away
+
     listed = list(users)
-    if len(users) > MOST_ROWS and not all_users:  # clients that are away need attention
-        by_state = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
-        listed = by_state[:MOST_ROWS]
+    if len(users) > MOST_ROWS and not all_users:
+        states_by_urgency = ("away", "expected", "here")
+        by_urgency = sorted(users, key=lambda name: states_by_urgency.index(users[name]["state"]))
+        listed = by_urgency[:MOST_ROWS]
     for name in listed:
-        *cells, why = _participant_row(name, users[name], measure)
-        table.add_row(*cells, *(_number_or_dash(users[name].get(column)) for column in optional_columns), why)
-    if len(listed) < len(users):
-        table.caption, table.caption_justify = words(f"and {len(users) - len(listed):,} more", "table.caption"), "left"
+        *cells, reason = _participant_row(name, users[name], measure)
+        optional_cells = [_number_or_dash(users[name].get(column)) for column in optional_columns]
+        table.add_row(*cells, *optional_cells, reason)
+    num_hidden = len(users) - len(listed)
+    if num_hidden:
+        table.caption, table.caption_justify = words(f"and {num_hidden:,} more", "table.caption"), "left"
     return table
 
 
@@ -531,39 +555,39 @@ def _ago_text(seconds: float) -> str:
 
 
 def cost_rows(costs: Sequence[Cost]) -> list[list[str]]:
-    """Return the cells of the page's table of costs, one row for each entry.
+    """Return the rows of the page's table of costs, one for each entry; its cells are those of ``columns`` below."""
 
-    Columns: label, rounds, trainable parameters, bytes per user and round (upload, download), bytes in total (upload,
-    download), peak memory, tokens or samples per second, seconds, and dtype with device. All byte counts of a column
-    have one unit.
-    """
+    def byte_column(attribute: str) -> list[str]:
+        """Return a column of byte counts, all in one unit, such as ``["1.20 MB", "0.03 MB"]``."""
+        return sizes([getattr(cost, attribute) for cost in costs])
 
-    def bytes_of(key: str) -> list[str]:
-        """Return a column of byte counts as text, from an attribute of the costs."""
-        return sizes([getattr(item, key) for item in costs])
-
+    trainable = ["–" if cost.trainable_parameters is None else f"{cost.trainable_parameters:,}" for cost in costs]
+    peak = ["–" if cost.peak_memory_bytes is None else f"{cost.peak_memory_bytes / 1e9:,.2f} GB" for cost in costs]
     columns = [
-        [item.label for item in costs],
-        [str(item.rounds) for item in costs],
-        ["–" if item.trainable_parameters is None else f"{item.trainable_parameters:,}" for item in costs],
-        bytes_of("upload_bytes_per_user_round"),
-        bytes_of("download_bytes_per_user_round"),
-        bytes_of("upload_bytes"),
-        bytes_of("download_bytes"),
-        ["–" if item.peak_memory_bytes is None else f"{item.peak_memory_bytes / 1e9:,.2f} GB" for item in costs],
-        [_mean_and_deviation(item.per_second) for item in costs],
-        [_mean_and_deviation(item.wall_seconds) for item in costs],
-        [item.place for item in costs],
+        [cost.label for cost in costs],
+        [str(cost.rounds) for cost in costs],
+        trainable,
+        byte_column("upload_bytes_per_user_round"),
+        byte_column("download_bytes_per_user_round"),
+        byte_column("upload_bytes"),
+        byte_column("download_bytes"),
+        peak,
+        [_mean_and_deviation(cost.per_second) for cost in costs],
+        [_mean_and_deviation(cost.wall_seconds) for cost in costs],
+        [cost.place for cost in costs],
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _mean_and_deviation(value: Spread | None) -> str:
-    """Return a mean with its deviation over seeds as text; a dash if it is unknown."""
+    """Return a mean and its deviation over seeds as text, such as "12 (3)" or "1.5"; a dash if it is unknown."""
     if value is None:
         return "–"
     digits = 0 if value.mean >= 10 else 1
-    return f"{value.mean:,.{digits}f}" + ("" if value.std is None else f" ({value.std:,.{digits}f})")
+    mean = f"{value.mean:,.{digits}f}"
+    if value.std is None:
+        return mean
+    return f"{mean} ({value.std:,.{digits}f})"
 
 
 _MEAN_HEADINGS = ("mean", "geometric mean")
@@ -587,21 +611,26 @@ def write_comparison(
     return table
 
 
-def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, float | None]]]]:
-    """Return the columns of results: one for each user, or of many users the best, median and worst; then the means.
+def score_columns(table: ComparisonTable) -> list[tuple[str, list[CellSpread]]]:
+    """Return the columns of results: one for each user, then the means over users.
+
+    Of many users only each method's best, median and worst have columns.
 
     Returns:
         The heading of each column, and each method's ``mean`` and ``std`` over seeds.
     """
-    rows, measure = table["methods"], measure_of(table["methods"][0])
-    if names := users_with_column(rows[0]["users"]):
-        columns = [(printable(name), [row["users"][name] for row in rows]) for name in names]
+    rows = table["methods"]
+    measure = measure_of(rows[0])
+    columns: list[tuple[str, list[CellSpread]]] = []
+    names = users_with_column(rows[0]["users"])
+    if names:
+        for name in names:
+            columns.append((printable(name), [row["users"][name] for row in rows]))
     else:
-        chosen_users = [_spread_users(row["users"], measure) for row in rows]  # each method's best, median, worst user
-        columns = [
-            (heading, [row["users"][names[i]] for row, names in zip(rows, chosen_users, strict=True)])
-            for i, heading in enumerate(_SPREAD_SHARES)
-        ]
+        chosen_users = [_best_median_worst_user(row["users"], measure) for row in rows]
+        for i, heading in enumerate(_SPREAD_SHARES):
+            cells = [row["users"][names[i]] for row, names in zip(rows, chosen_users, strict=True)]
+            columns.append((heading, cells))
     for heading, key in zip(_MEAN_HEADINGS, (f"mean_test_{measure}", GEOMETRIC), strict=True):
         if all(key in row for row in rows):  # only perplexities have a geometric mean
             columns.append((heading, [row[key] for row in rows]))
@@ -609,32 +638,44 @@ def score_columns(table: ComparisonTable) -> list[tuple[str, list[dict[str, floa
 
 
 def cost_columns(table: ComparisonTable) -> list[tuple[str, list[str]]]:
-    """Return the heading and the cells of each column of costs.
+    """Return the heading and the cells of each column of costs: trained parameters, bytes per upload, seconds.
 
     A dagger marks numbers of trained parameters that differ much from those of the other methods.
     """
     rows = table["methods"]
     counts = [row["trainable_parameters"] for row in rows]
-    typical = typical_budget(counts)
-    trainable = [f"{count:,}" + (" †" if is_unequal(count, typical) else "") for count in counts]
+    typical_count = typical_budget(counts)
+    trainable = [f"{count:,} †" if is_unequal(count, typical_count) else f"{count:,}" for count in counts]
     uploads = sizes([row["upload_bytes_per_user_round"] for row in rows])
     durations = [seconds_text(row["wall_seconds"]) for row in rows]
     return list(zip(_COST_HEADINGS, (trainable, uploads, durations), strict=True))
 
 
 def _text_cells(table: ComparisonTable) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a comparison as text: method, users, means, parameters, upload, time."""
-    has_deviations = any(len(row["seeds"]) > 1 for row in table["methods"])
+    """Return the header and the rows of a comparison as text: method, results, costs."""
     measure = measure_of(table["methods"][0])
+    has_deviations = _has_deviations(table)
 
-    def cell(value: dict[str, float | None]) -> str:
+    def cell(value: CellSpread) -> str:
+        """Return a mean over seeds, with its standard deviation if there are several seeds: "12.3 (0.4)"."""
         mean, deviation = number(value["mean"], measure), value["std"]
-        return mean if deviation is None or not has_deviations else f"{mean} ({number(deviation, measure)})"
+        if deviation is None or not has_deviations:
+            return mean
+        return f"{mean} ({number(deviation, measure)})"
 
-    scores = [(name, [cell(value) for value in values]) for name, values in score_columns(table)]
-    columns = [("method", _marked_methods(table)), *scores, *cost_columns(table)]
-    rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
-    return [name for name, _ in columns], rows
+    columns = [("method", _marked_methods(table))]
+    for heading, values in score_columns(table):
+        columns.append((heading, [cell(value) for value in values]))
+    columns += cost_columns(table)
+    header = [heading for heading, _ in columns]
+    cells_of_columns = [cells for _, cells in columns]
+    rows = [list(row) for row in zip(*cells_of_columns, strict=True)]
+    return header, rows
+
+
+def _has_deviations(table: ComparisonTable) -> bool:
+    """Return whether a method of the comparison has several seeds."""
+    return any(len(row["seeds"]) > 1 for row in table["methods"])
 
 
 def _marked_methods(table: ComparisonTable) -> list[str]:
@@ -645,38 +686,46 @@ def _marked_methods(table: ComparisonTable) -> list[str]:
 _SPREAD_SHARES = {"best": 0.0, "median": 0.5, "worst": 1.0}
 
 
-def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> list[str]:
-    """Return the best, the median and the worst user of a method."""
+def _best_median_worst_user(users: dict[str, CellSpread], measure: str) -> list[str]:
+    """Return the names of the best, the median and the worst user of a method."""
     ordered = best_first({name: user["mean"] for name, user in users.items()}, measure)
     return [at_share(ordered, share) for share in _SPREAD_SHARES.values()]
 
 
 def note_of(table: ComparisonTable) -> str:
-    """Return the notes below a comparison in one line; empty without any.
-
-    They are on samples, missing seeds, settings, parameter counts, roles that were never trained, privacy and warnings.
-    """
+    """Return the notes below a comparison in one line, separated by semicolons; empty without any."""
     rows = table["methods"]
-    seeds = sorted({seed for row in rows for seed in row["seeds"]})
-    fewer_seeds = [row for row in rows if len(row["seeds"]) < len(seeds)]
-    seed_notes = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer_seeds]
-    parameter_note = parameter_count_note([row["trainable_parameters"] for row in rows])
-    privacy_notes = [f"{row['method']}: privacy {describe_privacy(row['privacy'])}" for row in rows if "privacy" in row]
-    warnings = [f"{row['method']}, {warning}" for row in rows for warning in row.get("warnings", ())]
-    marks = [_settings_note(rows), parameter_note, _untrained_note(rows)]
-    notes = [_sample_note(rows), *seed_notes, *marks, *_early_ends(rows), *privacy_notes, *warnings]
-    return "; ".join(filter(None, notes))
+    all_seeds = sorted({seed for row in rows for seed in row["seeds"]})
+    notes = [_sample_note(rows)]
+    for row in rows:
+        if len(row["seeds"]) < len(all_seeds):
+            notes.append(f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone")
+    notes.append(_settings_note(rows))
+    notes.append(parameter_count_note([row["trainable_parameters"] for row in rows]))
+    notes.append(_untrained_note(rows))
+    notes.extend(_early_end_notes(rows))
+    for row in rows:
+        if "privacy" in row:
+            notes.append(f"{row['method']}: privacy {describe_privacy(row['privacy'])}")
+    for row in rows:
+        for warning in row.get("warnings", ()):
+            notes.append(f"{row['method']}, {warning}")
+    return "; ".join(note for note in notes if note)
 
 
 def _settings_note(rows: Sequence[MethodRow]) -> str:
-    """Return a note on settings that differ from the defaults, without those in a method's label; empty without any."""
+    """Return a note on settings that differ from the defaults, such as "fedprox mu=0.1"; empty without any.
+
+    Settings in a method's label, such as ``mu`` in "fedprox:mu=0.1", are left out.
+    """
     texts = []
     for row in rows:
         label = row["method"]
-        # A label is the method's name, then settings: "NAME:key=value:key=value".
-        keys_in_label = {setting.partition("=")[0] for setting in label.split(":")[1:]}
-        settings = row.get("method_settings", {}).items()
-        if others := [f"{key}={value}" for key, value in settings if key not in keys_in_label]:
+        settings_in_label = label.split(":")[1:]  # such as ["mu=0.1"]
+        keys_in_label = {setting.partition("=")[0] for setting in settings_in_label}
+        settings = row.get("method_settings", {})
+        others = [f"{key}={value}" for key, value in settings.items() if key not in keys_in_label]
+        if others:
             texts.append(f"{label} {', '.join(others)}")
     return f"settings that differ from the defaults: {', '.join(texts)}" if texts else ""
 
@@ -695,97 +744,122 @@ def _untrained_note(rows: Sequence[MethodRow]) -> str:
     )
 
 
-def _early_ends(rows: Sequence[MethodRow]) -> Iterator[str]:
+def _early_end_notes(rows: Sequence[MethodRow]) -> Iterator[str]:
     """Yield notes on methods whose runs ended early because their privacy budget was spent."""
     for row in rows:
-        if planned := row.get("planned_rounds"):
-            last = " and ".join(map(str, sorted(set(row["rounds"]))))
-            yield f"{row['method']}: the privacy budget was spent after round {last} of {planned}"
+        planned_rounds = row.get("planned_rounds")  # only if a run ended early
+        if planned_rounds:
+            last_rounds = " and ".join(map(str, sorted(set(row["rounds"]))))  # one for each seed
+            yield f"{row['method']}: the privacy budget was spent after round {last_rounds} of {planned_rounds}"
 
 
 def _sample_note(rows: Sequence[MethodRow]) -> str:
-    """Return a note on means over a sample of the users, with each method's interval; empty without samples.
+    """Return a note on means over a sample of the users; empty if all users were evaluated.
 
-    The size of the sample, which all methods share, comes first.
+    First the size of the sample, which all methods share, then each method's interval: "SIZE; METHOD: INTERVAL; ...".
     """
-    # The texts of describe_sample are "SIZE" or "SIZE, INTERVAL".
-    texts = {row["method"]: describe_sample(row) for row in rows if "sample" in row}
-    if not texts:
+    sizes_and_intervals: dict[str, str] = {}  # by method: "SIZE" or "SIZE, INTERVAL"
+    for row in rows:
+        if "sample" in row:
+            sizes_and_intervals[row["method"]] = describe_sample(row)
+    if not sizes_and_intervals:
         return ""
-    size = next(iter(texts.values())).partition(", ")[0]
-    intervals = {method: text.partition(", ")[2] for method, text in texts.items()}
-    return "; ".join([size, *(f"{method}: {interval}" for method, interval in intervals.items() if interval)])
+    notes = []
+    for method, text in sizes_and_intervals.items():
+        size, _, interval = text.partition(", ")
+        if not notes:
+            notes.append(size)
+        if interval:
+            notes.append(f"{method}: {interval}")
+    return "; ".join(notes)
 
 
 def title_of(table: ComparisonTable, spread: str = "mean (std)") -> str:
-    """Return the title of a comparison: measure, better direction and seeds.
+    """Return the title of a comparison, such as "test loss of each user (lower is better), seed 0".
 
     Args:
         table: The comparison, with a row of results and costs for each method.
         spread: Description of the cells if there are several seeds.
     """
+    first_row = table["methods"][0]
+    measure, users = measure_of(first_row), first_row["users"]
+    if users_with_column(users):
+        results = f"test {measure} of each user"
+    else:
+        results = f"mean test {measure} of {len(users)} users"
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
-    over = f"{spread} over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
-    first = table["methods"][0]
-    measure, users = measure_of(first), first["users"]
-    # The table of a comparison has a column for each user, or of many users only their means.
-    what = f"test {measure} of each user" if users_with_column(users) else f"mean test {measure} of {len(users)} users"
-    return f"{what} ({rule(measure)}), {over}"
+    seeds_text = f"seed {seeds[0]}"
+    if len(seeds) > 1:
+        seeds_text = f"{spread} over seeds {', '.join(map(str, seeds))}"
+    return f"{results} ({rule(measure)}), {seeds_text}"
 
 
 def markdown(table: ComparisonTable) -> str:
-    """Return a comparison as Markdown tables."""
-    head, rows = _text_cells(table)
-    lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
-    lines += [markdown_line(row) for row in rows]
-    lines += ["", note] if (note := note_of(table)) else []
-    lines += ["", *comparisons.markdown(comparison)] if (comparison := read_baseline_comparison(table)) else []
+    """Return a comparison as Markdown: the table of results and costs, notes, and verdicts against the baseline."""
+    header, rows = _text_cells(table)
+    lines = [f"Table: {title_of(table)}", "", markdown_line(header), "|" + "---|" * len(header)]
+    for row in rows:
+        lines.append(markdown_line(row))
+    note = note_of(table)
+    if note:
+        lines += ["", note]
+    comparison = read_baseline_comparison(table)
+    if comparison:
+        lines += ["", *comparisons.markdown(comparison)]
     return "\n".join(lines) + "\n"
 
 
 def tables_of(table: ComparisonTable, *, all_users: bool = False) -> Iterator[Table | Text]:
-    """Yield a comparison for the terminal: the table of means, notes below it, and verdicts against the baseline.
+    """Yield a comparison for the terminal: the table of results, notes, and verdicts against the baseline.
 
-    The first table has a column for each user if there are at most :data:`MOST_USERS`. For more users, ``all_users``
-    adds a last table with a row for each user.
+    Args:
+        table: The comparison.
+        all_users: Whether to add a table with a row for each user if users have no columns.
     """
     yield from render_comparison(table)
-    if note := note_of(table):  # samples, missing seeds, budgets, privacy and warnings
+    note = note_of(table)
+    if note:
         yield words(note, "dim")
-    if comparison := read_baseline_comparison(table):
+    comparison = read_baseline_comparison(table)
+    if comparison:
         yield words("")
         yield from comparisons.render(comparison)
-    if not all_users or users_with_column(table["methods"][0]["users"]):  # the first table has all users
-        return
-    every_user = Table("user", title="every user", title_justify="left", box=None)
-    for row in table["methods"]:
-        every_user.add_column(row["method"], justify="right")
-    measure = measure_of(table["methods"][0])
-    for name in table["methods"][0]["users"]:
-        every_user.add_row(words(name), *(number(row["users"][name]["mean"], measure) for row in table["methods"]))
-    yield every_user
+
+    rows = table["methods"]
+    users = rows[0]["users"]
+    if all_users and not users_with_column(users):
+        user_table = Table("user", title="every user", title_justify="left", box=None)
+        for row in rows:
+            user_table.add_column(row["method"], justify="right")
+        measure = measure_of(rows[0])
+        for name in users:
+            cells = [number(row["users"][name]["mean"], measure) for row in rows]
+            user_table.add_row(words(name), *cells)
+        yield user_table
 
 
 def render_comparison(table: ComparisonTable) -> Iterator[Table]:
-    """Yield the table of a comparison for the terminal.
+    """Yield a comparison for the terminal: one table, or with several seeds a second one for the columns of costs."""
+    header, rows = _text_cells(table)
+    title = title_of(table)
+    if not _has_deviations(table):
+        yield _text_table(title, header, rows)
+        return
+    # Deviations take up the width, so costs do not fit beside them.
+    first_cost = len(header) - len(_COST_HEADINGS)
+    yield _text_table(title, header[:first_cost], [row[:first_cost] for row in rows])
+    methods_and_costs = [[row[0], *row[first_cost:]] for row in rows]
+    yield _text_table("", [header[0], *_COST_HEADINGS], methods_and_costs)
 
-    With several seeds costs are in a second table, as deviations take up the width.
-    """
-    head, rows = _text_cells(table)
-    has_deviations = any(len(row["seeds"]) > 1 for row in table["methods"])
-    first_cost = len(head) - (len(_COST_HEADINGS) if has_deviations else 0)
-    yield _text_table(title_of(table), head[:first_cost], [row[:first_cost] for row in rows])
-    if has_deviations:
-        yield _text_table("", [head[0], *_COST_HEADINGS], [[row[0], *row[first_cost:]] for row in rows])
 
-
-def _text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table for the terminal, whose first column does not wrap and whose means are bold."""
     result = Table(title=title or None, title_justify="left", box=None)
-    for i, name in enumerate(head):
+    for i, name in enumerate(header):
+        is_first = i == 0
         style = "bold" if name in _MEAN_HEADINGS else ""
-        justify = "left" if i == 0 else "right"
-        result.add_column(words(name), justify=justify, style=style, no_wrap=i == 0, overflow="fold")
+        justify = "left" if is_first else "right"
+        result.add_column(words(name), justify=justify, style=style, no_wrap=is_first, overflow="fold")
     for row in rows:
         result.add_row(*row)
     return result
@@ -842,91 +916,116 @@ def latex_label(name: str, suffix: str = "") -> str:
 def latex(
     table: ComparisonTable, *, name: str = "comparison", all_users: bool = False, require_verdicts: bool = False
 ) -> str:
-    """Return a comparison as a ``table`` environment for the package booktabs.
+    """Return a comparison as LaTeX ``table`` environments for the package booktabs.
 
-    A row is a method; a column is a user, a mean over users or a cost. With several seeds costs are a tabular of their
-    own below. Cells are means over seeds, with the standard deviation for methods with several seeds. The best mean of
-    a column is bold, and so are means that are printed with the same digits. With one method nothing is bold. The
-    verdicts against the baseline, if the comparison has them, are a table of their own.
+    A row is a method; a column is a user, a mean over users or a cost. Verdicts against the baseline are a table of
+    their own.
 
     Args:
         table: The table of :func:`comingle.reports.comparisons.compare_metrics`.
         name: Name of the comparison, for ``\\label{tab:NAME}``.
-        all_users: If users have no columns, add a table with a row for each user, whose best mean is bold.
+        all_users: If users have no columns, add a table with a row for each user.
         require_verdicts: Raise an error if there are no verdicts.
 
     Raises:
         RecipeError: The table has to have verdicts but has none, as it has one method or one seed.
     """
-    rows, measure = table["methods"], measure_of(table["methods"][0])
-    methods = [escape_latex(method) for method in _marked_methods(table)]
-    seeds = [len(row["seeds"]) for row in rows]
-    scores = [(escape_latex(name), _latex_cells(values, seeds, measure)) for name, values in score_columns(table)]
-    costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
-    method_column = ("method", methods)
-    # Deviations over several seeds leave no room for costs beside the results.
-    if max(seeds) > 1:
-        columns_of_tabulars = [[method_column, *scores], [method_column, *costs]]
-    else:
-        columns_of_tabulars = [[method_column, *scores, *costs]]
-    tabulars = [
-        tabular([name for name, _ in columns], zip(*(cells for _, cells in columns), strict=True))
-        for columns in columns_of_tabulars
-    ]
-    best = "; best in bold" if len(rows) > 1 else ""
+    rows = table["methods"]
     title = title_of(table, spread="mean ± std")
-    environments = [table_environment(f"{title}{best}", tabulars, note_of(table), label=latex_label(name))]
-    users = rows[0]["users"]
-    if all_users and not users_with_column(users):
-        rows_of_users = [
-            [escape_latex(user), *_latex_cells([row["users"][user] for row in rows], seeds, measure)] for user in users
-        ]
-        of_users = tabular(["user", *methods], rows_of_users)
+    if len(rows) > 1:
+        title += "; best in bold"
+    environments = [table_environment(title, _latex_tabulars(table), note_of(table), label=latex_label(name))]
+    if all_users and not users_with_column(rows[0]["users"]):
         label = latex_label(name, "users")
-        environments.append(table_environment(f"every user: {title}{best}", [of_users], "", label=label))
-    if comparison := read_baseline_comparison(table):
+        environments.append(table_environment(f"every user: {title}", [_latex_user_tabular(table)], "", label=label))
+    comparison = read_baseline_comparison(table)
+    if comparison:
         environments.append(latex_verdicts(comparison, latex_label(name, "verdicts")))
     elif require_verdicts:
-        seeds_text = ", ".join(map(str, sorted({seed for row in rows for seed in row["seeds"]})))
+        seeds = ", ".join(map(str, sorted({seed for row in rows for seed in row["seeds"]})))
         raise RecipeError(
-            f"--against: got {len(rows)} methods with seeds {seeds_text}, which have no verdicts; allowed: 2 methods "
-            "or more with 2 seeds or more"
+            f"--against: got {len(rows)} methods with seeds {seeds}, which have no verdicts; allowed: 2 methods or "
+            "more with 2 seeds or more"
         )
     return "% needs \\usepackage{booktabs}\n" + "\n".join(environments)
 
 
+def _latex_tabulars(table: ComparisonTable) -> list[str]:
+    """Return the tabular of methods x results and costs, or with several seeds one of results and one of costs."""
+    rows = table["methods"]
+    measure = measure_of(rows[0])
+    num_seeds = [len(row["seeds"]) for row in rows]
+    method_column = ("method", [escape_latex(method) for method in _marked_methods(table)])
+    scores = [(escape_latex(name), _latex_cells(values, num_seeds, measure)) for name, values in score_columns(table)]
+    costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
+    if max(num_seeds) > 1:  # deviations leave no room for costs beside the results
+        columns_of_tabulars = [[method_column, *scores], [method_column, *costs]]
+    else:
+        columns_of_tabulars = [[method_column, *scores, *costs]]
+    tabulars = []
+    for columns in columns_of_tabulars:
+        header = [heading for heading, _ in columns]
+        cells_of_columns = [cells for _, cells in columns]
+        tabulars.append(tabular(header, zip(*cells_of_columns, strict=True)))
+    return tabulars
+
+
+def _latex_user_tabular(table: ComparisonTable) -> str:
+    """Return the tabular of users x methods."""
+    rows = table["methods"]
+    measure = measure_of(rows[0])
+    num_seeds = [len(row["seeds"]) for row in rows]
+    methods = [escape_latex(method) for method in _marked_methods(table)]
+    rows_of_users = []
+    for user in rows[0]["users"]:
+        results = [row["users"][user] for row in rows]
+        rows_of_users.append([escape_latex(user), *_latex_cells(results, num_seeds, measure)])
+    return tabular(["user", *methods], rows_of_users)
+
+
 def latex_verdicts(comparison: BaselineComparison, label: str, *, prefix: str = "") -> str:
-    """Return verdicts as a LaTeX ``table`` environment.
+    """Return verdicts against a baseline as a LaTeX ``table`` environment.
 
     Args:
         comparison: The comparison with a baseline.
         label: Label of the table, as of :func:`latex_label`.
         prefix: Beginning of the caption, before a colon; empty for none.
     """
-    head, rows = comparisons.rows_of(comparison)
-    cells = [[escape_latex(method), *map(latex_number, numbers)] for method, *numbers in rows]
-    body = tabular([escape_latex(name) for name in head], cells)
+    header, rows = comparisons.rows_of(comparison)
+    latex_header = [escape_latex(name) for name in header]
+    latex_rows = []
+    for method, *numbers in rows:
+        latex_rows.append([escape_latex(method), *(latex_number(text) for text in numbers)])
+    caption = comparisons.heading(comparison)
+    if prefix:
+        caption = f"{prefix}: {caption}"
     note = " ".join(comparisons.notes(comparison))
-    caption = ": ".join(filter(None, [prefix, comparisons.heading(comparison)]))
-    return table_environment(caption, [body], note, label=label)
+    return table_environment(caption, [tabular(latex_header, latex_rows)], note, label=label)
 
 
-def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:
-    """Return the cells of a column, or of a row of users' results, with the best in bold.
+def _latex_cells(values: Sequence[CellSpread], num_seeds: Sequence[int], measure: str) -> list[str]:
+    r"""Return LaTeX cells such as ``12.3 $\pm$ 0.4``, the best of them in bold.
+
+    All cells that are printed with the best mean's digits are bold; a single cell is not.
 
     Args:
-        values: Mean and deviation over seeds of each cell.
-        seeds: Number of seeds of each cell's method; deviations of one seed are not shown.
+        values: Mean and standard deviation over seeds of each cell.
+        num_seeds: Number of seeds of each cell's method; deviations of one seed are not shown.
         measure: Name of the measure of these results, such as "perplexity".
     """
     finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
-    best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None
+    best_text = None
+    if finite and len(values) > 1:
+        best = best_of(measure)  # min or max
+        best_text = number(best(finite), measure)
     cells = []
-    for value, count in zip(values, seeds, strict=True):
-        text = number(value["mean"], measure)
-        std = value["std"] if count > 1 else None
-        cell = latex_number(text if std is None else f"{text} ± {number(std, measure)}")
-        cells.append(rf"\textbf{{{cell}}}" if text == best else cell)
+    for value, count in zip(values, num_seeds, strict=True):
+        mean_text = number(value["mean"], measure)
+        text = mean_text
+        if count > 1 and value["std"] is not None:
+            text = f"{mean_text} ± {number(value['std'], measure)}"
+        cell = latex_number(text)
+        cells.append(rf"\textbf{{{cell}}}" if mean_text == best_text else cell)
     return cells
 
 
@@ -939,25 +1038,27 @@ def table_environment(caption: str, tabulars: Sequence[str], note: str, *, label
         note: A note below them, as plain text; empty for none.
         label: The label, as of :func:`latex_label`.
     """
+    capitalised = caption[0].upper() + caption[1:]
     lines = [
         r"\begin{table}",
         r"  \centering",
         r"  \small",
-        rf"  \caption{{{escape_latex(caption[0].upper() + caption[1:])}}}",
+        rf"  \caption{{{escape_latex(capitalised)}}}",
         rf"  \label{{{label}}}",
         "\n  \\par\\medskip\n".join(tabulars),
-        *([rf"  \par\smallskip\footnotesize {escape_latex(note)}"] if note else []),
-        r"\end{table}",
     ]
+    if note:
+        lines.append(rf"  \par\smallskip\footnotesize {escape_latex(note)}")
+    lines.append(r"\end{table}")
     return "\n".join(lines) + "\n"
 
 
-def tabular(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def tabular(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a LaTeX ``tabular`` with a left-aligned first column; cells are LaTeX already."""
     lines = [
-        rf"  \begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
+        rf"  \begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
         r"    \toprule",
-        *_latex_rows([head]),
+        *_latex_rows([header]),
         r"    \midrule",
         *_latex_rows(rows),
         r"    \bottomrule",
