@@ -18,7 +18,10 @@ def test_layers_are_whole_numbers(layers: int) -> None:
     axis = Figure().subplots()
     curve = Curve(iterations=(0, 10), values=(Spread(mean=0.5), Spread(mean=0.4)))
     _paint_heatmap(
-        axis, expert=ExpertCurves(name="generalist", layers=(curve,) * layers), title="", rounds={0: 0, 10: 1}
+        axis,
+        expert=ExpertCurves(name="generalist", layers=(curve,) * layers),
+        title="",
+        round_by_iterations={0: 0, 10: 1},
     )
     low, high = sorted(axis.get_ylim())
     ticks = [tick for tick in axis.get_yticks() if low <= tick <= high]

@@ -6,9 +6,10 @@ in cluster k mod C). Adaptor sets have no names, so they are sorted by the clust
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import comb
@@ -67,10 +68,9 @@ def is_population(users: Sequence[str]) -> bool:
 
 
 def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None) -> dict[str, str]:
-    """Choose up to ``most`` users for a figure; of more users the best and the worst ones, half of each.
+    """Choose at most ``most`` users for a figure: all users if they fit, else the best and the worst ones.
 
-    Users are sorted by their mean change against the baseline over the other trained entries, or by their mean test
-    result without a baseline. Users without a finite number are among the worst.
+    Users are ranked by their mean change against the baseline, or by their mean test result without a baseline.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
@@ -78,21 +78,30 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
 
     Returns:
-        The titles of panels or rows by user: the name, or "best 2: NAME" and "worst 1: NAME" if not all are chosen.
+        Titles by user: ``{"ann": "ann"}`` if all are chosen, else ``{"ann": "best 1: ann", "bob": "worst 1: bob"}``.
     """
     users = list(entries[0].first.users)
     if len(users) <= most:
         return {user: user for user in users}
     values = _mean_change_by_user(entries, baseline) or _mean_result_by_user(entries)
-    sign = -1 if MEASURES[entries[0].first.measure] == "higher" else 1
-    order = sorted(users, key=lambda user: (user not in values, sign * values.get(user, 0.0)))
-    best, worst = order[: -(-most // 2)], order[len(order) - most // 2 :]  # if ``most`` is odd, one more best user
-    titles = {user: f"best {number}: {user}" for number, user in enumerate(best, 1)}
-    return titles | {user: f"worst {len(worst) - number}: {user}" for number, user in enumerate(worst)}
+    higher_is_better = MEASURES[entries[0].first.measure] == "higher"
+
+    def rank(user: str) -> tuple[bool, float]:
+        """Return the sort key of a user: best first, users without a value last."""
+        value = values.get(user, 0.0)
+        return user not in values, -value if higher_is_better else value
+
+    best_to_worst = sorted(users, key=rank)
+    num_worst = most // 2
+    num_best = most - num_worst
+    titles = {user: f"best {number}: {user}" for number, user in enumerate(best_to_worst[:num_best], 1)}
+    for i, user in enumerate(best_to_worst[len(users) - num_worst :]):
+        titles[user] = f"worst {num_worst - i}: {user}"
+    return titles
 
 
 def _mean_change_by_user(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, float]:
-    """Return each user's mean change against a baseline over all compared entries, by the user's name.
+    """Return each user's mean change against a baseline over all compared entries.
 
     Users without a finite change in one of these entries are left out.
 
@@ -100,29 +109,34 @@ def _mean_change_by_user(entries: Sequence[Entry], baseline: Entry | None) -> di
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         baseline: The baseline; None for the first of :func:`comingle.reports.runs.baselines`.
     """
-    baseline = baseline or next(iter(baselines(entries)), None)
     if baseline is None:
+        baseline = next(iter(baselines(entries)), None)
+    if baseline is None:  # none of the entries can be a baseline
         return {}
-    changes_of_entries = [
-        {gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in compared(entries, baseline)
-    ]
-    if not changes_of_entries:
+    changes_by_entry = []
+    for _, gains in compared(entries, baseline):
+        changes_by_entry.append({gain.user: gain.change.mean for gain in gains})
+    if not changes_by_entry:
         return {}
-    known = [user for user in entries[0].first.users if all(user in changes for changes in changes_of_entries)]
-    return {user: statistics.fmean(changes[user] for changes in changes_of_entries) for user in known}
+    means = {}
+    for user in entries[0].first.users:
+        if all(user in changes for changes in changes_by_entry):
+            means[user] = statistics.fmean(changes[user] for changes in changes_by_entry)
+    return means
 
 
 def _mean_result_by_user(entries: Sequence[Entry]) -> dict[str, float]:
-    """Return each user's mean final result over the trained entries, by name; over all entries if none is trained.
+    """Return each user's mean final result over the trained entries; over all entries if none is trained.
 
     Users without a finite result in one of these entries are left out.
     """
-    entries = [entry for entry in entries if entry.trained] or entries
+    trained_or_all = [entry for entry in entries if entry.trained] or entries
     means: dict[str, float] = {}
     for user in entries[0].first.users:
-        results = [result.mean for entry in entries if (result := final(entry, user)) is not None]
-        if len(results) == len(entries):
-            means[user] = statistics.fmean(results)
+        results = [final(entry, user) for entry in trained_or_all]
+        finite = [result.mean for result in results if result is not None]
+        if len(finite) == len(results):
+            means[user] = statistics.fmean(finite)
     return means
 
 
@@ -135,10 +149,9 @@ def scores_figure(entry: Entry) -> Figure:
 
 
 def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
-    """Return one heat map per user and expert: layers (first at the bottom) x rounds; solid is 1, blank is 0.
+    """Return one heat map per user and expert: the expert's mean gate by layer (up) and round (across).
 
-    A heat map has the expert's mean gate in each layer at each evaluation. The panels of a user are next to each other,
-    in a row with those of another user if there is space. For many users the best and the worst are shown.
+    Gate 1 is solid, gate 0 is blank. Of many users only the best and the worst have heat maps.
 
     Args:
         entry: The entry whose scores are shown.
@@ -146,70 +159,82 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     """
     most_experts = max(len(expert_curves(entry, user)) for user in entry.first.users)
     most_users = max(2, MAX_PANELS // most_experts)
-    titles_of_users = extremes(entries or [entry], most_users)
-    # Users without routers have no panels.
-    experts_of_users = {user: experts for user in titles_of_users if (experts := expert_curves(entry, user))}
-    if not experts_of_users:
-        # The chosen users keep their results private, as users of a federation can. Others are shown without a rank.
+    titles = extremes(entries or [entry], most_users)
+    experts_by_user = _experts_by_user(entry, titles)
+    if not experts_by_user:  # the chosen users keep their results private, so take users with scores, without a rank
         users_with_scores = list(entry.first.evaluations[-1].scores)[:most_users]
-        titles_of_users = {user: user for user in users_with_scores}
-        experts_of_users = {user: expert_curves(entry, user) for user in users_with_scores}
-    # Rounds by number of local steps, for the labels of the x axis.
-    rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
+        titles = {user: user for user in users_with_scores}
+        experts_by_user = {user: expert_curves(entry, user) for user in users_with_scores}
+    round_by_iterations = {
+        evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations
+    }
+
     paint: list[Callable[[Axes], None] | None] = []
-    for user, experts in experts_of_users.items():
+    for user, experts in experts_by_user.items():
         for expert in experts:
-            title = f"{short(titles_of_users[user], 27 - len(expert.name))}: {expert.name}"  # fits a panel
-            paint.append(partial(_paint_heatmap, expert=expert, title=title, rounds=rounds))
-        paint += [None] * (most_experts - len(experts))  # empty panels, so that each user has equally many
-    names = [expert.name for expert in max(experts_of_users.values(), key=len)]
-    num_layers = max(len(expert.layers) for experts in experts_of_users.values() for expert in experts)
-    users_per_row = max(1, min(4, len(paint)) // most_experts)  # at most 4 panels in a row, if a user has no more
+            title = f"{short(titles[user], 27 - len(expert.name))}: {expert.name}"  # fits a panel
+            paint.append(partial(_paint_heatmap, expert=expert, title=title, round_by_iterations=round_by_iterations))
+        num_empty_panels = most_experts - len(experts)  # so that each user has equally many panels
+        paint += [None] * num_empty_panels
+    num_layers = max(len(expert.layers) for experts in experts_by_user.values() for expert in experts)
+    max_columns = min(4, len(paint))
+    users_per_row = max(1, max_columns // most_experts)
+    names = [expert.name for expert in max(experts_by_user.values(), key=len)]
     return Panels(
         paint=paint,
         columns=most_experts * users_per_row,
         size=(2.9, min(2.6, 1.15 + 0.06 * num_layers)),
-        sheet=_heatmap_sheet(experts_of_users, rounds),
+        sheet=_heatmap_sheet(experts_by_user, round_by_iterations),
         keys=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
         below="round",
         left="layer",
     )
 
 
-def _paint_heatmap(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int]) -> None:
+def _experts_by_user(entry: Entry, users: Iterable[str]) -> dict[str, list[ExpertCurves]]:
+    """Return the experts of each user; users without routers are left out."""
+    experts_by_user = {user: expert_curves(entry, user) for user in users}
+    return {user: experts for user, experts in experts_by_user.items() if experts}
+
+
+def _paint_heatmap(axis: Axes, *, expert: ExpertCurves, title: str, round_by_iterations: dict[int, int]) -> None:
     """Paint an expert's mean scores: rounds across, layers up.
 
     Args:
         axis: The axes.
         expert: The expert's curve of each layer.
         title: Title of the panel.
-        rounds: The round by number of local steps.
+        round_by_iterations: The round by number of local steps.
     """
-    values = np.array([[value.mean for value in layer.values] for layer in expert.layers])
+    scores = np.array([[value.mean for value in layer.values] for layer in expert.layers])
     colour = expert_colour(expert.name).light
-    shades = LinearSegmentedColormap.from_list(expert.name, [f"{colour}00", f"{colour}ff"])
-    axis.imshow(values, vmin=0, vmax=1, cmap=shades, aspect="auto", interpolation="none", origin="lower")
+    transparent, solid = f"{colour}00", f"{colour}ff"
+    shades = LinearSegmentedColormap.from_list(expert.name, [transparent, solid])
+    axis.imshow(scores, vmin=0, vmax=1, cmap=shades, aspect="auto", interpolation="none", origin="lower")
     axis.set_title(title)
-    evaluated_rounds = [rounds[iterations] for iterations in expert.layers[0].iterations]
-    places = range(0, len(evaluated_rounds), -(-len(evaluated_rounds) // MOST_TICKS))  # at most MOST_TICKS
-    axis.set_xticks(places, [str(evaluated_rounds[place]) for place in places])
+    rounds = [round_by_iterations[iterations] for iterations in expert.layers[0].iterations]
+    interval = math.ceil(len(rounds) / MOST_TICKS)
+    ticks = range(0, len(rounds), interval)
+    axis.set_xticks(ticks, [str(rounds[i]) for i in ticks])
     axis.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True, min_n_ticks=1))
     axis.grid(visible=False)
 
 
-def _heatmap_sheet(experts_of_users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
-    """Return a sheet (a header and rows of numbers) with every score of the heat maps.
+def _heatmap_sheet(
+    experts_by_user: dict[str, list[ExpertCurves]], round_by_iterations: dict[int, int]
+) -> list[list[object]]:
+    """Return a header and rows with every score of the heat maps.
 
     Args:
-        experts_of_users: The experts of each shown user.
-        rounds: The round by number of local steps.
+        experts_by_user: The experts of each shown user.
+        round_by_iterations: The round by number of local steps.
     """
     rows: list[list[object]] = [["user", "expert", "layer", "round", "mean_score", "std_over_seeds"]]
-    for user, experts in experts_of_users.items():
+    for user, experts in experts_by_user.items():
         for expert in experts:
             for layer, curve in enumerate(expert.layers):
                 for iterations, value in zip(curve.iterations, curve.values, strict=True):
-                    rows.append([user, expert.name, layer, rounds[iterations], value.mean, value.std])
+                    rows.append([user, expert.name, layer, round_by_iterations[iterations], value.mean, value.std])
     return rows
 
 
@@ -220,7 +245,8 @@ LEVEL_OPACITY = 0.4
 HATCH = "////"
 """Pattern of the bars of worse results."""
 
-Rows = Sequence[tuple[Entry, Sequence[Gain]]]
+GainsByEntry = Sequence[tuple[Entry, Sequence[Gain]]]
+"""Pairs of an entry and the changes of its users against a baseline."""
 
 
 def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
@@ -232,41 +258,50 @@ def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
 def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) -> Panels | None:
     """Return one panel with a bar for each user and entry: the user's change against the baseline.
 
-    With too many users only the best and the worst have bars; the figure's CSV file has the changes of all users.
-    Returns None if no entry can be compared with the baseline.
+    Of too many users only the best and the worst have bars; the figure's CSV file has the changes of all users.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         baseline: The entry that others are compared with.
         width: Width of the panel, in inches.
+
+    Returns:
+        The panel; None if no entry can be compared with the baseline.
     """
-    rows = compared(entries, baseline)
-    if not rows:
+    gains_by_entry = compared(entries, baseline)
+    if not gains_by_entry:
         return None
-    by_label = _styles_by_label(entries)
-    shown = extremes(entries, max_users_with_bars(rows), baseline)
+    num_entries = len(gains_by_entry)
+    titles = extremes(entries, max_users_with_bars(num_entries), baseline)
+    shown_gains = [gain for _, gains in gains_by_entry for gain in gains if gain.user in titles]
+    has_intervals = any(gain.interval for gain in shown_gains)
     measure = baseline.first.measure
-    has_intervals = any(gain.interval for _, gains in rows for gain in gains if gain.user in shown)
+    style_by_label = _styles_by_label(entries)
+    keys: list[Key] = [
+        (Patch(color=style_by_label[entry.label].colour.light), entry.label) for entry, _ in gains_by_entry
+    ]
+    keys += _verdict_keys(shown_gains)
+    paint = partial(
+        _paint_users, gains_by_entry=gains_by_entry, titles=titles, style_by_label=style_by_label, measure=measure
+    )
     return Panels(
-        paint=[partial(_paint_users, rows=rows, shown=shown, by_label=by_label, measure=measure)],
+        paint=[paint],
         columns=1,
-        size=(width, 1.1 + 0.17 * len(shown) * (len(rows) + 0.8)),
-        sheet=_gain_sheet(rows, baseline),
-        keys=[
-            *((Patch(color=by_label[entry.label].colour.light), entry.label) for entry, _ in rows),
-            *_verdict_keys([gain for _, gains_of_entry in rows for gain in gains_of_entry if gain.user in shown]),
-        ],
+        size=(width, 1.1 + 0.17 * len(titles) * (num_entries + 0.8)),
+        sheet=_gain_sheet(gains_by_entry, baseline),
+        keys=keys,
         below=change_label(measure, baseline.label, short=width < 6),
         note=f"whiskers: {INTERVALS}" if has_intervals else "",
     )
 
 
-def _verdict_keys(gains_of_users: Sequence[Gain]) -> list[tuple[Patch, str]]:
+def _verdict_keys(shown_gains: Sequence[Gain]) -> list[Key]:
     """Return legend entries for pale and hatched bars, each only if the figure has such bars."""
-    keys = []
-    if any(gain.verdict == "level" for gain in gains_of_users):
-        keys.append((Patch(facecolor=INK.light, alpha=LEVEL_OPACITY, linewidth=0), "pale: level"))
-    if any(_is_hatched(gain) for gain in gains_of_users):
+    keys: list[Key] = []
+    if any(gain.verdict == "level" for gain in shown_gains):
+        pale = Patch(facecolor=INK.light, alpha=LEVEL_OPACITY, linewidth=0)
+        keys.append((pale, "pale: level"))
+    if any(_is_hatched(gain) for gain in shown_gains):
         hatched = Patch(facecolor=INK.light, edgecolor=PAPER.light, hatch=HATCH, linewidth=0)
         keys.append((hatched, "hatched: worse"))
     return keys
@@ -276,9 +311,9 @@ def _is_hatched(gain: Gain) -> bool:
     return gain.verdict != "level" and is_worse(gain.change.mean, gain.measure)
 
 
-def max_users_with_bars(rows: Sequence[object]) -> int:
-    """Return the largest number of users that have bars."""
-    return max(1, MAX_BARS // len(rows))
+def max_users_with_bars(num_entries: int) -> int:
+    """Return the largest number of users that have bars, if each has a bar for each of ``num_entries`` entries."""
+    return max(1, MAX_BARS // num_entries)
 
 
 def _styles_by_label(entries: Sequence[Entry]) -> dict[str, Style]:
@@ -287,72 +322,84 @@ def _styles_by_label(entries: Sequence[Entry]) -> dict[str, Style]:
     return {entry.label: style for entry, style in zip(entries, styles_of_entries, strict=True)}
 
 
-def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
-    """Return a sheet (a header and rows) with every user's gain, entry by entry, best first.
+def _gain_sheet(gains_by_entry: GainsByEntry, baseline: Entry) -> list[list[object]]:
+    """Return a header and a row for every user's gain, entry by entry, best first.
 
     Args:
-        rows: Entries with their users' gains against the baseline.
+        gains_by_entry: Pairs of an entry and its users' gains against the baseline.
         baseline: The entry that the others are compared with.
     """
-    unit = baseline.first.unit
-    head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
-    sheet: list[list[object]] = [[*head]]  # a copy whose type allows numbers, too
-    for entry, gains_of_entry in rows:
-        for gain in gains_of_entry:
+    first_run = baseline.first
+    amount_column = f"train_{first_run.unit}"  # train_tokens or train_samples
+    rows: list[list[object]] = [
+        ["method", "against", "user", amount_column, "change", "std_over_seeds", "low_95", "high_95", "verdict"]
+    ]
+    for entry, gains in gains_by_entry:
+        for gain in gains:
+            amount = first_run.amounts.get(gain.user)
             low, high = gain.interval or (None, None)
-            amount, change = baseline.first.amounts.get(gain.user), gain.change
-            names = [entry.label, baseline.label, gain.user, amount]
-            sheet.append([*names, change.mean, change.std, low, high, gain.verdict])
-    return sheet
+            names = [entry.label, baseline.label, gain.user]
+            rows.append([*names, amount, gain.change.mean, gain.change.std, low, high, gain.verdict])
+    return rows
 
 
-def _paint_users(axis: Axes, *, rows: Rows, shown: dict[str, str], by_label: dict[str, Style], measure: str) -> None:
+def _paint_users(
+    axis: Axes,
+    *,
+    gains_by_entry: GainsByEntry,
+    titles: dict[str, str],
+    style_by_label: dict[str, Style],
+    measure: str,
+) -> None:
     """Paint horizontal bars of users' changes: a group for each user, with one bar for each entry.
 
     Args:
         axis: The axes.
-        rows: Pairs of an entry (runs of one recipe with different seeds) and its users' changes against the baseline.
-        shown: Users that have bars, with their labels.
-        by_label: The style of each entry.
+        gains_by_entry: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
+        titles: Titles of the users that have bars.
+        style_by_label: The style of each entry.
         measure: Name of the measure of the results, such as "perplexity".
     """
-    height = 0.8 / len(rows)  # the bars of user i are centred at i and take up 0.8
-    for bar, (entry, changes_of_entry) in enumerate(rows):
-        by_user = {change.user: change for change in changes_of_entry}
-        _paint_bars(axis, list(shown), by_user, by_label[entry.label], (bar + 0.5) * height - 0.4, height)
-    axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
+    group_height = 0.8  # the bars of user i fill the heights from i - 0.4 to i + 0.4
+    bar_height = group_height / len(gains_by_entry)
+    for number, (entry, gains) in enumerate(gains_by_entry):
+        gain_by_user = {gain.user: gain for gain in gains}
+        offset = (number + 0.5) * bar_height - group_height / 2
+        _paint_bars(axis, list(titles), gain_by_user, style_by_label[entry.label], offset, bar_height)
+    axis.axvline(_place_of_no_change(measure), color=INK.light, linewidth=1)
     if measure == "loss":  # changes are factors: on a logarithmic axis ×0.5 and ×2 have bars of equal length
         axis.set_xscale("log")
-    changes = [change for _, changes_of_entry in rows for change in changes_of_entry]
-    if any(change.interval for change in changes):  # a wide interval would squeeze all bars
-        _limit_axis(axis, [change for change in changes if change.user in shown], measure)
-    if measure == "loss":  # the ticks depend on the final limits
-        _format_factors(axis.xaxis, *axis.get_xlim())
-    axis.set_yticks(range(len(shown)), [short(name, 22) for name in shown.values()])
-    axis.set_ylim(len(shown) - 0.4, -0.6)  # the first user is at the top
+    all_gains = [gain for _, gains in gains_by_entry for gain in gains]
+    if any(gain.interval for gain in all_gains):  # a wide interval would squeeze all bars
+        _limit_axis(axis, [gain for gain in all_gains if gain.user in titles], measure)
+    if measure == "loss":  # after the limits are final
+        low, high = axis.get_xlim()
+        _format_factors(axis.xaxis, low, high)
+    axis.set_yticks(range(len(titles)), [short(title, 22) for title in titles.values()])
+    axis.set_ylim(len(titles) - 0.4, -0.6)  # the first user is at the top
     axis.grid(visible=False, axis="y")
 
 
 def _paint_bars(
-    axis: Axes, users: Sequence[str], by_user: dict[str, Gain], style: Style, offset: float, height: float
+    axis: Axes, users: Sequence[str], gain_by_user: dict[str, Gain], style: Style, offset: float, height: float
 ) -> None:
     """Paint one entry's bars, with 95% confidence intervals as whiskers.
 
-    Bars of harmed users are hatched, which is visible without colour. Bars of level results are pale.
+    Bars of level results are pale, bars of worse results are hatched.
 
     Args:
-        axis: The axes.
+        axis: The axes; the bars of user i are centred at height i.
         users: Users that have bars, from top to bottom.
-        by_user: The gains of the entry's users.
+        gain_by_user: Gains of the entry's users.
         style: The style of the entry.
-        offset: Place of the entry's bar relative to the centre of a user's bars.
+        offset: Distance of the entry's bar from the centre of a user's bars.
         height: Height for a bar.
     """
-    places = [i + offset for i, user in enumerate(users) if user in by_user]
-    gains = [by_user[user] for user in users if user in by_user]
-    ends = [_to_axis(gain.measure, gain.change.mean) for gain in gains]  # of the bars, in the unit of the axis
+    places = [i + offset for i, user in enumerate(users) if user in gain_by_user]
+    gains = [gain_by_user[user] for user in users if user in gain_by_user]
+    ends = [_to_axis(gain.measure, gain.change.mean) for gain in gains]
     for place, end, gain in zip(places, ends, gains, strict=True):
-        start = _no_change(gain.measure)
+        start = _place_of_no_change(gain.measure)
         drawn_height = height * 0.92  # leaves a gap between bars
         (bar,) = axis.barh(
             place, end - start, drawn_height, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
@@ -360,16 +407,16 @@ def _paint_bars(
         bar.set_alpha(LEVEL_OPACITY if gain.verdict == "level" else 1.0)
         bar.set_hatch(HATCH if _is_hatched(gain) else "")
     if any(gain.interval for gain in gains):
-        intervals = [gain.interval or (gain.change.mean, gain.change.mean) for gain in gains]
-        # On the axis of factors the two sides of an interval have different lengths.
-        lows = [_to_axis(gain.measure, low) for gain, (low, _) in zip(gains, intervals, strict=True)]
-        highs = [_to_axis(gain.measure, high) for gain, (_, high) in zip(gains, intervals, strict=True)]
-        below = [abs(end - low) for end, low in zip(ends, lows, strict=True)]
-        above = [abs(end - high) for end, high in zip(ends, highs, strict=True)]
-        axis.errorbar(ends, places, xerr=[below, above], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
+        lengths_left, lengths_right = [], []  # of the whiskers; 0 without an interval
+        for end, gain in zip(ends, gains, strict=True):
+            low, high = gain.interval or (gain.change.mean, gain.change.mean)
+            lengths_left.append(abs(end - _to_axis(gain.measure, low)))
+            lengths_right.append(abs(end - _to_axis(gain.measure, high)))
+        whiskers = [lengths_left, lengths_right]
+        axis.errorbar(ends, places, xerr=whiskers, fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
 
 
-def _no_change(measure: str) -> float:
+def _place_of_no_change(measure: str) -> float:
     """Return the place of no change on the axis: 1 for losses, whose changes are shown as factors, else 0."""
     return 1.0 if measure == "loss" else 0.0
 
@@ -386,28 +433,29 @@ def _to_axis(measure: str, change: float) -> float:
 
 
 def _limit_axis(axis: Axes, gains: Sequence[Gain], measure: str) -> None:
-    """Set limits that show all bars, and whiskers as far as the bars' range on each side.
-
-    With two seeds an interval may be many times as long as the bars.
+    """Set limits that show all bars; whiskers are cut where they reach further than the bars' range beyond the bars.
 
     Args:
         axis: The axes.
         gains: Gains that have bars.
         measure: Name of the measure of the results.
     """
-    means = [0.0, *(gain.change.mean for gain in gains)]
-    ends = [end for gain in gains for end in gain.interval or ()]
-    low, high = min(means), max(means)
-    # Without any change the longest whisker counts, and without whiskers any width is right.
-    width = (high - low) or max((abs(end) for end in ends), default=1.0) or 1.0
-    left = max(min([low, *ends]), low - width)
-    right = min(max([high, *ends]), high + width)
-    margin = width / 20
+    bar_ends = [0.0, *(gain.change.mean for gain in gains)]
+    whisker_ends = [end for gain in gains for end in gain.interval or ()]
+    low, high = min(bar_ends), max(bar_ends)
+    bars_range = high - low
+    if bars_range == 0:  # no change at all: show the longest whisker
+        bars_range = max((abs(end) for end in whisker_ends), default=0.0)
+    if bars_range == 0:  # no whiskers either
+        bars_range = 1.0
+    left = max(min([low, *whisker_ends]), low - bars_range)
+    right = min(max([high, *whisker_ends]), high + bars_range)
+    margin = bars_range / 20
     axis.set_xlim(_to_axis(measure, left - margin), _to_axis(measure, right + margin))
 
 
 def _format_factors(axis: Axis, low: float, high: float) -> None:
-    """Format the ticks of a logarithmic axis as factors, such as "×2"; minor ticks only if they have space.
+    """Format the ticks of a logarithmic axis as factors, such as "×2".
 
     Args:
         axis: The axis.
@@ -415,8 +463,11 @@ def _format_factors(axis: Axis, low: float, high: float) -> None:
         high: Its upper limit.
     """
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
-    crowded = high > 30 * low  # labels between the powers of ten would overlap
-    axis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_factor_tick))
+    minor_labels_overlap = high > 30 * low
+    if minor_labels_overlap:
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_minor_formatter(FuncFormatter(_factor_tick))
 
 
 def _factor_tick(value: float, _: object) -> str:
@@ -439,24 +490,29 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
         A panel for the distribution, and one for each compared entry if the runs record the amounts of data; None if
         nothing can be compared.
     """
-    rows = compared(entries, baseline)
-    if not rows:
+    gains_by_entry = compared(entries, baseline)
+    if not gains_by_entry:
         return None
-    measure, by_label = baseline.first.measure, _styles_by_label(entries)
+    style_by_label = _styles_by_label(entries)
     paint: list[Callable[[Axes], None]] = [
-        partial(_paint_distribution, rows=rows, by_label=by_label, measure=measure, baseline=baseline.label)
+        partial(
+            _paint_distribution,
+            gains_by_entry=gains_by_entry,
+            style_by_label=style_by_label,
+            measure=baseline.first.measure,
+            baseline=baseline.label,
+        )
     ]
     if baseline.first.amounts:
-        paint += [
-            partial(_paint_against_data, entry=entry, gains=gains, style=by_label[entry.label], baseline=baseline)
-            for entry, gains in rows
-        ]
+        for entry, gains in gains_by_entry:
+            style = style_by_label[entry.label]
+            paint.append(partial(_paint_against_data, entry=entry, gains=gains, style=style, baseline=baseline))
     return Panels(
         paint=paint,
         columns=min(3, len(paint)),
         size=(3.9, 2.9),
-        sheet=_gain_sheet(rows, baseline),
-        keys=[(_legend_line(by_label[entry.label]), entry.label) for entry, _ in rows],
+        sheet=_gain_sheet(gains_by_entry, baseline),
+        keys=[(_legend_line(style_by_label[entry.label]), entry.label) for entry, _ in gains_by_entry],
     )
 
 
@@ -465,28 +521,31 @@ def _legend_line(style: Style) -> Line2D:
     return Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
 
 
-def _paint_distribution(axis: Axes, *, rows: Rows, by_label: dict[str, Style], measure: str, baseline: str) -> None:
+def _paint_distribution(
+    axis: Axes, *, gains_by_entry: GainsByEntry, style_by_label: dict[str, Style], measure: str, baseline: str
+) -> None:
     """Draw the cumulative distribution of changes: share of users (up) with at most a given change (across).
 
     Args:
         axis: The axes.
-        rows: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
-        by_label: The style of each entry.
+        gains_by_entry: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
+        style_by_label: The style of each entry.
         measure: Name of the measure of the results, such as "perplexity".
         baseline: Label of the baseline.
     """
-    for entry, gains_of_entry in rows:
-        changes = [_to_axis(gain.measure, gain.change.mean) for gain in gains_of_entry]  # in the unit of the axis
-        style = by_label[entry.label]
+    for entry, gains in gains_by_entry:
+        changes = [_to_axis(gain.measure, gain.change.mean) for gain in gains]
+        style = style_by_label[entry.label]
         axis.ecdf(np.sort(changes), color=style.colour.light, linestyle=style.line)
-    axis.axvline(_no_change(measure), color=INK.light, linewidth=1)
+    axis.axvline(_place_of_no_change(measure), color=INK.light, linewidth=1)
     axis.set_title("distribution over users")
     axis.set_ylabel("share of users, %")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
     axis.set_xlabel(change_label(measure, baseline, short=True))
     if measure == "loss":
         axis.set_xscale("log")
-        _format_factors(axis.xaxis, *axis.get_xlim())
+        low, high = axis.get_xlim()
+        _format_factors(axis.xaxis, low, high)
 
 
 def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
@@ -499,23 +558,27 @@ def _paint_against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], styl
         style: Its style.
         baseline: The baseline, whose first run records the amounts.
     """
-    first = baseline.first
-    with_data = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
-    amounts = [first.amounts[gain.user] for gain in with_data]
-    changes = [_to_axis(gain.measure, gain.change.mean) for gain in with_data]
+    first_run = baseline.first
+    amounts, changes = [], []
+    for gain in gains:
+        amount = first_run.amounts.get(gain.user, 0)
+        if amount > 0:
+            amounts.append(amount)
+            changes.append(_to_axis(gain.measure, gain.change.mean))
     axis.plot(
         amounts, changes, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light
     )
-    axis.axhline(_no_change(first.measure), color=INK.light, linewidth=1)
+    axis.axhline(_place_of_no_change(first_run.measure), color=INK.light, linewidth=1)
     axis.set_title(f"{short(entry.label)} and amount of data")
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_xlabel(f"training {first.unit} of the user")
-    axis.set_ylabel(change_label(first.measure, baseline.label, short=True))
-    if first.measure == "loss":
+    axis.set_xlabel(f"training {first_run.unit} of the user")
+    axis.set_ylabel(change_label(first_run.measure, baseline.label, short=True))
+    if first_run.measure == "loss":
         axis.set_yscale("log")
-        _format_factors(axis.yaxis, *axis.get_ylim())
+        low, high = axis.get_ylim()
+        _format_factors(axis.yaxis, low, high)
 
 
 MAX_SNAPSHOTS = 6
@@ -579,16 +642,19 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     evaluations = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
     if start is None or not evaluations:
         return None
-    truth: dict[str, int] | None = evaluations[-1].get("clusters")
+    last = evaluations[-1]
     # In a federation users can miss an evaluation or keep their results private.
-    names = [user for user in evaluations[-1]["mixtures"] if all(user in event["mixtures"] for event in evaluations)]
-    if not names:
+    users = [user for user in last["mixtures"] if all(user in event["mixtures"] for event in evaluations)]
+    if not users:
         return None
-    users = names if truth is None else sorted(names, key=lambda name: (truth[name], names.index(name)))
-    # Weights of shape (evaluation, user, component).
-    values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
-    clusters = None if truth is None else tuple(truth[user] for user in users)
-    order = match_clusters(values[-1], clusters)  # of the components: that of the first true cluster first
+
+    clusters: tuple[int, ...] | None = None
+    cluster_by_user: dict[str, int] | None = last.get("clusters")  # the true clusters, if they are known
+    if cluster_by_user is not None:
+        users = sorted(users, key=lambda user: cluster_by_user[user])
+        clusters = tuple(cluster_by_user[user] for user in users)
+    weights = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
+    order = match_clusters(weights[-1], clusters)
     return Mixtures(
         method=start["method"],
         seed=start["seed"],
@@ -596,8 +662,8 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         users=tuple(users),
         clusters=clusters,
         order=order,
-        values=values[:, :, list(order)],
-        component=evaluations[-1].get("component", "component"),
+        values=weights[:, :, list(order)],
+        component=last.get("component", "component"),
         entropy=_values_of(evaluations, "router_entropy_nats"),
         mismatch=_values_of(evaluations, "aggregation_mismatch"),
     )
@@ -611,26 +677,26 @@ def _values_of(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] 
 def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
     """Return an order of the adaptor sets: the set of the first true cluster, that of the second, and so on.
 
-    Each cluster is assigned a different set, so that the total weight of the clusters' users on their sets is largest
-    (linear sum assignment). Sets that no cluster has follow, those with the largest total weight first.
+    Clusters get different sets, so that users have the largest total weight on their clusters' sets (linear sum
+    assignment). The sets that are left follow, largest total weight first.
 
     Args:
         mixture: Weights, of shape (user, adaptor set).
         clusters: True cluster of each user; None if unknown.
 
     Returns:
-        Indices of all adaptor sets.
+        Indices of all adaptor sets, such as ``(2, 0, 1)``.
     """
     matched: list[int] = []
     if clusters is not None:
-        true_clusters = np.array(clusters)
-        # Total weight of each set in each cluster, of shape (cluster, adaptor set).
-        weights = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
-        rows, columns = linear_sum_assignment(weights, maximize=True)
+        cluster_of_user = np.array(clusters)
+        weights_of_clusters = [mixture[cluster_of_user == cluster].sum(0) for cluster in sorted(set(clusters))]
+        rows, columns = linear_sum_assignment(np.stack(weights_of_clusters), maximize=True)
         matched = [int(columns[i]) for i in np.argsort(rows)]  # in the order of the clusters
-    total = mixture.sum(0)
-    unmatched = [number for number in range(mixture.shape[1]) if number not in matched]
-    return (*matched, *sorted(unmatched, key=lambda number: (-total[number], number)))
+    total_weights = mixture.sum(0)
+    unmatched = [i for i in range(mixture.shape[1]) if i not in matched]
+    unmatched.sort(key=lambda i: (-total_weights[i], i))
+    return (*matched, *unmatched)
 
 
 def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: Sequence[Hashable]) -> float:
@@ -639,11 +705,14 @@ def adjusted_rand_index(first_partition: Sequence[Hashable], second_partition: S
     ``(n - e) / (m - e)``: n pairs are together in both partitions, e is the number expected by chance, and m is the
     mean number of pairs together in either partition (Hubert and Arabie, 1985). 0 / 0 counts as 1.
     """
-    in_both = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
+    n = _num_pairs(Counter(zip(first_partition, second_partition, strict=True)))
     in_first, in_second = _num_pairs(Counter(first_partition)), _num_pairs(Counter(second_partition))
-    expected = in_first * in_second / comb(len(first_partition), 2) if len(first_partition) > 1 else 0.0
-    mean = (in_first + in_second) / 2
-    return 1.0 if mean == expected else (in_both - expected) / (mean - expected)
+    m = (in_first + in_second) / 2
+    all_pairs = comb(len(first_partition), 2)
+    e = in_first * in_second / all_pairs if all_pairs else 0.0
+    if m == e:
+        return 1.0
+    return (n - e) / (m - e)
 
 
 def _num_pairs(sizes: Counter[object]) -> int:
@@ -657,63 +726,71 @@ def _num_pairs(sizes: Counter[object]) -> int:
 def mixtures_figure(mixtures: Mixtures) -> Figure:
     """Return heat maps of users (down) x components (across) at up to :data:`MAX_SNAPSHOTS` evaluations.
 
-    A component is what a user's model is mixed from, for example a set of adapters. Weight 1 is solid and weight 0 is
-    transparent, so that the figure suits light and dark pages.
+    Weight 1 is solid and weight 0 is transparent, so that the figure suits light and dark pages.
     """
-    panels = _snapshot_indices(len(mixtures.rounds))
+    snapshots = _snapshot_indices(len(mixtures.rounds))
+    num_components = len(mixtures.order)
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         """Paint one heat map for each snapshot, and the colour bar."""
-        for axis, at in zip(axes, panels, strict=True):
-            axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
-            axis.set_title(_snapshot_title(mixtures, at))
-            axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
-            if len(mixtures.order) > 10:  # labels of two digits would overlap horizontally
-                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
+        for axis, snapshot in zip(axes, snapshots, strict=True):
+            axis.imshow(mixtures.values[snapshot], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
+            axis.set_title(_snapshot_title(mixtures, snapshot))
+            axis.set_xticks(range(num_components), [str(name) for name in mixtures.order])
+            if num_components > 10:  # labels of two digits would overlap horizontally
+                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / num_components))
             axis.set_xlabel(mixtures.component)
             axis.grid(visible=False)
-            _mark_clusters(axis, mixtures, labels=at == panels[0])
+            is_leftmost = snapshot == snapshots[0]
+            _mark_clusters(axis, mixtures, has_labels=is_leftmost)
         figure.suptitle(f"{mixtures.method}, seed {mixtures.seed}: each user's mixture", x=0.01, ha="left")
         bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # seams show between hundreds of translucent vector strips
 
     # Includes space for user names, the colour bar, and the title above a single panel.
-    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(mixtures.order))))
-    return draw(1, len(panels), (width / len(panels), 3.4), paint)
+    width = min(14.0, max(4.4, 1.7 + len(snapshots) * (0.6 + 0.22 * num_components)))
+    return draw(1, len(snapshots), (width / len(snapshots), 3.4), paint)
 
 
-def _snapshot_indices(count: int) -> list[int]:
-    """Return the first evaluation, the last, and some between them at equal distances."""
-    wanted = min(count, MAX_SNAPSHOTS)
-    return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
+def _snapshot_indices(num_evaluations: int) -> list[int]:
+    """Return evaluations at equal distances, with the first and the last: ``[0, 2, 4, 6, 8, 10]`` for 11."""
+    num_snapshots = min(num_evaluations, MAX_SNAPSHOTS)
+    if num_snapshots == 1:
+        return [0]
+    return [round(number * (num_evaluations - 1) / (num_snapshots - 1)) for number in range(num_snapshots)]
 
 
-def _snapshot_title(mixtures: Mixtures, at: int) -> str:
+def _snapshot_title(mixtures: Mixtures, evaluation: int) -> str:
     """Return the title of a snapshot: its round and, if the true clusters are known, the adjusted Rand index."""
-    title = f"round {mixtures.rounds[at]}"
-    return title if mixtures.recovery is None else f"{title}\nARI {mixtures.recovery[at]:.2f}"
+    title = f"round {mixtures.rounds[evaluation]}"
+    if mixtures.recovery is None:
+        return title
+    return f"{title}\nARI {mixtures.recovery[evaluation]:.2f}"
 
 
-def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
+def _mark_clusters(axis: Axes, mixtures: Mixtures, *, has_labels: bool) -> None:
     """Draw lines between the true clusters and label them at their centres; without clusters label each user.
 
     Args:
         axis: The axes of a heat map, with a row for each user.
         mixtures: The mixtures, whose users are sorted by cluster.
-        labels: Whether to label the rows.
+        has_labels: Whether the heat map has labels.
     """
-    names = mixtures.users if mixtures.clusters is None else [f"cluster {cluster}" for cluster in mixtures.clusters]
-    starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]  # first rows of the clusters
+    if mixtures.clusters is None:
+        name_of_rows = list(mixtures.users)
+    else:
+        name_of_rows = [f"cluster {cluster}" for cluster in mixtures.clusters]
+    starts = [i for i, name in enumerate(name_of_rows) if i == 0 or name_of_rows[i - 1] != name]
     if mixtures.clusters is not None:
         for start in starts[1:]:
             axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
-    if not labels or len(starts) > _MOST_NAMES:
+    if not has_labels or len(starts) > _MOST_NAMES:
         axis.set_yticks([])
         return
-    ends = [*starts[1:], len(names)]
-    places = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
-    axis.set_yticks(places, [short(names[start]) for start in starts])
+    ends = [*starts[1:], len(name_of_rows)]
+    centres = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
+    axis.set_yticks(centres, [short(name_of_rows[start]) for start in starts])
 
 
 __all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "users_figure"]
@@ -735,8 +812,7 @@ def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str 
 def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str = "") -> Panels:
     """Return panels of test results against local iterations: the mean over users, then each user.
 
-    Bands are standard deviations over seeds. Perplexities have a panel for the geometric mean too. For many users the
-    best and the worst are shown.
+    Bands are standard deviations over seeds. Of many users the best and the worst have panels.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
@@ -744,59 +820,65 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
         measure: Name of a measure, such as "accuracy"; empty for the measure by which methods are compared.
     """
     measure = measure or entries[0].first.measure
-    users = extremes(entries, MAX_PANELS)
+    titles = extremes(entries, MAX_PANELS)
     num_users = len(entries[0].first.users)
-    over = f"over {num_users} users" if num_users > len(users) else "over users"
-    # For each panel the user (None for a mean over users), whether the mean is geometric, and the title.
-    panels: list[tuple[str | None, bool, str]] = [(None, False, f"mean {over}")]
+    over_users = f"over {num_users} users" if num_users > len(titles) else "over users"
+
+    # The name and the title of each panel, and its curves, one for each entry.
+    panels: list[tuple[str, str, list[Curve]]] = []
+    mean_curves = [_curve_of(entry, None, measure, start=start) for entry in entries]
+    panels.append((f"mean {over_users}", f"mean {over_users}", mean_curves))
     if measure == "perplexity":
-        panels.append((None, True, f"geometric mean {over}"))
-    panels += [(user, False, short(title)) for user, title in users.items()]
-    curves = [[_curve_of(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in panels]
-    values = [value for by_entry in curves for curve in by_entry for value in curve.values]
+        geometric_curves = [_curve_of(entry, None, measure, geometric=True, start=start) for entry in entries]
+        panels.append((f"geometric mean {over_users}", f"geometric mean {over_users}", geometric_curves))
+    for user, title in titles.items():
+        panels.append((user, short(title), [_curve_of(entry, user, measure, start=start) for entry in entries]))
+
+    paint: list[Callable[[Axes], None]] = []
+    for _, title, curves in panels:
+        paint.append(
+            partial(_paint_curves_panel, entries=entries, curves=curves, title=title, start=start, measure=measure)
+        )
+    has_bands = any(value.std for _, _, curves in panels for curve in curves for value in curve.values)
+    curves_by_name = [(name, curves) for name, _, curves in panels]
     return Panels(
-        paint=[
-            partial(_paint_curves_panel, entries=entries, curves=by_entry, title=title, start=start, measure=measure)
-            for (_, _, title), by_entry in zip(panels, curves, strict=True)
-        ],
+        paint=paint,
         columns=min(4, len(panels)),
         size=(2.9, 2.45),
-        sheet=_curves_sheet(entries, [user or title for user, _, title in panels], curves),
+        sheet=_curves_sheet(entries, curves_by_name),
         keys=method_keys(entries),
         below="local iterations",
         left=axis_label(measure),
-        note=f"bands: {DEVIATION}" if any(value.std for value in values) else "",
+        note=f"bands: {DEVIATION}" if has_bands else "",
     )
 
 
 def method_keys(entries: Sequence[Entry]) -> list[Key]:
     """Return the legend of entries: for each a line in its colour, style and marker, and its label."""
-    line_styles = styles([entry.method for entry in entries])
-    lines = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in line_styles]
-    return [(line, entry.label) for line, entry in zip(lines, entries, strict=True)]
+    styles_of_entries = styles([entry.method for entry in entries])
+    return [(_legend_line(style), entry.label) for style, entry in zip(styles_of_entries, entries, strict=True)]
 
 
-def _curve_of(entry: Entry, user: str | None, measure: str, geometric: bool, start: bool) -> Curve:
+def _curve_of(entry: Entry, user: str | None, measure: str, *, geometric: bool = False, start: bool) -> Curve:
     """Return a learning curve as :func:`learning_curve`, without the first evaluation unless ``start``."""
     curve = learning_curve(entry, user, measure, geometric=geometric)
     return curve if start else _without_start(curve)
 
 
 def _curves_sheet(
-    entries: Sequence[Entry], names: Sequence[str], curves: Sequence[Sequence[Curve]]
+    entries: Sequence[Entry], curves_by_name: Sequence[tuple[str, Sequence[Curve]]]
 ) -> list[list[object]]:
-    """Return a sheet with every point of the learning curves.
+    """Return a header and a row for every point of the learning curves.
 
     Args:
         entries: Entries, each the runs of one recipe with different seeds.
-        names: The user, or the mean, of each panel.
-        curves: The curves of each panel, one for each entry.
+        curves_by_name: Name of each panel (a user or a mean over users), and its curves, one for each entry.
     """
     rows: list[list[object]] = [["of", "method", "local_iterations", "mean_over_seeds", "std_over_seeds"]]
-    for name, by_entry in zip(names, curves, strict=True):
-        for entry, curve in zip(entries, by_entry, strict=True):
-            points = zip(curve.iterations, curve.values, strict=True)
-            rows += [[name, entry.label, at, value.mean, value.std] for at, value in points]
+    for name, curves in curves_by_name:
+        for entry, curve in zip(entries, curves, strict=True):
+            for iterations, value in zip(curve.iterations, curve.values, strict=True):
+                rows.append([name, entry.label, iterations, value.mean, value.std])
     return rows
 
 
@@ -814,40 +896,43 @@ def _paint_curves_panel(
         measure: Name of the measure of the results, such as "perplexity".
     """
     axis.set_title(title)
-    line_styles = styles([entry.method for entry in entries])
-    values = [
-        value.mean for curve, entry in zip(curves, entries, strict=True) if entry.trained for value in curve.values
-    ]
-    log_axis = _needs_log_axis(values, measure, start)  # judged by trained entries only
-    for curve, style, entry in zip(curves, line_styles, entries, strict=True):
+    values = []
+    for curve, entry in zip(curves, entries, strict=True):
         if entry.trained:
-            _paint_curve(axis, curve, style, log_axis)
+            values += [value.mean for value in curve.values]
+    has_log_axis = _needs_log_axis(values, measure, start)
+    styles_of_entries = styles([entry.method for entry in entries])
+    for curve, style, entry in zip(curves, styles_of_entries, entries, strict=True):
+        if entry.trained:
+            _paint_curve(axis, curve, style, has_log_axis=has_log_axis)
         elif curve.values:
             constant = curve.values[0].mean
             values.append(constant)
             axis.axhline(constant, color=style.colour.light, linestyle=style.line)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    if log_axis:
+    if has_log_axis:
         logarithmic(axis, values, measure)
 
 
 def _needs_log_axis(values: Sequence[float], measure: str, start: bool) -> bool:
-    """Return whether values span too wide a range for a linear axis: the largest is over 4 times the smallest.
+    """Return whether the largest value is over 4 times the smallest, so that a linear axis would hide differences.
 
-    Accuracies never do. Without the first evaluation, which is far from the others, only losses may.
+    Accuracies always have a linear axis; without the first evaluation, so have all measures but the loss.
 
     Args:
         values: The values.
         measure: Name of the measure of these results, such as "perplexity".
-        start: Whether they include the first evaluation.
+        start: Whether they include the first evaluation, which is far from the others.
     """
     if not values or MEASURES[measure] == "higher":
         return False
-    return (start or measure == "loss") and 0 < 4 * min(values) < max(values)
+    if not start and measure != "loss":
+        return False
+    return 0 < 4 * min(values) < max(values)
 
 
 def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float = 1.6) -> None:
-    """Set a logarithmic y axis with limits that depend on the values, not on their bands.
+    """Set a logarithmic y axis whose limits depend on the values, not on the bands around them.
 
     Args:
         axis: The axes.
@@ -855,11 +940,15 @@ def logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float =
         measure: Name of the measure of these results, such as "perplexity".
         room: Factor between the extreme values and the limits.
     """
+    low, high = min(values), max(values)
     axis.set_yscale("log")
-    axis.set_ylim(min(values) / room, max(values) * room)
+    axis.set_ylim(low / room, high * room)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    crowded = max(values) > 1000 * min(values)  # labels between the powers of ten would overlap
-    axis.yaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(lambda v, _: sparse_tick(v, measure)))
+    minor_labels_overlap = high > 1000 * low
+    if minor_labels_overlap:
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: sparse_tick(value, measure)))
 
 
 def _without_start(curve: Curve) -> Curve:
@@ -868,28 +957,28 @@ def _without_start(curve: Curve) -> Curve:
     return Curve(iterations=tuple(curve.iterations[i] for i in kept), values=tuple(curve.values[i] for i in kept))
 
 
-def _paint_curve(axis: Axes, curve: Curve, style: Style, log_axis: bool) -> None:
+def _paint_curve(axis: Axes, curve: Curve, style: Style, *, has_log_axis: bool) -> None:
     """Draw a curve with a band of one standard deviation over seeds.
 
-    On a logarithmic axis the band reaches as many decades down as up, as it could reach 0 otherwise.
+    On a logarithmic axis the band is as high below the mean as above it: from mean² / top to top.
 
     Args:
         axis: The axes.
         curve: Mean and standard deviation over seeds, by local iterations.
         style: Colour, line style and marker.
-        log_axis: Whether the axis of values is logarithmic.
+        has_log_axis: Whether the axis of values is logarithmic.
     """
     means = [value.mean for value in curve.values]
     colour = style.colour.light
     marker = style.marker if len(means) <= 12 else ""  # more markers would hide the line
     axis.plot(curve.iterations, means, color=colour, linestyle=style.line, marker=marker)
     if any(value.std for value in curve.values):
-        high = [value.mean + (value.std or 0) for value in curve.values]
-        if log_axis:
-            low = [mean * mean / top for mean, top in zip(means, high, strict=True)]
+        tops = [value.mean + (value.std or 0) for value in curve.values]
+        if has_log_axis:
+            bottoms = [mean * mean / top for mean, top in zip(means, tops, strict=True)]
         else:
-            low = [2 * mean - top for mean, top in zip(means, high, strict=True)]
-        axis.fill_between(curve.iterations, low, high, color=colour, alpha=0.18, linewidth=0)
+            bottoms = [2 * mean - top for mean, top in zip(means, tops, strict=True)]
+        axis.fill_between(curve.iterations, bottoms, tops, color=colour, alpha=0.18, linewidth=0)
 
 
 # -------------------------------------------------------------------- bytes
@@ -906,21 +995,25 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
     There is a panel for the mean over users, and for perplexities another one for the geometric mean.
     """
     measure = entries[0].first.measure
-    means = ["mean", "geometric mean"] if measure == "perplexity" else ["mean"]
-    sheet: list[list[object]] = [["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]]
-    has_whiskers = False  # deviations over seeds
-    for mean in means:
-        for entry in entries:
-            result = final(entry, geometric=mean == "geometric mean") if entry.trained else None
-            if result is not None:
-                sheet.append([mean, entry.label, cost(entry).upload_bytes, result.mean, result.std])
-                has_whiskers = has_whiskers or bool(result.std)
-    _, unit_name = byte_unit(max((cost(entry).upload_bytes for entry in entries), default=0))
+    mean_names = ["mean", "geometric mean"] if measure == "perplexity" else ["mean"]
+    trained = [entry for entry in entries if entry.trained]
+    rows: list[list[object]] = [["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]]
+    has_whiskers = False
+    for mean_name in mean_names:
+        for entry in trained:
+            result = final(entry, geometric=mean_name == "geometric mean")
+            if result is None:  # not finite
+                continue
+            rows.append([mean_name, entry.label, cost(entry).upload_bytes, result.mean, result.std])
+            if result.std:
+                has_whiskers = True
+    largest = max((cost(entry).upload_bytes for entry in entries), default=0)
+    _, unit_name = byte_unit(largest)
     return Panels(
-        paint=[partial(_paint_bytes_panel, entries=entries, mean_name=mean) for mean in means],
-        columns=len(means),
+        paint=[partial(_paint_bytes_panel, entries=entries, mean_name=mean_name) for mean_name in mean_names],
+        columns=len(mean_names),
         size=(4.2, 3.0),
-        sheet=sheet,
+        sheet=rows,
         below=f"uploaded by all users over the run, {unit_name}",
         left=axis_label(measure),
         note=f"whiskers: {DEVIATION}" if has_whiskers else "",
@@ -928,7 +1021,7 @@ def bytes_panels(entries: Sequence[Entry]) -> Panels:
 
 
 def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) -> None:
-    """Paint a point for each entry whose method trains: uploaded bytes across, mean test result over users up.
+    """Paint a point for each trained entry: uploaded bytes across, mean test result over users up.
 
     Args:
         axis: The axes.
@@ -940,20 +1033,20 @@ def _paint_bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean_name: str) 
     unit, _ = byte_unit(largest)
     points = []
     for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
-        spread = final(entry, geometric=mean_name == "geometric mean")  # mean and deviation over seeds
-        if spread is None or not entry.trained:  # None if a result is not finite
+        result = final(entry, geometric=mean_name == "geometric mean")
+        if result is None or not entry.trained:  # None if it is not finite
             continue
         uploaded = cost(entry).upload_bytes / unit
-        axis.errorbar(uploaded, spread.mean, yerr=spread.std, fmt=style.marker, color=style.colour.light, markersize=7)
-        points.append((uploaded, spread.mean, entry.label))
+        axis.errorbar(uploaded, result.mean, yerr=result.std, fmt=style.marker, color=style.colour.light, markersize=7)
+        points.append((uploaded, result.mean, entry.label))
     axis.set_title(f"{mean_name} over users")
     axis.margins(y=0.2)
     width = largest / unit or 1.0  # 1 if nothing is uploaded
     axis.set_xlim(-0.04 * width, 1.4 * width)  # room for labels on the right
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    results = [result for _, result, _ in points]
-    if measure == "loss" and results and min(results) > 0 and max(results) > 10 * min(results):
-        logarithmic(axis, results, measure, room=3.0)  # labels need more room than curves
+    means = [mean for _, mean, _ in points]
+    if measure == "loss" and means and 0 < 10 * min(means) < max(means):
+        logarithmic(axis, means, measure, room=3.0)  # labels need more room than curves
     figure = axis.figure
     assert isinstance(figure, Figure)
     label_points(figure, axis, points)

@@ -758,7 +758,7 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
         "kinds": columns,
         "single": any("one seed" in verdict for verdict in columns),
         "rows": rows,
-        "room": max_users_with_bars(pairs),  # for the sentence on users without a bar
+        "room": max_users_with_bars(len(pairs)),  # for the sentence on users without a bar
     }
 
 
