@@ -115,25 +115,31 @@ class TokenView:
 
 def pack_gates(gates: np.ndarray) -> str:
     """Return gates in thousandths as little-endian 16-bit integers in base64."""
-    return base64.b64encode(np.rint(gates.astype(np.float64) * 1000).astype("<u2").tobytes()).decode("ascii")
+    thousandths = np.rint(gates.astype(np.float64) * 1000).astype("<u2")
+    return base64.b64encode(thousandths.tobytes()).decode("ascii")
 
 
 def as_data(views: Sequence[TokenView]) -> list[dict[str, object]]:
     """Return token views as JSON for the page's script; ``classes`` are the CSS classes of the experts' colours."""
-    return [
-        {
-            "label": view.label,
-            "layers": view.layers,
-            "inDistribution": view.in_distribution,
-            "users": [
-                {"name": user, "experts": list(experts), "classes": [expert_class(name) for name in experts]}
-                for user, experts in zip(view.users, view.experts, strict=True)
-            ],
-            "texts": [{"name": text.name, "owner": text.owner, "tokens": list(text.tokens)} for text in view.texts],
-            "gates": [[pack_gates(gates) for gates in of_text] for of_text in view.gates],
-        }
-        for view in views
-    ]
+    data: list[dict[str, object]] = []
+    for view in views:
+        users = []
+        for user, experts in zip(view.users, view.experts, strict=True):
+            classes = [expert_class(name) for name in experts]
+            users.append({"name": user, "experts": list(experts), "classes": classes})
+        texts = [{"name": text.name, "owner": text.owner, "tokens": list(text.tokens)} for text in view.texts]
+        gates = [[pack_gates(gates_of_user) for gates_of_user in gates_of_text] for gates_of_text in view.gates]
+        data.append(
+            {
+                "label": view.label,
+                "layers": view.layers,
+                "inDistribution": view.in_distribution,
+                "users": users,
+                "texts": texts,
+                "gates": gates,
+            }
+        )
+    return data
 
 
 # -------------------------------------------------------------------- token view
@@ -156,13 +162,15 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
         view: Tokens of some texts, and their gates under the models of some users.
         layer: The layer whose gates count.
     """
-    rows = [
-        [
-            _token_cell(view, row, column, layer, f"text: {text.name}, model: {user}{_remark(view, text, user)}")
-            for column, user in enumerate(view.users)
-        ]
-        for row, text in enumerate(view.texts)
-    ]
+    rows = []
+    for text_index, text in enumerate(view.texts):
+        cells = []
+        for user_index, user in enumerate(view.users):
+            title = f"text: {text.name}, model: {user}"
+            if text.owner == user and view.in_distribution:
+                title += " (in distribution)"
+            cells.append(_token_cell(view, text_index, user_index, layer, title))
+        rows.append(cells)
     return _tokens_grid(view, rows, f"{view.label}, layer {layer}")
 
 
@@ -174,36 +182,34 @@ def own_texts_figure(view: TokenView, layers: Sequence[int]) -> Figure:
         layers: The layers whose gates count, from top to bottom.
     """
     owners = [text.owner for text in view.texts]
-    # Index of the text, index of the user, and the user.
-    own = [(owners.index(user), column, user) for column, user in enumerate(view.users) if user in owners]
-    rows = [
-        [_token_cell(view, row, column, layer, f"{user}, layer {layer}") for row, column, user in own]
-        for layer in layers
-    ]
+    rows = []
+    for layer in layers:
+        cells = []
+        for user_index, user in enumerate(view.users):
+            if user in owners:
+                text_index = owners.index(user)
+                cells.append(_token_cell(view, text_index, user_index, layer, f"{user}, layer {layer}"))
+        rows.append(cells)
     return _tokens_grid(view, rows, view.label)
 
 
-def _remark(view: TokenView, text: Text, user: str) -> str:
-    """Return a note for a user's own text under its own model, if its test text is like its training text."""
-    return " (in distribution)" if text.owner == user and view.in_distribution else ""
-
-
-def _token_cell(view: TokenView, row: int, column: int, layer: int, title: str) -> _TokenCell:
+def _token_cell(view: TokenView, text_index: int, user_index: int, layer: int, title: str) -> _TokenCell:
     """Return the cell of a text under a user's model.
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
-        row: Index of the text.
-        column: Index of the user.
+        text_index: Index of the text.
+        user_index: Index of the user.
         layer: The layer.
         title: Title of the cell.
     """
-    gates = view.gates[row][column][layer]
-    return _TokenCell(title=title, tokens=view.texts[row].tokens, experts=view.experts[column], gates=gates)
+    gates = view.gates[text_index][user_index][layer]
+    tokens, experts = view.texts[text_index].tokens, view.experts[user_index]
+    return _TokenCell(title=title, tokens=tokens, experts=experts, gates=gates)
 
 
 def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: str) -> Figure:
-    """Return a figure of equal cells with as many lines as the longest text needs, and a legend of the experts.
+    """Return a figure of equal cells, high enough for the longest text, and a legend of the experts.
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
@@ -211,21 +217,29 @@ def _tokens_grid(view: TokenView, rows: Sequence[Sequence[_TokenCell]], title: s
         title: Title of the figure.
     """
     cells = [cell for row in rows for cell in row]
-    last_lines = [_token_positions(cell.tokens)[-1][1] if cell.tokens else 0 for cell in cells]
-    lines = max(last_lines) + 1
+    num_lines = max(_num_lines(cell.tokens) for cell in cells)
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         """Paint all cells and the legend."""
         for axis, cell in zip(axes, cells, strict=True):
-            _paint_tokens(axis, cell, lines)
+            _paint_tokens(axis, cell, num_lines)
             axis.set_title(cell.title, fontsize=7)
         names = max(view.experts, key=len)  # of a user with the most experts
         patches = [Patch(color=expert_colour(name).light) for name in names]
         legend_above(figure, patches, names, title=title)
         _fit_letters(figure, axes)
 
-    height = max(1.1, 0.35 + 0.115 * lines)  # inches of a cell: for the title, and for each line
-    return draw(len(rows), len(rows[0]), (3.6, height), paint)
+    title_height, line_height = 0.35, 0.115  # inches
+    cell_height = max(1.1, title_height + line_height * num_lines)
+    return draw(len(rows), len(rows[0]), (3.6, cell_height), paint)
+
+
+def _num_lines(tokens: Sequence[str]) -> int:
+    """Return the number of lines of a text; at least 1."""
+    if not tokens:
+        return 1
+    _, last_line = _token_positions(tokens)[-1]
+    return last_line + 1
 
 
 def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:
@@ -242,26 +256,27 @@ def _fit_letters(figure: Figure, axes: Sequence[Axes]) -> None:
             text.set_fontsize(font_size)
 
 
-def _paint_tokens(axis: Axes, cell: _TokenCell, lines: int) -> None:
+def _paint_tokens(axis: Axes, cell: _TokenCell, num_lines: int) -> None:
     """Paint each token of a cell on the colour of its top expert.
 
     Args:
         axis: The axes, on which a letter is 1 wide and a line 1 high.
         cell: The cell.
-        lines: Number of lines of the axes.
+        num_lines: Number of lines of the axes.
     """
     axis.set_axis_off()
     axis.set_xlim(0, COLUMNS)
-    axis.set_ylim(lines, 0)
-    positions, top_experts = _token_positions(cell.tokens), cell.gates.argmax(-1)
+    axis.set_ylim(num_lines, 0)  # y grows downwards
+    positions = _token_positions(cell.tokens)
+    top_experts = cell.gates.argmax(-1)
     for token, (column, line), top_expert in zip(cell.tokens, positions, top_experts, strict=True):
-        visible_text = visible(token)
-        if not visible_text:
+        text = visible(token)
+        if not text:
             continue
         colour = expert_colour(cell.experts[int(top_expert)]).light
-        # y grows downwards: the box is almost as high as the line, and the letters' baseline is in its lower part.
-        axis.barh(line + 0.5, len(visible_text), 0.95, left=column, color=colour, alpha=0.75, linewidth=0)
-        axis.text(column, line + 0.78, visible_text, family="monospace", clip_on=True)
+        centre, baseline = line + 0.5, line + 0.78
+        axis.barh(centre, len(text), 0.95, left=column, color=colour, alpha=0.75, linewidth=0)
+        axis.text(column, baseline, text, family="monospace", clip_on=True)
 
 
 def visible(token: str) -> str:
@@ -271,11 +286,13 @@ def visible(token: str) -> str:
 
 def _token_positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
     """Return column and line of every token, in lines of :data:`COLUMNS` letters; a token is not split."""
-    positions, column, line = [], 0, 0
+    positions = []
+    column, line = 0, 0
     for token in tokens:
         width = len(visible(token))
-        if column and column + width > COLUMNS:  # start a new line
-            column, line = 0, line + 1
+        if column > 0 and column + width > COLUMNS:  # start a new line
+            column = 0
+            line += 1
         positions.append((column, line))
         column += width
     return positions
@@ -287,78 +304,88 @@ def _affects_test_data(key: str) -> bool:
 
 
 def notices(entries: Sequence[Entry]) -> list[str]:
-    """Return sentences on what limits a comparison of these entries.
-
-    These are reasons not to compare them (:func:`comparability_warnings`), runs that have not finished, runs that
-    evaluated only a sample of the users, and routers that were never trained.
-    """
-    lines = comparability_warnings(entries)
+    """Return sentences that warn readers of these entries' results, such as "run-1 has not finished: ..."."""
+    sentences = comparability_warnings(entries)
     for entry in entries:
         for run in entry.runs:
             name = run.folder.name
             if run.metrics is None:
-                last = run.evaluations[-1].round
-                lines.append(f"{name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
-            elif sample := describe_sample(run.metrics):
-                lines.append(f"{name}: {sample}.")
-        if (metrics := entry.first.metrics) and (roles := metrics.get("untrained")):
-            lines.append(f"{entry.label}: {' and '.join(roles)} never trained, since the run has too few local steps.")
-    return lines
+                last_round = run.evaluations[-1].round
+                sentences.append(
+                    f"{name} has not finished: evaluated after round {last_round} of {run.planned_rounds}."
+                )
+                continue
+            sample = describe_sample(run.metrics)  # empty if all users were evaluated
+            if sample:
+                sentences.append(f"{name}: {sample}.")
+        untrained_roles = (entry.first.metrics or {}).get("untrained")
+        if untrained_roles:
+            roles = " and ".join(untrained_roles)
+            sentences.append(f"{entry.label}: {roles} never trained, since the run has too few local steps.")
+    return sentences
 
 
 def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
     """Return sentences on why numbers of these entries should not be compared.
 
-    Reasons are different base models, recipes with different test data or other settings apart from the method's, and
-    files that changed between runs.
+    Reasons are different bases, test data or other settings apart from the method's, and files that changed between
+    runs.
     """
     runs = [run for entry in entries for run in entry.runs]
-    lines = []
+    warnings = []
     bases = sorted({run.base for run in runs})
     if len(bases) > 1:
-        lines.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
-    # The recipe's settings of the test data, as text because values may be lists.
-    test_data_settings = {repr([(key, value) for key, value in run.key if _affects_test_data(key)]) for run in runs}
-    if len(test_data_settings) > 1:
+        warnings.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
+
+    distinct_settings: set[str] = set()  # as text, because values may be lists
+    for run in runs:
+        distinct_settings.add(repr([(key, value) for key, value in run.key if _affects_test_data(key)]))
+    if len(distinct_settings) > 1:
         if runs[0].unit == "tokens":
             reason = "read their text in different ways: their perplexities"
         else:
             reason = "have different tasks: their numbers"
-        lines.append(f"These runs {reason} may not be comparable.")
-    if keys := differing_settings(runs):
-        lines.append(
+        warnings.append(f"These runs {reason} may not be comparable.")
+
+    keys = differing_settings(runs)
+    if keys:
+        warnings.append(
             f"These runs differ in {brief_list(keys, ' and ')}, not only in method and seed: this may be the cause of "
             "differences between their results."
         )
-    return lines + _changed_inputs(runs)
+    return warnings + _changed_inputs(runs)
 
 
 def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
     """Return sentences on runs that read different data or another base although their recipes are equal.
 
-    Each run is compared, by the digests that it recorded, with the first run that has the same seed, base, tokenizer
-    and settings of the data. Runs without digests are left out.
+    Each run's digests are compared with those of the first run with the same seed, base, tokenizer and data settings.
     """
-    lines: list[str] = []
-    first_runs: dict[str, tuple[RunRecord, Inputs]] = {}  # the first run of each recipe for data, and its inputs
+    sentences: list[str] = []
+    first_by_settings: dict[str, tuple[RunRecord, Inputs]] = {}
     for run in runs:
         try:
             inputs = read_inputs(run.folder)
         except RunError:  # a run of an older version, which recorded no digests
             continue
         data_settings = [(key, value) for key, value in run.key if key.startswith("data.") or key == "training.context"]
-        recipe_key = repr((run.seed, run.base, inputs.tokenizer, data_settings))
-        first_run, first_inputs = first_runs.setdefault(recipe_key, (run, inputs))
-        changed = ["the base"] if inputs.base != first_inputs.base else []  # the sentence names the first change
-        changed += [
-            f"the data of {name}" for name, user in inputs.users.items() if user != first_inputs.users.get(name)
-        ]
+        settings = repr((run.seed, run.base, inputs.tokenizer, data_settings))
+        if settings not in first_by_settings:
+            first_by_settings[settings] = (run, inputs)
+            continue
+        first_run, first_inputs = first_by_settings[settings]
+        changed = []
+        if inputs.base != first_inputs.base:
+            changed.append("the base")
+        for name, user in inputs.users.items():
+            if user != first_inputs.users.get(name):
+                changed.append(f"the data of {name}")
         if changed:
-            lines.append(
+            sentences.append(
                 f"{run.folder} and {first_run.folder} have the same recipe, but {changed[0]} changed in between: do "
                 "not compare their numbers."
             )
-    return lines
+    return sentences
 
 
 Sheet = Sequence[Sequence[object]]
@@ -380,33 +407,37 @@ def data_uri(sheet: Sheet) -> str:
 def user_records(runs: Sequence[Path]) -> list[dict[str, object]]:
     """Return one record for each user of each finished run.
 
-    Each has the run's folder, method, seed, base and rounds, the user, and all results and costs that were measured for
-    the user.
+    A record is ``{"run": ..., "method": ..., "seed": ..., "base": ..., "rounds": ..., "user": ...}`` and the user's
+    results and costs.
 
     Raises:
         RunError: None of the runs has finished.
     """
     finished = [run for run in runs if (run / "metrics.json").exists()]
+    if not finished:
+        finished = list(runs[:1])  # read_metrics raises the error
     records: list[dict[str, object]] = []
-    for run in finished or runs[:1]:  # of an unfinished run, read_metrics raises the error
+    for run in finished:
         metrics = read_metrics(run)
-        about_run = {"run": run.name, **{key: metrics[key] for key in ("method", "seed", "base", "rounds")}}
-        records += [{**about_run, "user": user, **of_user} for user, of_user in metrics["users"].items()]
+        for user, results in metrics["users"].items():
+            record: dict[str, object] = {"run": run.name}
+            for key in ("method", "seed", "base", "rounds"):
+                record[key] = metrics[key]
+            record["user"] = user
+            record.update(results)
+            records.append(record)
     return records
 
 
 def sheet_of(records: Sequence[Mapping[str, object]]) -> list[list[object]]:
-    """Return a sheet with a column for every key of the records; missing values are None."""
-    head = list(dict.fromkeys(key for record in records for key in record))
-    return [[*head], *([record.get(key) for key in head] for record in records)]
+    """Return a header with all keys of the records, and a row for each record; missing values are None."""
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    rows = [[record.get(key) for key in keys] for record in records]
+    return [[*keys], *rows]
 
 
 def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
-    """Return a sheet (a header and rows) with each user's weight of each component at each evaluation.
-
-    The columns of ``mixtures.values`` are sorted for the figure. ``mixtures.order`` has the component's number in the
-    run for each column.
-    """
+    """Return a header and rows with each user's weight of each component at each evaluation."""
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
     clusters = mixtures.clusters or (None,) * len(mixtures.users)
     for round_number, weights_of_users in zip(mixtures.rounds, mixtures.values, strict=True):
@@ -417,9 +448,7 @@ def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
 
 
 def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
-    """Return a sheet (a header and rows) with the gates of one layer of a token view.
-
-    It has a row for each text, user's model, token of the text and expert of the model.
+    """Return a header and rows with the gates of one layer, one for each text, user's model, token and expert.
 
     Args:
         view: Tokens of some texts, and their gates under the models of some users.
@@ -427,9 +456,10 @@ def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
     """
     rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
     for text, gates_of_users in zip(view.texts, view.gates, strict=True):
-        for user, experts, gates in zip(view.users, view.experts, gates_of_users, strict=True):
-            for position, (token, gates_of_token) in enumerate(zip(text.tokens, gates[layer], strict=True)):
-                for expert, gate in zip(experts, gates_of_token, strict=True):
+        for user, experts, gates_of_layers in zip(view.users, view.experts, gates_of_users, strict=True):
+            gates_of_tokens = gates_of_layers[layer]
+            for position, (token, gates) in enumerate(zip(text.tokens, gates_of_tokens, strict=True)):
+                for expert, gate in zip(experts, gates, strict=True):
                     rows.append([text.name, user, layer, position, token, expert, float(gate)])
     return rows
 
@@ -446,7 +476,8 @@ class FigureMarkup:
     """
 
     def __init__(self, variables: dict[str, str]):
-        self._variables, self._count = variables, 0  # the count makes the ids of each figure unique
+        self._variables = variables
+        self._num_figures = 0  # makes the ids of each figure unique
 
     def wide(self, figure: Figure, label: str, name: str, sheet: Sheet) -> Markup:
         """Return one figure with fixed proportions, which scrolls in its frame if it is too wide.
@@ -457,8 +488,9 @@ class FigureMarkup:
             name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             sheet: Content of the CSV file.
         """
-        frame = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
-        return _figure_markup([frame.format(label, self._svg(figure, label))], name, sheet)
+        template = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
+        frame = template.format(label, self._svg(figure, label))
+        return _figure_markup([frame], name, sheet)
 
     def panels(self, panels: Panels, label: str, name: str, *, phone: Panels | None = None) -> Markup:
         """Return panels side by side as far as they fit.
@@ -469,37 +501,46 @@ class FigureMarkup:
             name: Name, without suffix, of the CSV file of the figure's numbers that readers can download.
             phone: Panels that replace them on narrow screens.
         """
-        inner = [self._legend(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
-        if phone is not None:
-            inner.append(self._grid(phone, label, "phone"))
-        return _figure_markup(inner, name, panels.sheet)
+        parts = [self._legend(panels.keys)]
+        if phone is None:
+            parts.append(self._grid(panels, label, css_class=""))
+        else:
+            parts.append(self._grid(panels, label, css_class="desk"))
+            parts.append(self._grid(phone, label, css_class="phone"))
+        return _figure_markup(parts, name, panels.sheet)
 
-    def _grid(self, panels: Panels, label: str, screen: str) -> Markup:
+    def _grid(self, panels: Panels, label: str, *, css_class: str) -> Markup:
         """Return one picture per panel, side by side as far as they fit.
 
         Args:
             panels: Functions that draw the panels, with sizes, labels, legend and data.
             label: Text for screen readers, to which each panel's title is added.
-            screen: CSS class that shows the panels only on wide (``desk``) or narrow (``phone``) screens; empty for
-                all screens.
+            css_class: ``desk`` (only on wide screens), ``phone`` (only on narrow ones) or empty.
         """
-        titled = [(figure, figure.axes[0].get_title("left")) for figure in panels.parts()]
-        pictures = [self._svg(figure, f"{label}: {title}" if title else label) for figure, title in titled]
-        frames = Markup("\n").join(Markup('<div class="frame">{}</div>').format(picture) for picture in pictures)
-        room = round(72 * panels.size[0] * _MIN_SCALE)  # CSS pixels that a panel needs; 72 points per inch
-        return Markup('<div class="panels {}" style="--room:{}px">{}</div>').format(screen, room, frames)
+        frames = []
+        for figure in panels.parts():
+            title = figure.axes[0].get_title("left")
+            picture = self._svg(figure, f"{label}: {title}" if title else label)
+            frames.append(Markup('<div class="frame">{}</div>').format(picture))
+        width_points = 72 * panels.size[0]
+        min_width = round(width_points * _MIN_SCALE)  # in CSS pixels
+        template = Markup('<div class="panels {}" style="--room:{}px">{}</div>')
+        return template.format(css_class, min_width, Markup("\n").join(frames))
 
     def _legend(self, keys: Sequence[Key]) -> Markup:
         """Return a legend with the mark and the label of each key; empty without keys."""
-        template = Markup('<span class="key">{}{}</span>')
-        # Marks are decoration for screen readers, as the label follows.
-        spans = [template.format(self._svg(draw_key(mark), label=""), label) for mark, label in keys]
-        return Markup('<div class="keys">{}</div>').format(Markup(" ").join(spans)) if spans else Markup("")
+        if not keys:
+            return Markup("")
+        spans = []
+        for mark, label in keys:
+            picture = self._svg(draw_key(mark), label="")  # decoration for screen readers, as the label follows
+            spans.append(Markup('<span class="key">{}{}</span>').format(picture, label))
+        return Markup('<div class="keys">{}</div>').format(Markup(" ").join(spans))
 
     def _svg(self, figure: Figure, label: str) -> Markup:
         """Return a figure as inline SVG with a unique prefix for its ids; without a label it is decoration."""
-        self._count += 1
-        return Markup(svg(figure, f"f{self._count}", str(escape(label)), self._variables))
+        self._num_figures += 1
+        return Markup(svg(figure, f"f{self._num_figures}", str(escape(label)), self._variables))
 
 
 def _figure_markup(inner: Sequence[Markup], name: str, sheet: Sheet) -> Markup:
@@ -520,7 +561,8 @@ MAX_NAMES = 12
 """Largest number of names in a cell."""
 LISTED_SEEDS = 8
 """Largest number of seeds that the heading lists."""
-_CLASSES = {"gained": "gain", "harmed": "harm", BETTER: "gain", WORSE: "harm"}
+_CLASS_BY_VERDICT = {"gained": "gain", "harmed": "harm", BETTER: "gain", WORSE: "harm"}
+"""CSS class of a cell by its verdict."""
 
 
 def render_page(
@@ -531,28 +573,33 @@ def render_page(
 ) -> str:
     """Return the page as HTML, from the template ``report.html``.
 
-    The template escapes all values, since names and texts come from users.
-
     Args:
         entries: Entries, each the runs of one recipe with different seeds, all with the same users.
         views: Tokens of some texts, and their gates under the models of some users, for the page's interactive view.
         baseline: The baseline of verdicts; None for ``local`` or else the first entry.
     """
-    palette = _palette(entries)
-    # In figures each colour becomes a CSS variable, which has another value in the dark theme.
-    drawn = FigureMarkup({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     environment = Environment(
         loader=PackageLoader("comingle.reports", "templates"),
-        autoescape=True,
+        autoescape=True,  # names and texts come from users
         undefined=StrictUndefined,
         trim_blocks=True,
     )
+    palette = _palette(entries)
+    # In figures each colour becomes a CSS variable, which has another value in the dark theme.
+    drawn = FigureMarkup({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     first = entries[0].first
     users = list(first.users)
-    mixtures = [
-        _mixtures_section(entry.label, learned, drawn) for entry in entries if (learned := _learned_mixtures(entry))
-    ]
-    components = {mixture["component"] for mixture in mixtures}
+    all_runs = [run for entry in entries for run in entry.runs]
+
+    mixtures = []
+    for entry in entries:
+        learned = _learned_mixtures(entry)
+        if learned:
+            mixtures.append(_mixtures_section(entry.label, learned, drawn))
+    component_names = {mixture["component"] for mixture in mixtures}  # such as "adaptor set"
+    curves = list(_curve_figures(entries, drawn))
+    gains = [_gains_section(entries, entry, drawn) for entry in baselines(entries)]
+    bytes_label = f"test {first.measure} against uploaded bytes"
     return environment.get_template("report.html").render(
         heading=_heading(entries),
         base=first.base,
@@ -561,58 +608,74 @@ def render_page(
         rule=rule(first.measure),
         unit=first.unit,
         users=users,
-        seeds=sorted({run.seed for entry in entries for run in entry.runs}),
+        seeds=sorted({run.seed for run in all_runs}),
         rounds=max(entry.first.planned_rounds for entry in entries),
         notices=notices(entries),
         palette=palette,
         experts=expert_css(),
-        channels=lambda colour: " ".join(map(str, rgb(colour))),  # "R G B", for CSS
+        channels=_css_channels,
         results=_results_table(entries, users),
-        # The verdict on each entry against the baseline: better, level or worse.
         against=_verdicts_table(baseline_comparison(entries, baseline)),
-        panels=MAX_PANELS,  # of users, in figures of each user
+        panels=MAX_PANELS,
         population=is_population(users),
-        deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
-        # Whether privacy is per example, rather than per user.
-        examples=any(protects_examples((e.first.recipe.get("privacy") or {}).get("mechanism", "")) for e in entries),
-        level=negligible_change_text(first.measure),  # with a single seed, smaller changes get the verdict "level"
-        curves=list(_curve_figures(entries, drawn)),
-        gains=[section for one in baselines(entries) if (section := _gains_section(entries, one, drawn))],
+        deltas=sorted({run.spent["delta"] for run in all_runs if run.spent}),
+        examples=any(_protects_examples(entry) for entry in entries),
+        level=negligible_change_text(first.measure),
+        curves=curves,
+        gains=[section for section in gains if section is not None],
         costs=cost_rows([cost(entry) for entry in entries]),
-        judged=upload_weight_tables(entries),  # weights that robust aggregation rules gave to the uploads
-        bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
+        judged=upload_weight_tables(entries),
+        bytes_figure=drawn.panels(bytes_panels(entries), bytes_label, "bytes"),
         mixtures=mixtures,
-        # The word for a component of a mixture, such as "adaptor set", if all entries have the same.
-        component=components.pop() if len(components) == 1 else "component",
+        component=component_names.pop() if len(component_names) == 1 else "component",
         scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.routed],
         views=as_data(views),
-        owners=any(text.owner for view in views for text in view.texts),  # whether texts are users' test data
+        owners=any(text.owner for view in views for text in view.texts),
     )
 
 
+def _css_channels(colour: str) -> str:
+    """Return a colour such as "#2b7bc4" for CSS: "43 123 196"."""
+    return " ".join(map(str, rgb(colour)))
+
+
+def _protects_examples(entry: Entry) -> bool:
+    """Return whether the privacy of an entry is per example, rather than per user."""
+    privacy = entry.first.recipe.get("privacy") or {}
+    return protects_examples(privacy.get("mechanism", ""))
+
+
 def _heading(entries: Sequence[Entry]) -> str:
-    """Return the methods, their task or data, and the seeds, in one line."""
+    """Return the methods, their tasks or data, and the seeds, such as "fedavg and local on mnist, seeds 0, 1"."""
     labels = brief_list([entry.label for entry in entries], " and ")
     subjects = brief_list(list(dict.fromkeys(entry.first.subject for entry in entries)), " and ")
     seeds = sorted({run.seed for entry in entries for run in entry.runs})
-    named = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    return f"{labels} on {subjects}, {named if len(seeds) <= LISTED_SEEDS else f'{len(seeds)} seeds'}"
+    if len(seeds) == 1:
+        seeds_text = f"seed {seeds[0]}"
+    elif len(seeds) <= LISTED_SEEDS:
+        seeds_text = f"seeds {', '.join(map(str, seeds))}"
+    else:
+        seeds_text = f"{len(seeds)} seeds"
+    return f"{labels} on {subjects}, {seeds_text}"
 
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:
     """Return the distinct colours in the figures of these entries."""
-    colours = [INK, MUTED, LINE, PAPER, *(style.colour for style in styles([entry.method for entry in entries]))]
+    colours = [INK, MUTED, LINE, PAPER]
+    colours += [style.colour for style in styles([entry.method for entry in entries])]
     for entry in entries:
-        experts = {name for names in entry.first.evaluations[-1].experts.values() for name in names}
-        colours += [expert_colour(name) for name in sorted(experts)]
-    return list({colour.light: colour for colour in colours}.values())
+        experts_of_users = entry.first.evaluations[-1].experts.values()
+        names = {name for experts in experts_of_users for name in experts}
+        colours += [expert_colour(name) for name in sorted(names)]
+    colour_by_code = {colour.light: colour for colour in colours}
+    return list(colour_by_code.values())
 
 
 # -------------------------------------------------------------------- results
 
 
 def _spread_text(value: Spread | None, measure: str) -> str:
-    """Return a mean with its deviation over seeds as text.
+    """Return a mean with its deviation over seeds as text, such as "12.3 (0.4)".
 
     Args:
         value: Mean and standard deviation; None if a result is not finite.
@@ -620,8 +683,10 @@ def _spread_text(value: Spread | None, measure: str) -> str:
     """
     if value is None:
         return "not finite"
-    deviation = "" if value.std is None else f" ({number(value.std, measure)})"
-    return f"{number(value.mean, measure)}{deviation}"
+    mean = number(value.mean, measure)
+    if value.std is None:
+        return mean
+    return f"{mean} ({number(value.std, measure)})"
 
 
 def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, object]:
@@ -635,69 +700,79 @@ def _results_table(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, 
         users: Names of the users.
 
     Returns:
-        ``head``, the names of the columns; ``rows``, each entry's ``label`` and ``cells``; and for a second, transposed
-        table ``labels``, all entries' labels, and ``users``, pairs of a user and its cells, one for each entry. It is
-        empty if the first table has columns of all users.
+        ``head``, the names of the columns; ``rows``, each entry's ``label`` and ``cells``. If users have no columns,
+        ``users`` is a second table: pairs of a user and its cells, one for each of the entries' ``labels``.
     """
     measure = entries[0].first.measure
-    by_user = {user: [final(entry, user) for entry in entries] for user in users}
-    means = {"mean": [final(entry) for entry in entries]}
-    if measure == "perplexity":
-        means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
+    results_by_user = {user: [final(entry, user) for entry in entries] for user in users}
+    user_columns = []
+    for user, results in results_by_user.items():
+        user_columns.append((user, [_spread_text(result, measure) for result in results]))
 
-    def columns_of(results: Mapping[str, list[Spread | None]]) -> list[tuple[str, list[str]]]:
-        """Return the heading and the cells, one for each entry, of each column."""
-        return [(name, [_spread_text(result, measure) for result in column]) for name, column in results.items()]
-
-    user_columns = columns_of(by_user)
-    if len(users) <= MAX_USER_COLUMNS:
-        columns = user_columns
+    users_have_columns = len(users) <= MAX_USER_COLUMNS
+    if users_have_columns:
+        columns = list(user_columns)
     else:
-        columns = [_extreme_column(by_user, measure, worst=worst) for worst in (True, False)]
-    columns = [*columns, *columns_of(means)]
+        columns = [
+            _extreme_column(results_by_user, measure, worst=True),
+            _extreme_column(results_by_user, measure, worst=False),
+        ]
+    columns.append(("mean", [_spread_text(final(entry), measure) for entry in entries]))
+    if measure == "perplexity":
+        geometric_means = [final(entry, geometric=True) for entry in entries]
+        columns.append(("geometric mean", [_spread_text(mean, measure) for mean in geometric_means]))
     if any(entry.first.spent for entry in entries):  # at least one entry is private
         columns.append(("epsilon", [epsilon_text(entry) for entry in entries]))
-    cells_of_entries = zip(*(cells for _, cells in columns), strict=True)
-    rows = zip(entries, cells_of_entries, strict=True)
+
+    rows = []
+    for i, entry in enumerate(entries):
+        rows.append({"label": entry.label, "cells": [cells[i] for _, cells in columns]})
     return {
-        "head": [name for name, _ in columns],
-        "rows": [{"label": entry.label, "cells": cells} for entry, cells in rows],
+        "head": [heading for heading, _ in columns],
+        "rows": rows,
         "labels": [entry.label for entry in entries],
-        "users": user_columns if len(users) > MAX_USER_COLUMNS else [],
+        "users": [] if users_have_columns else user_columns,
     }
 
 
-def _extreme_column(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[str]]:
-    """Return a column that names each entry's worst or best user by the mean over seeds, with this user's result.
+def _extreme_column(
+    results_by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool
+) -> tuple[str, list[str]]:
+    """Return the column "worst user" or "best user": for each entry, this user's result and name, "12.3 (0.4) · ann".
 
     The cell of an entry is "not finite" if a user has no finite result.
 
     Args:
-        by_user: Each user's results, one for each entry.
+        results_by_user: Each user's results, one for each entry.
         measure: Name of the measure of these results, such as "perplexity".
         worst: Whether to take the worst user instead of the best.
     """
-    pick = worst_of(measure) if worst else best_of(measure)
+    heading = "worst user" if worst else "best user"
+    min_or_max = worst_of(measure) if worst else best_of(measure)
     cells = []
-    for results_of_entry in zip(*by_user.values(), strict=True):  # one for each user
-        finite = {user: result for user, result in zip(by_user, results_of_entry, strict=True) if result is not None}
-        if len(finite) < len(results_of_entry):
-            cells.append(_spread_text(None, measure))
-        else:
-            name = pick(finite, key=lambda user: finite[user].mean)
-            cells.append(f"{_spread_text(finite[name], measure)} · {name}")
-    return ("worst user" if worst else "best user"), cells
+    for results_of_entry in zip(*results_by_user.values(), strict=True):
+        result_by_user = dict(zip(results_by_user, results_of_entry, strict=True))
+        finite = {user: result for user, result in result_by_user.items() if result is not None}
+        if len(finite) < len(result_by_user):
+            cells.append("not finite")
+            continue
+        user = min_or_max(finite, key=lambda user: finite[user].mean)
+        cells.append(f"{_spread_text(finite[user], measure)} · {user}")
+    return heading, cells
 
 
 def _verdicts_table(comparison: BaselineComparison | None) -> dict[str, object] | None:
-    """Return the table of verdicts for the page's template; None without a comparison.
-
-    ``classes`` are the CSS classes by verdict, which colour its cell.
-    """
+    """Return the table of verdicts (better, level or worse) for the page's template; None without a comparison."""
     if comparison is None:
         return None
-    head, rows = rows_of(comparison)
-    return {"heading": heading(comparison), "head": head, "rows": rows, "notes": notes(comparison), "classes": _CLASSES}
+    header, rows = rows_of(comparison)
+    return {
+        "heading": heading(comparison),
+        "head": header,
+        "rows": rows,
+        "notes": notes(comparison),
+        "classes": _CLASS_BY_VERDICT,
+    }
 
 
 def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tuple[str, Markup]]:
@@ -710,10 +785,12 @@ def _curve_figures(entries: Sequence[Entry], drawn: FigureMarkup) -> Iterator[tu
     measures = common_measures(entries)
     for measure in measures:
         prefix = f"{measure} " if len(measures) > 1 else ""
-        for start, span in ((True, "from the start"), (False, "without the start, so that late differences show")):
-            panels = curves_panels(entries, start=start, measure=measure)
-            label, file = f"test {measure} during training, {span}", f"curves-{measure}{'' if start else '-late'}"
-            yield prefix + span, drawn.panels(panels, label, file)
+        span = "from the start"
+        whole = curves_panels(entries, start=True, measure=measure)
+        yield prefix + span, drawn.panels(whole, f"test {measure} during training, {span}", f"curves-{measure}")
+        span = "without the start, so that late differences show"
+        late = curves_panels(entries, start=False, measure=measure)
+        yield prefix + span, drawn.panels(late, f"test {measure} during training, {span}", f"curves-{measure}-late")
 
 
 def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarkup) -> dict[str, object] | None:
@@ -725,77 +802,84 @@ def _gains_section(entries: Sequence[Entry], baseline: Entry, drawn: FigureMarku
         drawn: Converts figures to markup.
 
     Returns:
-        ``figure``, bars of the users' changes; ``population``, figures of all users' changes, None for few users; a
-        table with a column for each of ``kinds``, the verdicts, and ``rows`` that list the users of each verdict for an
-        entry; ``single``, whether verdicts of single seeds occur; ``room``, the largest number of users with bars.
-        None if nothing can be compared.
+        The values of the template; None if nothing can be compared.
     """
-    measure, pairs = baseline.first.measure, compared(entries, baseline)
     bars = users_panels(entries, baseline)
     if bars is None:
         return None
-    columns = [verdict for verdict in verdicts(measure) if _has_column(verdict, pairs)]
-    # Verdicts are ordered from the best to the worst. Columns of bad ones list the worst users first.
-    after_level = verdicts(measure).index("level") + 1
-    bad_verdicts = verdicts(measure)[after_level:]
+    measure, gains_by_entry = baseline.first.measure, compared(entries, baseline)
+    file = f"users-against-{baseline.method}"
+    label = f"change of each user's test {measure} against {baseline.label}"
+    bars_figure = drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2))
+
+    population_figure = None
+    if is_population(entries[0].first.users):
+        population = population_panels(entries, baseline)
+        if population is not None:
+            population_figure = drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}")
+
+    best_to_worst = verdicts(measure)
+    bad_verdicts = best_to_worst[best_to_worst.index("level") + 1 :]
+    columns = [verdict for verdict in best_to_worst if _has_column(verdict, gains_by_entry)]
     rows = []
-    for entry, gains_of_entry in pairs:
+    for entry, gains in gains_by_entry:
         cells = []
         for verdict in columns:
-            names = [gain.named_text for gain in gains_of_entry if gain.verdict == verdict]
-            cells.append((_CLASSES.get(verdict, ""), _names_markup(names, worst_first=verdict in bad_verdicts)))
+            names = [gain.named_text for gain in gains if gain.verdict == verdict]
+            css_class = _CLASS_BY_VERDICT.get(verdict, "")
+            cells.append((css_class, _names_markup(names, worst_first=verdict in bad_verdicts)))
         rows.append({"label": entry.label, "cells": cells})
-    label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"
-    population = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
     return {
         "baseline": baseline.label,
-        "figure": drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2)),
-        "population": (
-            None
-            if population is None
-            else drawn.panels(population, f"all users, against {baseline.label}", f"all-{file}")
-        ),
+        "figure": bars_figure,
+        "population": population_figure,
         "kinds": columns,
         "single": any("one seed" in verdict for verdict in columns),
         "rows": rows,
-        "room": max_users_with_bars(len(pairs)),  # for the sentence on users without a bar
+        "room": max_users_with_bars(len(gains_by_entry)),
     }
 
 
-def _has_column(verdict: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
+def _has_column(verdict: str, gains_by_entry: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
     """Return whether the page's table of users by verdict has a column for a verdict.
 
-    "level" always has a column. "gained" and "harmed" need intervals, so they have a column if at least one gain is
-    over several seeds. The verdicts that end in "(one seed)" have a column if at least one gain is of one seed.
+    "level" always has a column. Verdicts that end in "(one seed)" need a gain of one seed, others a gain over several.
 
     Args:
         verdict: One of :func:`comingle.reports.runs.verdicts`.
-        pairs: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
+        gains_by_entry: Pairs of an entry (runs of one recipe with different seeds) and its users' gains.
     """
     if verdict == "level":
         return True
-    is_of_one_seed = "one seed" in verdict
-    return any((gain.change.std is None) == is_of_one_seed for _, gains_of_entry in pairs for gain in gains_of_entry)
+    needs_one_seed = "one seed" in verdict
+    for _, gains in gains_by_entry:
+        for gain in gains:
+            has_one_seed = gain.change.std is None
+            if has_one_seed == needs_one_seed:
+                return True
+    return False
 
 
 def _names_markup(names: list[str], *, worst_first: bool) -> Markup:
-    """Return users' names as markup that does not wrap within a name.
-
-    More than :data:`MAX_NAMES` names become their number and the first :data:`MAX_NAMES` of them.
+    """Return users' names as markup that does not wrap within a name, such as "40 users: ann, bob and 38 more".
 
     Args:
-        names: The names, best first.
+        names: The names, best first; at most :data:`MAX_NAMES` of them are listed.
         worst_first: Begin with the worst user if not all names are listed.
     """
+    if not names:
+        return Markup("none")
     listed = names
-    if len(names) > MAX_NAMES:
+    num_hidden = len(names) - MAX_NAMES
+    if num_hidden > 0:
         by_importance = names[::-1] if worst_first else names
         listed = by_importance[:MAX_NAMES]
-    with_commas = [*(f"{name}," for name in listed[:-1]), *listed[-1:]]
-    joined = Markup(" ").join(Markup('<span class="name">{}</span>').format(name) for name in with_commas)
-    if len(names) <= MAX_NAMES:
-        return joined or Markup("none")
-    return Markup("{} users: {} and {} more").format(len(names), joined, len(names) - MAX_NAMES)
+    with_commas = [*(f"{name}," for name in listed[:-1]), listed[-1]]
+    spans = [Markup('<span class="name">{}</span>').format(name) for name in with_commas]
+    joined = Markup(" ").join(spans)
+    if num_hidden > 0:
+        return Markup("{} users: {} and {} more").format(len(names), joined, num_hidden)
+    return joined
 
 
 # -------------------------------------------------------------------- mixtures and scores
@@ -803,56 +887,45 @@ def _names_markup(names: list[str], *, worst_first: bool) -> Markup:
 
 def _learned_mixtures(entry: Entry) -> list[Mixtures]:
     """Return the mixtures of an entry's runs that have learned ones."""
-    by_run = [read_mixtures(run.folder) for run in entry.runs]
-    return [mixtures for mixtures in by_run if mixtures is not None and mixtures.learned]
+    mixtures_of_runs = [read_mixtures(run.folder) for run in entry.runs]
+    return [mixtures for mixtures in mixtures_of_runs if mixtures is not None and mixtures.learned]
 
 
-def _mixtures_section(label: str, by_run: Sequence[Mixtures], drawn: FigureMarkup) -> dict[str, object]:
+def _mixtures_section(label: str, mixtures_of_runs: Sequence[Mixtures], drawn: FigureMarkup) -> dict[str, object]:
     """Return the section on an entry's client-level mixtures, for the page's template.
 
     Args:
         label: Label of the entry.
-        by_run: The mixtures of each run; the figure and the weights are those of the first.
+        mixtures_of_runs: The mixtures of each run; the figure and the weights are those of the first.
         drawn: Converts figures to markup.
-
-    Returns:
-        ``label``; ``component``, the word for a component; ``sets``, the components' numbers in the order of columns;
-        ``seed`` of the first run; ``figure``; ``runs``, a row for each run (seed, how well mixtures recover the true
-        clusters, entropy and aggregation mismatch); ``true``, whether true clusters are known; ``users``, each user
-        with its true cluster and its last weights.
     """
-    first = by_run[0]
-    clusters = first.clusters or [None] * len(first.users)
 
     def first_to_last(values: Sequence[float] | None) -> str:
-        """Return the values at the first and the last evaluation as text; a dash if they are unknown."""
+        """Return the values at the first and the last evaluation, such as "1.39 to 0.02"; a dash if unknown."""
         return "–" if values is None else f"{values[0]:.2f} to {values[-1]:.2f}"
 
+    first = mixtures_of_runs[0]
+    figure_label = f"weight of each {first.component} for each user over the rounds"
+    figure = drawn.wide(mixtures_figure(first), figure_label, f"mixtures-{first.method}", mixtures_sheet(first))
+    rows_of_runs = []
+    for mixtures in mixtures_of_runs:
+        rand_index = "–" if mixtures.recovery is None else f"{mixtures.recovery[-1]:.2f}"  # against the true clusters
+        entropy, mismatch = first_to_last(mixtures.entropy), first_to_last(mixtures.mismatch)
+        rows_of_runs.append([str(mixtures.seed), rand_index, entropy, mismatch])
+    true_clusters = first.clusters or [None] * len(first.users)
+    last_weights = first.values[-1]
+    rows_of_users = []
+    for user, cluster, weights in zip(first.users, true_clusters, last_weights, strict=True):
+        rows_of_users.append((user, cluster, [f"{weight:.2f}" for weight in weights]))
     return {
         "label": label,
         "component": first.component,
         "sets": first.order,
         "seed": first.seed,
-        "figure": drawn.wide(
-            mixtures_figure(first),
-            f"weight of each {first.component} for each user over the rounds",
-            f"mixtures-{first.method}",
-            mixtures_sheet(first),
-        ),
-        "runs": [
-            [
-                str(mixtures.seed),
-                "–" if mixtures.recovery is None else f"{mixtures.recovery[-1]:.2f}",
-                first_to_last(mixtures.entropy),
-                first_to_last(mixtures.mismatch),
-            ]
-            for mixtures in by_run
-        ],
+        "figure": figure,
+        "runs": rows_of_runs,
         "true": first.clusters is not None,
-        "users": [
-            (user, cluster, [f"{weight:.2f}" for weight in weights])
-            for user, cluster, weights in zip(first.users, clusters, first.values[-1], strict=True)
-        ],
+        "users": rows_of_users,
     }
 
 
@@ -872,12 +945,13 @@ def _scores_section(
 
 
 def _score_rows(entry: Entry) -> list[tuple[str, str, list[str]]]:
-    """Return the rows of the table below an entry's figure of scores: user, expert, and its last score in each layer.
+    """Return a row for each user and expert: ``("ann", "generalist", ["0.61", "0.58"])``, the mean gate in each layer.
 
-    A score is the expert's mean gate.
+    The gates are those of the last evaluation.
     """
-    return [
-        (user, expert.name, [f"{curve.values[-1].mean:.2f}" for curve in expert.layers])
-        for user in entry.first.users
-        for expert in expert_curves(entry, user)
-    ]
+    rows = []
+    for user in entry.first.users:
+        for expert in expert_curves(entry, user):
+            last_gates = [f"{curve.values[-1].mean:.2f}" for curve in expert.layers]
+            rows.append((user, expert.name, last_gates))
+    return rows
