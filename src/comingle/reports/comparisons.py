@@ -63,20 +63,20 @@ class Estimate:
         """Return both ends of the confidence interval, ``mean -+ t error``.
 
         Args:
-            share: Share of the error rate :data:`ERROR` (0.05): the confidence is ``1 - share * ERROR``. Of several
-                simultaneous intervals, each has a share below 1.
+            share: Share of the error rate :data:`ERROR` (0.05): the confidence is ``1 - share * ERROR``, so 95% for
+                share 1 and 97.5% for share 0.5.
         """
-        from scipy.special import stdtrit  # slow to import
+        half_width = 0.0
+        if self.error:
+            from scipy.special import stdtrit  # slow to import
 
-        half_width = self.error * float(stdtrit(self.freedom, 1 - share * ERROR / 2)) if self.error else 0.0
+            t = float(stdtrit(self.freedom, 1 - share * ERROR / 2))
+            half_width = self.error * t
         return self.mean - half_width, self.mean + half_width
 
     @property
     def p_value(self) -> float:
-        """Two-sided p-value for a mean of 0, by Student's t test.
-
-        An end of the confidence interval (:meth:`interval`) is 0 if the error rate is this p-value.
-        """
+        """Two-sided p-value for a mean of 0, by Student's t test."""
         if not self.error:  # t would be mean / 0
             return 1.0 if self.mean == 0 else 0.0
         from scipy.special import stdtr  # slow to import
@@ -103,14 +103,13 @@ def interval(values: Sequence[float], *, num_intervals: int = 1) -> tuple[float,
     Returns:
         Both ends; None for fewer than two values.
     """
-    share = 1 / num_intervals  # of the error rate of 5%
-    return None if len(values) < 2 else one_way(values).interval(share)
+    if len(values) < 2:
+        return None
+    return one_way(values).interval(share=1 / num_intervals)
 
 
 def has_no_interval(estimate: Estimate, measure: str) -> bool:
-    """Return whether no confidence interval can be given, as a share such as accuracy is equal for all seeds.
-
-    With 10 test samples, several seeds may easily give the same accuracy.
+    """Return whether a share, such as an accuracy, is equal for all seeds, so that its interval would have width 0.
 
     Args:
         estimate: The mean over seeds.
@@ -126,9 +125,6 @@ def interval_of_change(
 ) -> tuple[float, float] | None:
     """Return the 95% confidence interval of a mean change over seeds.
 
-    The interval is computed of the differences and then converted, so its ends are possible values: a perplexity cannot
-    fall by more than 100%.
-
     Args:
         differences: One :func:`comingle.reports.formatting.additive_difference` for each seed.
         measure: Name of the measure of the results, such as "perplexity".
@@ -138,19 +134,26 @@ def interval_of_change(
         Both ends, in the unit of :func:`comingle.reports.formatting.change`; None for fewer than two seeds, and for
         shares that are equal for all seeds (:func:`has_no_interval`).
     """
-    if len(differences) < 2 or has_no_interval(estimate := one_way(differences), measure):
+    if len(differences) < 2:
         return None
-    low, high = (within_limits(as_change(end, measure), measure) for end in estimate.interval(1 / num_intervals))
-    return low, high
+    estimate = one_way(differences)
+    if has_no_interval(estimate, measure):
+        return None
+    low, high = estimate.interval(share=1 / num_intervals)
+    return _possible_change(low, measure), _possible_change(high, measure)
+
+
+def _possible_change(difference: float, measure: str) -> float:
+    """Return an end of an interval of differences as a change, which is at least -100% for perplexities."""
+    return within_limits(as_change(difference, measure), measure)
 
 
 def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     """Return the mean over users and seeds, both random effects: ``value = mean + user + seed + rest``.
 
-    The variance of the mean over U users and S seeds is estimated from the mean squares of a two-way analysis of
-    variance, ``(MS_users + MS_seeds - MS_rest) / (U S)``, with Satterthwaite's degrees of freedom (Biometrics Bulletin
-    2, 1946). It is taken to be at least ``MS_users / (U S)`` and ``MS_seeds / (U S)``. So if there is little variance
-    between users and seeds, the interval is too wide rather than too narrow.
+    Its variance over U users and S seeds is ``MS / (U S)``. MS is the largest of ``MS_users``, ``MS_seeds`` and
+    ``MS_users + MS_seeds - MS_rest``, from the mean squares of a two-way analysis of variance. The degrees of freedom
+    of the sum are Satterthwaite's (Biometrics Bulletin 2, 1946).
 
     Args:
         values: One value per user and seed, for at least two seeds.
@@ -158,46 +161,48 @@ def two_way(values: Float[np.ndarray, "user seed"]) -> Estimate:
     num_users, num_seeds = values.shape
     if num_users == 1:
         return one_way(values[0].tolist())
-    mean, by_user, by_seed = values.mean(), values.mean(1), values.mean(0)
-    rest = values - by_user[:, None] - by_seed + mean
-    freedom_of_rest = (num_users - 1) * (num_seeds - 1)
-    # Mean squares of users, of seeds, and of the rest.
-    of_users, of_seeds = num_seeds * by_user.var(ddof=1), num_users * by_seed.var(ddof=1)
-    of_rest = (rest**2).sum() / freedom_of_rest
-    # The larger one of users and seeds, with its degrees of freedom, unless the combined variance is larger.
-    variance, freedom = max((of_users, num_users - 1.0), (of_seeds, num_seeds - 1.0))
-    if (combined := of_users + of_seeds - of_rest) > variance:
-        mean_squares = ((of_users, num_users - 1), (of_seeds, num_seeds - 1), (of_rest, freedom_of_rest))
-        variance = combined
-        freedom = combined**2 / sum(square**2 / its_freedom for square, its_freedom in mean_squares)
-    return Estimate(mean=float(mean), error=math.sqrt(variance / values.size), freedom=float(freedom))
+    mean, mean_by_user, mean_by_seed = values.mean(), values.mean(1), values.mean(0)
+    rest = values - mean_by_user[:, None] - mean_by_seed + mean
+    freedom_users, freedom_seeds = num_users - 1, num_seeds - 1
+    freedom_rest = freedom_users * freedom_seeds
+    ms_users = num_seeds * mean_by_user.var(ddof=1)
+    ms_seeds = num_users * mean_by_seed.var(ddof=1)
+    ms_rest = (rest**2).sum() / freedom_rest
+
+    ms, freedom = max((ms_users, float(freedom_users)), (ms_seeds, float(freedom_seeds)))
+    combined = ms_users + ms_seeds - ms_rest
+    if combined > ms:
+        ms = combined
+        terms = [ms_users**2 / freedom_users, ms_seeds**2 / freedom_seeds, ms_rest**2 / freedom_rest]
+        freedom = combined**2 / sum(terms)
+    return Estimate(mean=float(mean), error=math.sqrt(ms / values.size), freedom=float(freedom))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p-values (Scandinavian Journal of Statistics 6, 1979).
 
     The k-th smallest of n p-values, counted from 0, is multiplied by ``n - k``, and is at least the adjusted value
-    before it and at most 1. If hypotheses with an adjusted value of at most 0.05 are rejected, the probability to
-    reject at least one true hypothesis is at most 0.05.
+    before it and at most 1: ``[0.03, 0.01]`` becomes ``[0.03, 0.02]``.
     """
-    adjusted, largest = [1.0] * len(p_values), 0.0  # largest adjusted p-value so far
+    adjusted = [1.0] * len(p_values)
+    largest_so_far = 0.0
     for rank, hypothesis in enumerate(np.argsort(p_values, kind="stable")):
-        largest = max(largest, (len(p_values) - rank) * p_values[hypothesis])
-        adjusted[hypothesis] = min(1.0, largest)
+        largest_so_far = max(largest_so_far, (len(p_values) - rank) * p_values[hypothesis])
+        adjusted[hypothesis] = min(1.0, largest_so_far)
     return adjusted
 
 
 def holm_shares(p_values: Sequence[float]) -> list[float]:
     """Return the share of the error rate 0.05 (ERROR) at which Holm's procedure tests each hypothesis.
 
-    An interval with confidence ``1 - 0.05 share`` excludes 0 exactly if the hypothesis is rejected, so intervals agree
-    with :func:`holm`. The smallest p-value has the share ``1 / n``, the next ``1 / (n - 1)``, and so on until a
-    hypothesis is not rejected. Holm's procedure stops at this hypothesis, so all later ones get the same share.
+    The smallest of n p-values has the share ``1 / n``, the next ``1 / (n - 1)``, and so on. The procedure stops at the
+    first hypothesis that is not rejected, and all later ones get its share. So an interval with confidence
+    ``1 - 0.05 share`` excludes 0 exactly if the hypothesis is rejected.
     """
     num_rejected = sum(adjusted <= ERROR for adjusted in holm(p_values))
     shares = [1.0] * len(p_values)
     for rank, hypothesis in enumerate(np.argsort(p_values, kind="stable")):
-        last_rank = min(rank, num_rejected)  # the share grows up to the first hypothesis that is not rejected
+        last_rank = min(rank, num_rejected)  # the first hypothesis that is not rejected has rank num_rejected
         shares[hypothesis] = 1 / (len(p_values) - last_rank)
     return shares
 
@@ -206,20 +211,23 @@ def signed_rank(differences: Sequence[float]) -> float:
     """Return the exact two-sided p-value of Wilcoxon's signed-rank test, with one value per user.
 
     The statistic is the sum of the ranks of ``|difference|`` over the positive differences. Zeros are left out and ties
-    share the mean of their ranks. The distribution of the statistic is exact: it follows from all ``2^n`` signs.
-    Source: Biometrics Bulletin 1, 1945.
+    share the mean of their ranks. Its distribution is that over all ``2^n`` signs (Biometrics Bulletin 1, 1945).
     """
     nonzero = np.array([value for value in differences if value])
     if not len(nonzero):
         return 1.0
-    _, distinct_index, counts = np.unique(np.abs(nonzero), return_inverse=True, return_counts=True)
-    ranks = (2 * np.cumsum(counts) - counts + 1)[distinct_index]  # twice the rank, which is an integer for ties too
-    probabilities = np.ones(1)  # of each sum of the ranks with a positive sign
-    for rank in ranks:  # a sign is negative or positive with probability 1/2
-        probabilities = (np.pad(probabilities, (0, rank)) + np.pad(probabilities, (rank, 0))) / 2
+    # Ranks are doubled, so that they are integers for ties too: c ties with the ranks r - c + 1 to r get 2 r - c + 1.
+    _, index_of_size, num_ties = np.unique(np.abs(nonzero), return_inverse=True, return_counts=True)
+    last_ranks = np.cumsum(num_ties)
+    ranks_of_sizes = 2 * last_ranks - num_ties + 1
+    ranks = ranks_of_sizes[index_of_size]
+    probabilities = np.ones(1)  # probabilities[s]: the positive differences seen so far have ranks with the sum s
+    for rank in ranks:  # the difference is negative or positive with probability 1/2
+        if_negative, if_positive = np.pad(probabilities, (0, rank)), np.pad(probabilities, (rank, 0))
+        probabilities = (if_negative + if_positive) / 2
     observed = int(ranks[nonzero > 0].sum())
     lower_tail, upper_tail = probabilities[: observed + 1].sum(), probabilities[observed:].sum()
-    # Two-sided: twice the smaller tail. Both tails have the observed sum, so twice a tail can be more than 1.
+    # Both tails have the observed sum, so twice a tail can be more than 1.
     return min(1.0, 2 * float(min(lower_tail, upper_tail)))
 
 
@@ -316,9 +324,17 @@ class BaselineComparison:
     @classmethod
     def read(cls, content: BaselineComparisonRecord) -> BaselineComparison:
         """Return the object of a record; inverse of :meth:`as_dict`."""
-        verdicts = tuple(Verdict(**{**record, "seeds": tuple(record["seeds"])}) for record in content["methods"])
-        baseline, measure, users = content["baseline"], content["measure"], content["users"]
-        return cls(baseline=baseline, measure=measure, users=users, verdicts=verdicts)
+        verdicts = []
+        for record in content["methods"]:
+            fields = dict(record)
+            fields["seeds"] = tuple(record["seeds"])  # a list in JSON
+            verdicts.append(Verdict(**fields))
+        return cls(
+            baseline=content["baseline"],
+            measure=content["measure"],
+            users=content["users"],
+            verdicts=tuple(verdicts),
+        )
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
@@ -346,22 +362,19 @@ def baseline_methods(baseline: str) -> list[str]:
 
 
 def baseline_text(names: Sequence[str]) -> str:
-    """Return a baseline for sentences: "local", or for several methods "the best of local, fedavg and ditto".
-
-    With several methods, each user's result is compared with the best that the user has with any of them.
-    """
+    """Return a baseline for sentences: "local", "the better of local and fedavg", "the best of a, b and c"."""
     *others, last = names
     if not others:
         return last
-    return f"the {'better' if len(others) == 1 else 'best'} of {', '.join(others)} and {last}"
+    superlative = "better" if len(others) == 1 else "best"
+    return f"the {superlative} of {', '.join(others)} and {last}"
 
 
 def compare_with_baseline(results: Results, measure: str, baseline: str) -> BaselineComparison | None:
     """Compare every other method with ``baseline``: mean change with its interval, verdict and p-value.
 
-    The verdict follows from a t-interval of the mean over users and seeds (:func:`two_way`). The p-value is of a second
-    test, which assumes no distribution: Wilcoxon's signed-rank test over the users' means. Holm's procedure corrects
-    both for the number of methods.
+    The verdict follows from a t-interval of the mean over users and seeds (:func:`two_way`). The p-value is Wilcoxon's
+    over the users' means (:func:`signed_rank`). Holm's procedure corrects both for the number of methods.
 
     Args:
         results: Results by method, seed and user.
@@ -371,107 +384,116 @@ def compare_with_baseline(results: Results, measure: str, baseline: str) -> Base
     Returns:
         The verdicts; None if there is no other method, or none that has two seeds in common with the baseline.
     """
-    baseline_results = _best_results([results[name] for name in baseline_methods(baseline)], measure)
-    differences = {
-        name: _differences(of_method, baseline_results, measure)
-        for name, of_method in results.items()
-        if name != baseline
-    }
-    if not any(len(by_seed) > 1 for by_seed in differences.values()):
+    names_in_baseline = baseline_methods(baseline)
+    baseline_results = _best_results([results[name] for name in names_in_baseline], measure)
+    differences_by_method: dict[str, dict[int, list[float | None]]] = {}
+    for name, results_of_method in results.items():
+        if name != baseline:
+            differences_by_method[name] = _differences(results_of_method, baseline_results, measure)
+    if all(len(by_seed) < 2 for by_seed in differences_by_method.values()):
         return None
-    # Differences of users x seeds, for methods with at least two seeds whose differences are all finite.
-    arrays = {name: array for name, by_seed in differences.items() if (array := _as_array(by_seed)) is not None}
-    estimates = {name: two_way(array) for name, array in arrays.items()}
-    # Shares of the error rate, from which the confidence of each method's interval follows. A method whose results do
-    # not differ between seeds has no interval. It is counted as not significant.
-    p_of_means = [1.0 if has_no_interval(estimate, measure) else estimate.p_value for estimate in estimates.values()]
-    shares = dict(zip(arrays, holm_shares(p_of_means), strict=True))
-    p_over_users = [signed_rank(array.mean(1).tolist()) for array in arrays.values()]
-    p_values = dict(zip(arrays, holm(p_over_users), strict=True))
     num_users = len(next(iter(baseline_results.values())))
-    has_p_values = len(arrays) * smallest_signed_rank(num_users) <= ERROR  # else none could be significant
 
-    def verdict(name: str) -> Verdict:
-        """Return the verdict on a method, also without an interval."""
-        seeds = tuple(differences[name])
-        if name not in arrays:
-            return Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
-        p_value = p_values[name] if has_p_values else None
-        return _verdict_of(name, seeds, estimates[name], measure, shares[name], p_value)
+    # Tested are methods with at least two seeds and finite differences.
+    arrays: dict[str, np.ndarray] = {}  # differences of users x seeds, by tested method
+    for name, by_seed in differences_by_method.items():
+        array = _as_array(by_seed)
+        if array is not None:
+            arrays[name] = array
+    estimates = {name: two_way(array) for name, array in arrays.items()}
+    p_of_means = []
+    for estimate in estimates.values():
+        p_of_means.append(1.0 if has_no_interval(estimate, measure) else estimate.p_value)
+    share_by_method = dict(zip(arrays, holm_shares(p_of_means), strict=True))  # of the error rate
+    p_over_users = [signed_rank(array.mean(1).tolist()) for array in arrays.values()]
+    p_value_by_method = dict(zip(arrays, holm(p_over_users), strict=True))
+    smallest_p = len(arrays) * smallest_signed_rank(num_users)
 
+    verdicts = []
+    for name, by_seed in differences_by_method.items():
+        seeds = tuple(by_seed)
+        if name in arrays:
+            p_value = p_value_by_method[name] if smallest_p <= ERROR else None  # too few users to be significant
+            verdict = _verdict_of(name, seeds, estimates[name], measure, share_by_method[name], p_value)
+        else:
+            verdict = Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
+        counts = _count_ahead(by_seed, measure)
+        verdicts.append(replace(verdict, **counts))
     return BaselineComparison(
-        baseline=baseline_text(baseline_methods(baseline)),
-        measure=measure,
-        users=num_users,
-        verdicts=tuple(
-            replace(verdict(name), **_count_ahead(by_seed, measure)) for name, by_seed in differences.items()
-        ),
+        baseline=baseline_text(names_in_baseline), measure=measure, users=num_users, verdicts=tuple(verdicts)
     )
 
 
 def _best_results(
-    results: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str
+    results_of_methods: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str
 ) -> dict[int, dict[str, float | None]]:
-    """Return the results of a baseline of several methods: each user's best result for each seed that all methods have.
+    """Return each user's best result over the methods of a baseline, for each seed that all these methods have.
 
     Args:
-        results: Results of each method by seed and user.
+        results_of_methods: Results of each method by seed and user.
         measure: Name of the measure of the results, such as "perplexity".
 
     Returns:
         Results by seed and user; None if a method's result is not finite.
     """
-    pick_best = best_of(measure)
-
-    def best_result(seed: int, user: str) -> float | None:
-        """Return a user's best result for a seed; None if a method's is not finite."""
-        of_methods = [of_method[seed].get(user) for of_method in results]
-        finite = [value for value in of_methods if value is not None and math.isfinite(value)]
-        return pick_best(finite) if len(finite) == len(results) else None
-
-    common_seeds = [seed for seed in results[0] if all(seed in of_method for of_method in results)]
-    return {seed: {user: best_result(seed, user) for user in results[0][seed]} for seed in common_seeds}
+    min_or_max = best_of(measure)
+    first_method = results_of_methods[0]
+    best_results: dict[int, dict[str, float | None]] = {}
+    for seed, users in first_method.items():
+        if not all(seed in by_seed for by_seed in results_of_methods):
+            continue
+        best_results[seed] = {}
+        for user in users:
+            values = [by_seed[seed].get(user) for by_seed in results_of_methods]
+            finite = [value for value in values if value is not None and math.isfinite(value)]
+            best_results[seed][user] = min_or_max(finite) if len(finite) == len(values) else None
+    return best_results
 
 
 def _count_ahead(differences: Mapping[int, Sequence[float | None]], measure: str) -> JsonObject:
     """Count a method's results that are better than the baseline's, and find the worst change.
 
-    Returns:
-        Fields of a :class:`Verdict`: ``ahead``, the number of better results, one per user and seed; ``pairs``, the
-        number of all; ``worst``, the worst change, None if a result is not finite.
-
     Args:
-        differences: Differences of all users to the baseline by seed; None stands for one that is not finite.
+        differences: Each user's difference to the baseline by seed; None if it is not finite.
         measure: Name of the measure of the results, such as "perplexity".
+
+    Returns:
+        Fields ``ahead``, ``pairs`` and ``worst`` of a :class:`Verdict`.
     """
     all_differences = [value for values in differences.values() for value in values]
     finite = [value for value in all_differences if value is not None]
-    num_ahead = sum(value != 0 and not is_worse(value, measure) for value in finite)  # equal results are not better
+    num_ahead = sum(value != 0 and not is_worse(value, measure) for value in finite)
     worst: float | None = None
     if finite and len(finite) == len(all_differences):
-        worst = as_change(worst_of(measure)(finite), measure)
+        min_or_max = worst_of(measure)
+        worst = as_change(min_or_max(finite), measure)
     return {"ahead": num_ahead, "pairs": len(all_differences), "worst": worst}
 
 
 def _differences(
-    results: Mapping[int, Mapping[str, float | None]], baseline: Mapping[int, Mapping[str, float | None]], measure: str
+    results: Mapping[int, Mapping[str, float | None]],
+    baseline_results: Mapping[int, Mapping[str, float | None]],
+    measure: str,
 ) -> dict[int, list[float | None]]:
     """Return each user's difference to the baseline, for each seed that both have; None if it is not finite.
 
     Args:
         results: Results of a method by seed and user.
-        baseline: Results of the baseline by seed and user.
+        baseline_results: Results of the baseline by seed and user.
         measure: Name of the measure of the results, such as "perplexity".
     """
-    return {
-        seed: [additive_difference(results[seed].get(user), value, measure) for user, value in users.items()]
-        for seed, users in baseline.items()
-        if seed in results
-    }
+    differences: dict[int, list[float | None]] = {}
+    for seed, baseline_by_user in baseline_results.items():
+        if seed in results:
+            differences[seed] = [
+                additive_difference(results[seed].get(user), baseline_result, measure)
+                for user, baseline_result in baseline_by_user.items()
+            ]
+    return differences
 
 
 def _as_array(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray | None:
-    """Return the users' differences between two methods as an array of shape (users, seeds).
+    """Return the users' differences to the baseline as an array of shape (users, seeds).
 
     Args:
         differences: Differences of the users, in order, by seed; None stands for one that is not finite.
@@ -479,7 +501,9 @@ def _as_array(differences: Mapping[int, Sequence[float | None]]) -> np.ndarray |
     Returns:
         The array; None with fewer than two seeds, or if a difference is not finite.
     """
-    if len(differences) < 2 or any(value is None for values in differences.values() for value in values):
+    if len(differences) < 2:
+        return None
+    if any(value is None for values in differences.values() for value in values):
         return None
     return np.array(list(differences.values()), dtype=float).T
 
@@ -494,23 +518,26 @@ def _verdict_of(
         seeds: Its seeds.
         estimate: Its mean difference to the baseline.
         measure: Name of the measure of the results, such as "perplexity".
-        share: Share of the error rate :data:`ERROR` that Holm's procedure gives to this method, by which the
-            confidence of its interval is ``1 - share * ERROR``.
+        share: The confidence of its interval is ``1 - share * ERROR``.
         p_value: Its adjusted p-value over users; None if there are too few users.
     """
     change = as_change(estimate.mean, measure)
     if has_no_interval(estimate, measure):  # an interval of width 0 would be wrong
         return Verdict(method=name, seeds=seeds, verdict=LEVEL, change=change, p_value=p_value)
-    bounds = estimate.interval(share)
-    direction = WORSE if is_worse(estimate.mean, measure) else BETTER
-    low, high = (within_limits(as_change(end, measure), measure) for end in bounds)
+    low, high = estimate.interval(share)
+    if low <= 0 <= high:
+        verdict = LEVEL
+    elif is_worse(estimate.mean, measure):
+        verdict = WORSE
+    else:
+        verdict = BETTER
     return Verdict(
         method=name,
         seeds=seeds,
-        verdict=LEVEL if bounds[0] <= 0 <= bounds[1] else direction,
+        verdict=verdict,
         change=change,
-        low=low,
-        high=high,
+        low=_possible_change(low, measure),
+        high=_possible_change(high, measure),
         confidence=1 - share * ERROR,
         p_value=p_value,
     )
@@ -519,32 +546,44 @@ def _verdict_of(
 # -------------------------------------------------------------------- text and tables
 
 
-def heading(against: BaselineComparison) -> str:
+def heading(comparison: BaselineComparison) -> str:
     """Return the heading of the table of verdicts: baseline, measure, users and seeds."""
-    mean = "geometric mean of test" if against.measure in ("perplexity", "loss") else "mean test"
-    seeds = sorted({seed for verdict in against.verdicts for seed in verdict.seeds})
-    over = f"{against.users} user{'s' if against.users != 1 else ''} and seeds {', '.join(map(str, seeds))}"
-    return f"against {against.baseline}: {mean} {against.measure} over {over} ({rule(against.measure)})"
+    measure, num_users = comparison.measure, comparison.users
+    mean = "geometric mean of test" if measure in ("perplexity", "loss") else "mean test"
+    users_text = "1 user" if num_users == 1 else f"{num_users} users"
+    seeds = sorted({seed for verdict in comparison.verdicts for seed in verdict.seeds})
+    seeds_text = ", ".join(map(str, seeds))
+    return f"against {comparison.baseline}: {mean} {measure} over {users_text} and seeds {seeds_text} ({rule(measure)})"
 
 
-def rows_of(against: BaselineComparison) -> tuple[list[str], list[list[str]]]:
+def rows_of(comparison: BaselineComparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of verdicts as text, with a row for each method.
 
-    Columns: mean change with its interval and verdict; Wilcoxon's p-value over users; how many results, one per user
-    and seed, are better than the baseline's ("ahead"); and the worst change of any of these results.
+    "ahead" is how many results, one per user and seed, are better than the baseline's.
     """
-    return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
-        [
-            each.method,
-            "–" if each.change is None else change_text(each.change, against.measure),
-            "–" if each.low is None or each.high is None else interval_text((each.low, each.high), against.measure),
-            each.verdict,
-            _p_text(each.p_value),
-            f"{each.ahead} of {each.pairs}" if each.pairs else "–",
-            "–" if each.worst is None else change_text(each.worst, against.measure),
-        ]
-        for each in against.verdicts
-    ]
+    header = ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"]
+    rows = []
+    for verdict in comparison.verdicts:
+        interval_cell = "–"
+        if verdict.low is not None and verdict.high is not None:
+            interval_cell = interval_text((verdict.low, verdict.high), comparison.measure)
+        rows.append(
+            [
+                verdict.method,
+                _change_cell(verdict.change, comparison.measure),
+                interval_cell,
+                verdict.verdict,
+                _p_text(verdict.p_value),
+                f"{verdict.ahead} of {verdict.pairs}" if verdict.pairs else "–",
+                _change_cell(verdict.worst, comparison.measure),
+            ]
+        )
+    return header, rows
+
+
+def _change_cell(change: float | None, measure: str) -> str:
+    """Return a change as text; a dash if it is unknown."""
+    return "–" if change is None else change_text(change, measure)
 
 
 def _p_text(value: float | None) -> str:
@@ -556,9 +595,9 @@ def _p_text(value: float | None) -> str:
     return f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
 
 
-def notes(against: BaselineComparison) -> list[str]:
+def notes(comparison: BaselineComparison) -> list[str]:
     """Return sentences on how to read the table of verdicts, and on what it cannot show."""
-    num_methods = against.num_tested
+    num_methods = comparison.num_tested
     verdict_note = (
         "better, worse: the interval of the mean change excludes 0; level: it contains 0, so no change is shown. "
         "Users and seeds both count as random."
@@ -568,19 +607,19 @@ def notes(against: BaselineComparison) -> list[str]:
             f" For {num_methods} methods, Holm's correction makes the intervals wider, so that better and worse mean "
             "significant at a joint level of 5%."
         )
-    if num_methods * smallest_signed_rank(against.users) > ERROR:
-        after = f", after Holm's correction for {num_methods} methods" if num_methods > 1 else ""
+    smallest_p = num_methods * smallest_signed_rank(comparison.users)
+    if smallest_p <= ERROR:
+        p_note = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
+    else:
+        after_holm = f", after Holm's correction for {num_methods} methods" if num_methods > 1 else ""
         p_note = (
             f"No p over users: Wilcoxon's test needs at least {_least_users(num_methods)} users to reach p = {ERROR}"
-            f"{after}; here are {against.users}."
+            f"{after_holm}; here are {comparison.users}."
         )
-    else:
-        p_note = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
-    return [
-        verdict_note,
-        p_note,
-        "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit.",
-    ]
+    ahead_note = (
+        "ahead: number of results, one per user and seed, that beat the baseline's; worst: the largest deficit."
+    )
+    return [verdict_note, p_note, ahead_note]
 
 
 def _least_users(num_methods: int) -> int:
@@ -588,25 +627,31 @@ def _least_users(num_methods: int) -> int:
     return math.ceil(1 + math.log2(max(1, num_methods) / ERROR))
 
 
-def markdown(against: BaselineComparison) -> list[str]:
+def markdown(comparison: BaselineComparison) -> list[str]:
     """Return the table of verdicts with its heading and notes as lines of Markdown."""
-    head, rows = rows_of(against)
-    lines = [f"Table: {heading(against)}", "", markdown_line(head), "|" + "---|" * len(head)]
-    return [*lines, *map(markdown_line, rows), "", *notes(against)]
+    header, rows = rows_of(comparison)
+    lines = [f"Table: {heading(comparison)}", "", markdown_line(header), "|" + "---|" * len(header)]
+    lines += [markdown_line(row) for row in rows]
+    lines.append("")
+    lines += notes(comparison)
+    return lines
 
 
-def render(against: BaselineComparison) -> Iterator[Table | Text]:
+def render(comparison: BaselineComparison) -> Iterator[Table | Text]:
     """Yield the heading, the table of verdicts and the notes for the terminal."""
-    yield words(heading(against), "italic")  # a title would be wrapped at the width of the table
-    head, rows = rows_of(against)
+    yield words(heading(comparison), "italic")  # a title would be wrapped at the width of the table
+    header, rows = rows_of(comparison)
     table = Table(box=None)
-    for name in head:
+    for name in header:
         table.add_column(name, justify="left" if name in ("method", "verdict") else "right", no_wrap=True)
-    verdict_column = head.index("verdict")  # it is coloured
     for row in rows:
-        table.add_row(*(words(cell, STYLES.get(cell, "") if i == verdict_column else "") for i, cell in enumerate(row)))
+        cells = []
+        for name, text in zip(header, row, strict=True):
+            style = STYLES.get(text, "") if name == "verdict" else ""
+            cells.append(words(text, style))
+        table.add_row(*cells)
     yield table
-    yield words(" ".join(notes(against)), "dim")
+    yield words(" ".join(notes(comparison)), "dim")
 
 
 CellSpread = dict[str, float | None]
@@ -655,7 +700,8 @@ def _cell_spread(values: Sequence[float | None]) -> CellSpread:
     finite = [value for value in values if value is not None]
     if len(finite) < len(values):
         return {"mean": None, "std": None}
-    return {"mean": statistics.fmean(finite), "std": statistics.stdev(finite) if len(finite) > 1 else 0.0}
+    std = statistics.stdev(finite) if len(finite) > 1 else 0.0
+    return {"mean": statistics.fmean(finite), "std": std}
 
 
 def folder_name(label: str) -> str:
@@ -677,26 +723,31 @@ def compare_runs(
         RunError: A run is missing or has not finished, or runs have different users.
         RecipeError: The baseline is not among the methods.
     """
-    read = [(folder, read_metrics(folder)) for folder in folders]
-    return compare_metrics([(labels.get(folder, metrics["method"]), metrics) for folder, metrics in read], baseline)
+    labelled_metrics = []
+    for folder in folders:
+        metrics = read_metrics(folder)
+        label = labels.get(folder, metrics["method"])
+        labelled_metrics.append((label, metrics))
+    return compare_metrics(labelled_metrics, baseline)
 
 
-def compare_metrics(named: Iterable[tuple[str, JsonObject]], baseline: str | None = None) -> ComparisonTable:
+def compare_metrics(labelled_metrics: Iterable[tuple[str, JsonObject]], baseline: str | None = None) -> ComparisonTable:
     """Return the table of :func:`compare_runs` for metrics in memory.
 
     Args:
-        named: The label of a method and the metrics of one run, for each run.
+        labelled_metrics: The label of a method and the metrics of one run, for each run.
         baseline: A method, or several separated by commas, of which the best result counts.
 
     Raises:
         RunError: Runs have different users.
         RecipeError: The baseline is not among the methods.
     """
-    by_method: dict[str, list[JsonObject]] = {}
-    for name, metrics in named:
-        by_method.setdefault(name, []).append(metrics)
-    require_same_users(users_of(run for runs in by_method.values() for run in runs))
-    return with_baseline({"methods": [_method_row(name, runs) for name, runs in by_method.items()]}, baseline)
+    runs_by_label: dict[str, list[JsonObject]] = {}
+    for label, metrics in labelled_metrics:
+        runs_by_label.setdefault(label, []).append(metrics)
+    require_same_users(users_of(run for runs in runs_by_label.values() for run in runs))
+    rows = [_method_row(label, runs) for label, runs in runs_by_label.items()]
+    return with_baseline({"methods": rows}, baseline)
 
 
 def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
@@ -708,12 +759,12 @@ def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
     Raises:
         RunError: A run has other users than the first.
     """
-    first, expected = runs[0]
+    first_name, first_users = runs[0]
     for name, users in runs[1:]:
-        if set(users) != set(expected):
+        if set(users) != set(first_users):
             raise RunError(
-                f"{name}: its users are {list_names(users)}, those of {first} are {list_names(expected)}; give runs of "
-                "the same users (data.on_small_user: skip may leave out others with another seed)"
+                f"{name}: its users are {list_names(users)}, those of {first_name} are {list_names(first_users)}; give "
+                "runs of the same users (data.on_small_user: skip may leave out others with another seed)"
             )
 
 
@@ -739,13 +790,14 @@ def with_baseline(table: ComparisonTable, baseline: str | None) -> ComparisonTab
     rows = table["methods"]
     if any("results" not in row for row in rows):
         raise RunError("the table lacks the results of each seed; write it again with `comingle compare --resume`")
-    chosen = baseline_of([row["method"] for row in rows], baseline)
-    results: dict[str, dict[int, dict[str, float | None]]] = {}  # by method, seed and user
+    chosen_baseline = baseline_of([row["method"] for row in rows], baseline)
+    results_by_method: dict[str, dict[int, dict[str, float | None]]] = {}
     for row in rows:
-        results[row["method"]] = {
-            seed: {user: values[i] for user, values in row["results"].items()} for i, seed in enumerate(row["seeds"])
-        }
-    comparison = compare_with_baseline(results, measure_of(rows[0]), chosen)
+        results_by_seed: dict[int, dict[str, float | None]] = {}
+        for i, seed in enumerate(row["seeds"]):
+            results_by_seed[seed] = {user: results_of_seeds[i] for user, results_of_seeds in row["results"].items()}
+        results_by_method[row["method"]] = results_by_seed
+    comparison = compare_with_baseline(results_by_method, measure_of(rows[0]), chosen_baseline)
     return {**table, "against": None if comparison is None else comparison.as_dict()}
 
 
@@ -756,40 +808,46 @@ def read_baseline_comparison(table: ComparisonTable) -> BaselineComparison | Non
 
 
 def _method_row(name: str, runs: Sequence[JsonMapping]) -> MethodRow:
-    """Return a method's row of a comparison.
+    """Return a method's row of a comparison: means over seeds of results and speeds, and the costs.
 
     Args:
         name: The method's label.
         runs: Metrics of its runs, one for each seed.
     """
-    measure, unit = measure_of(runs[0]), runs[0].get("unit", "tokens")
-    results = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in runs[0]["users"]}
-    users = {user: _cell_spread(values) for user, values in results.items()}
-    row = {
+    first = runs[0]
+    measure, unit = measure_of(first), first.get("unit", "tokens")
+    results_by_user = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in first["users"]}
+    row: JsonObject = {
         "method": name,
         "seeds": [run["seed"] for run in runs],
         "rounds": [run["rounds"] for run in runs],
-        # Only runs that stopped early record how many rounds were planned.
-        **({"planned_rounds": planned} if (planned := max(run.get("planned_rounds", 0) for run in runs)) else {}),
-        f"mean_test_{measure}": _cell_spread([run[f"mean_test_{measure}"] for run in runs]),
-        **_geometric_mean_entry(runs, measure),
-        "users": users,
-        "results": results,
-        # Seeds have equal sizes of models and uploads, but different speeds.
-        "upload_bytes_per_user_round": runs[0]["upload_bytes_per_user_round"],
-        "trainable_parameters": runs[0]["trainable_parameters"],
-        f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
-        "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
-        # The interval for a sample of the users is that of a single run; several runs have a deviation over seeds.
-        **({"sample": runs[0]["sample"]} if len(runs) == 1 and "sample" in runs[0] else {}),
-        **({"privacy": _most_revealing(runs)} if any(run.get("privacy") for run in runs) else {}),
-        **({"warnings": warned} if (warned := _warnings(runs)) else {}),
-        **{key: runs[0][key] for key in ("method_settings", "untrained") if key in runs[0]},
     }
+    planned_rounds = max(run.get("planned_rounds", 0) for run in runs)  # only runs that ended early have it
+    if planned_rounds:
+        row["planned_rounds"] = planned_rounds
+    row[f"mean_test_{measure}"] = _cell_spread([run[f"mean_test_{measure}"] for run in runs])
+    row.update(_geometric_mean_entry(runs, measure))
+    row["users"] = {user: _cell_spread(results) for user, results in results_by_user.items()}
+    row["results"] = results_by_user
+    # Seeds have equal sizes of models and uploads, but different speeds.
+    row["upload_bytes_per_user_round"] = first["upload_bytes_per_user_round"]
+    row["trainable_parameters"] = first["trainable_parameters"]
+    row[f"{unit}_per_second"] = statistics.fmean(run[f"{unit}_per_second"] for run in runs)
+    row["wall_seconds"] = statistics.fmean(run["wall_seconds"] for run in runs)
+    if len(runs) == 1 and "sample" in first:  # several runs have a deviation over seeds instead
+        row["sample"] = first["sample"]
+    if any(run.get("privacy") for run in runs):
+        row["privacy"] = _most_revealing_privacy(runs)
+    warnings = _warnings(runs)
+    if warnings:
+        row["warnings"] = warnings
+    for key in ("method_settings", "untrained"):
+        if key in first:
+            row[key] = first[key]
     return cast(MethodRow, row)  # names of two keys depend on measure and unit
 
 
-def _most_revealing(runs: Sequence[JsonMapping]) -> Mapping[str, object]:
+def _most_revealing_privacy(runs: Sequence[JsonMapping]) -> Mapping[str, object]:
     """Return the privacy of the seed with the largest epsilon."""
     return max((run["privacy"] for run in runs if run.get("privacy")), key=lambda privacy: privacy["epsilon"] or 0.0)
 
