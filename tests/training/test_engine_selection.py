@@ -77,7 +77,7 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-5)
         assert loss_of(opened, name, "test") == expected
     record = read_run(tmp_path / "best")
-    assert record.chosen.round == lowest["round"]
+    assert record.final_evaluation.round == lowest["round"]
     told = final(Entry(label="best", runs=(record,)))
     assert told is not None
     assert told.mean == pytest.approx(metrics["mean_test_loss"])

@@ -402,7 +402,7 @@ def _panels_of_kind(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Pane
         yield "bytes", bytes_panels(entries)
     elif kind == "scores":
         for entry in entries:
-            if entry.first.routed:
+            if entry.first.has_routers:
                 yield f"scores-{file_name(entry.label)}", scores_panels(entry, entries)
     else:
         for baseline in baselines(entries):

@@ -339,7 +339,7 @@ def comparability_warnings(entries: Sequence[Entry]) -> list[str]:
 
     distinct_settings: set[str] = set()  # as text, because values may be lists
     for run in runs:
-        distinct_settings.add(repr([(key, value) for key, value in run.key if _affects_test_data(key)]))
+        distinct_settings.add(repr([(key, value) for key, value in run.settings if _affects_test_data(key)]))
     if len(distinct_settings) > 1:
         if runs[0].unit == "tokens":
             reason = "read their text in different ways: their perplexities"
@@ -368,7 +368,9 @@ def _changed_inputs(runs: Sequence[RunRecord]) -> list[str]:
             inputs = read_inputs(run.folder)
         except RunError:  # a run of an older version, which recorded no digests
             continue
-        data_settings = [(key, value) for key, value in run.key if key.startswith("data.") or key == "training.context"]
+        data_settings = [
+            (key, value) for key, value in run.settings if key.startswith("data.") or key == "training.context"
+        ]
         settings = repr((run.seed, run.base, inputs.tokenizer, data_settings))
         if settings not in first_by_settings:
             first_by_settings[settings] = (run, inputs)
@@ -628,7 +630,7 @@ def render_page(
         bytes_figure=drawn.panels(bytes_panels(entries), bytes_label, "bytes"),
         mixtures=mixtures,
         component=component_names.pop() if len(component_names) == 1 else "component",
-        scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.routed],
+        scores=[_scores_section(entry, entries, drawn) for entry in entries if entry.first.has_routers],
         views=as_data(views),
         owners=any(text.owner for view in views for text in view.texts),
     )

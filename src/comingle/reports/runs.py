@@ -71,12 +71,15 @@ class Evaluation:
             measure: Name of a measure, such as "accuracy"; empty for the measure by which models are compared.
             geometric: Return the geometric mean.
         """
+        measure = measure or self.measure
         names = self.users if user is None else [user]
-        values = [self.users.get(name, {}).get(measure or self.measure) for name in names]
+        values = [self.users.get(name, {}).get(measure) for name in names]
         if geometric:
             return geometric_mean(values)
         known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known and len(known) == len(values) else None
+        if not known or len(known) < len(values):
+            return None
+        return sum(known) / len(known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,35 +107,44 @@ class RunRecord:
 
     @property
     def task(self) -> str:
-        """Name and settings of the task in the recipe (``data.task``), as text; empty for other data."""
-        task_setting: JsonObject | None = (self.recipe.get("data") or {}).get("task")
-        if not task_setting:
+        """Name and settings of the task (``data.task``), such as "digits (shift 0.5)"; empty for other data."""
+        section: JsonObject | None = (self.recipe.get("data") or {}).get("task")
+        if not section:
             return ""
-        # A shift of None is the task's own one, and a fraction of 1.0 keeps all data: both go without saying.
-        settings = [
-            f"{key} {task_setting[key]}" for key in ("shift", "fraction") if task_setting.get(key) not in (None, 1.0)
-        ]
-        return f"{task_setting['name']} ({', '.join(settings)})" if settings else task_setting["name"]
+        settings = []
+        for key in ("shift", "fraction"):
+            value = section.get(key)
+            is_default = value is None or value == 1.0  # the task's own shift; a fraction of 1.0 keeps all data
+            if not is_default:
+                settings.append(f"{key} {value}")
+        if not settings:
+            return section["name"]
+        return f"{section['name']} ({', '.join(settings)})"
 
     @property
     def subject(self) -> str:
-        """The task, or the kind of data with the names of the data set's files."""
+        """The task, or the kind of data with the names of its files, such as "text (a.txt, b.txt)"."""
         if self.task:
             return self.task
         data = self.recipe.get("data") or {}
         kind = data.get("kind") or ("samples" if self.unit == "samples" else "text")
-        source = data.get("questions") or data.get("dataset") or {}  # sections that name files in "name" or "path"
-        given = source.get("name") or source.get("path") or []
-        paths = [given] if isinstance(given, str) else given
-        # The last part of each path; a run may have been made on another system, with other separators.
+        section = data.get("questions") or data.get("dataset") or {}
+        paths = section.get("name") or section.get("path") or []
+        if isinstance(paths, str):
+            paths = [paths]
+        if not paths:
+            return kind
+        # A run may have been made on another system, so both separators are possible.
         names = [re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in paths]
-        return f"{kind} ({brief_list(names, ', ')})" if names else kind
+        return f"{kind} ({brief_list(names, ', ')})"
 
     @property
-    def chosen(self) -> Evaluation:
-        """The evaluation of the run's final models: the last, or the one with the lowest validation loss."""
-        known = [evaluation for evaluation in self.evaluations if evaluation.valid_loss is not None]
-        return min(known, key=lambda evaluation: evaluation.valid_loss or 0.0, default=self.evaluations[-1])
+    def final_evaluation(self) -> Evaluation:
+        """The evaluation of the run's final models: the one with the lowest validation loss, else the last."""
+        validated = [evaluation for evaluation in self.evaluations if evaluation.valid_loss is not None]
+        if not validated:
+            return self.evaluations[-1]
+        return min(validated, key=lambda evaluation: evaluation.valid_loss or 0.0)
 
     @property
     def measure(self) -> str:
@@ -140,28 +152,30 @@ class RunRecord:
         return self.evaluations[-1].measure
 
     @property
-    def routed(self) -> bool:
+    def has_routers(self) -> bool:
         """Whether the last evaluation has scores of routers."""
         return bool(self.evaluations[-1].scores)
 
     @cached_property
-    def key(self) -> tuple[tuple[str, object], ...]:
-        """Recipe settings that affect the result, except for the seed: sorted pairs of dotted recipe key and value.
+    def settings(self) -> tuple[tuple[str, object], ...]:
+        """Recipe settings that affect the result, without the seed: ``(("training.rounds", 10), ...)``, sorted.
 
-        Runs with equal keys differ only in their seeds.
+        Runs with equal settings differ only in their seeds.
         """
-        settings = {key: value for key, value in self.recipe.items() if key not in _KEYS_WITHOUT_EFFECT}
-        section = settings.pop("evaluation", None) or {}
-        # Of the evaluation, only these two affect the result; how often a run is evaluated does not.
-        evaluation = {"model": section.get("model"), "select": section.get("select", "last")}
-        return tuple(sorted(_flattened({**settings, "evaluation": evaluation}).items()))
+        sections = {key: value for key, value in self.recipe.items() if key not in _KEYS_WITHOUT_EFFECT}
+        evaluation = sections.get("evaluation") or {}
+        # How often a run is evaluated does not affect the result.
+        sections["evaluation"] = {"model": evaluation.get("model"), "select": evaluation.get("select", "last")}
+        return tuple(sorted(_flattened(sections).items()))
 
 
-def brief_list(names: Sequence[str], last: str) -> str:
-    """Join names with commas, and the last two with ``last``; of more than 4 names give 3 and a count."""
+def brief_list(names: Sequence[str], last_separator: str) -> str:
+    """Join names: "a, b and c" with the separator " and ", and of more than 4 names "a, b, c and 7 more"."""
     if len(names) > 4:
         return f"{', '.join(names[:3])} and {len(names) - 3} more"
-    return last.join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])}{last_separator}{names[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,48 +210,58 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     Raises:
         RunError: A path is neither.
     """
-    by_path: dict[Path, Path] = {}
+    folder_by_resolved_path: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise RunError(f"{path}: no such run folder")
-        inside = [path] if (path / "events.jsonl").is_file() else _runs_of_comparison(path)
-        if not inside:
+        is_run = (path / "events.jsonl").is_file()
+        folders = [path] if is_run else _runs_of_comparison(path)
+        if not folders:
             raise RunError(_no_runs_message(path))
-        for folder in inside:
-            by_path.setdefault(folder.resolve(), folder)
-    return list(by_path.values())
+        for folder in folders:
+            folder_by_resolved_path.setdefault(folder.resolve(), folder)
+    return list(folder_by_resolved_path.values())
 
 
 def _no_runs_message(path: Path) -> str:
-    """Return the message about a folder without runs; it names runs in a folder ``runs`` inside or beside it."""
-    runs = path / "runs" if (path / "runs").is_dir() else path.parent / "runs"
+    """Return the message about a folder without runs; it names the runs in a folder ``runs`` inside or beside it."""
     message = f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders"
+    runs = path / "runs"
+    if not runs.is_dir():
+        runs = path.parent / "runs"
     names = sorted(file.parent.name for file in runs.glob("*/events.jsonl"))
-    return f"{message}; give folders of {runs}: {brief_list(names, ' and ')}" if names else message
+    if not names:
+        return message
+    return f"{message}; give folders of {runs}: {brief_list(names, ' and ')}"
 
 
 def _runs_of_comparison(path: Path) -> list[Path]:
     """Return the run folders in a comparison's folder, in the order of the methods in its ``table.json``.
 
-    The runs that the table does not have are left out with a warning, so that all views of a comparison have the same
-    runs. Without a readable table, and for tables without seeds, all runs are returned. Methods that the table lacks
-    are then last, in alphabetical order.
+    Runs that the table does not have are left out with a warning. Without a readable table all runs are returned.
     """
     folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
-    rank = {folder_name(method): number for number, method in enumerate(methods_in_table(path))}
-    # Run folders are named METHOD-seedN.
-    folders.sort(key=lambda folder: rank.get(folder.name.rpartition("-seed")[0], len(rank)))
-    names = {f"{folder_name(method)}-seed{seed}" for method, seed in runs_in_table(path)}
-    if not names.intersection(folder.name for folder in folders):
+    methods = [folder_name(method) for method in methods_in_table(path)]
+
+    def place_in_table(folder: Path) -> int:
+        """Return the number of a run's method in the table; methods that it lacks are last."""
+        method = folder.name.rpartition("-seed")[0]  # folders are named METHOD-seedN
+        return methods.index(method) if method in methods else len(methods)
+
+    folders.sort(key=place_in_table)
+    names_in_table = {f"{folder_name(method)}-seed{seed}" for method, seed in runs_in_table(path)}
+    in_table = [folder for folder in folders if folder.name in names_in_table]
+    if not in_table:  # no table, or one of an older version, without seeds
         return folders
-    if left_out := [folder.name for folder in folders if folder.name not in names]:
+    left_out = [folder.name for folder in folders if folder.name not in names_in_table]
+    if left_out:
         logger.warning(
             "%s: left out, since they are not in its table.json: %s; `comingle compare --resume` adds finished runs "
             "that can be compared",
             path,
             brief_list(left_out, " and "),
         )
-    return [folder for folder in folders if folder.name in names]
+    return in_table
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -252,7 +276,9 @@ def read_run(folder: Path) -> RunRecord:
     if start is None or not evaluations:
         raise RunError(f"{folder}: no evaluation in its events.jsonl yet; try again after the first evaluation")
     recipe = _read_recipe(folder)
-    local_steps = recipe.get("training", {}).get("local_steps", 1)  # for events of older runs, which lack iterations
+    local_steps = recipe.get("training", {}).get("local_steps", 1)
+    unit = _unit(start["users"])
+    privacy_events = [event for event in events if event["event"] == "privacy"]
     return RunRecord(
         folder=folder,
         method=start["method"],
@@ -264,9 +290,9 @@ def read_run(folder: Path) -> RunRecord:
         evaluations=tuple(_evaluation_of(event, local_steps) for event in evaluations),
         rounds=tuple(event for event in events if event["event"] == "round"),
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
-        unit=_unit(start["users"]),
-        amounts=_amounts(start["users"], f"train_{_unit(start['users'])}"),
-        spent=next((event for event in reversed(events) if event["event"] == "privacy"), {}),
+        unit=unit,
+        amounts=_amounts(start["users"], f"train_{unit}"),
+        spent=privacy_events[-1] if privacy_events else {},
         aggregations=tuple(event for event in events if event["event"] == "aggregation"),
     )
 
@@ -278,8 +304,15 @@ def _unit(users: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _amounts(users: dict[str, JsonObject], key: str) -> dict[str, int]:
-    """Return each user's value of a key in a start event; empty if a user does not have it."""
-    return {name: user[key] for name, user in users.items()} if all(key in u for u in users.values()) else {}
+    """Return each user's value of a key such as "train_tokens"; empty if a user does not have it.
+
+    Args:
+        users: Users in a start event.
+        key: The key.
+    """
+    if not all(key in user for user in users.values()):
+        return {}
+    return {name: user[key] for name, user in users.items()}
 
 
 def _read_recipe(folder: Path) -> JsonObject:
@@ -302,11 +335,11 @@ def _evaluation_of(event: JsonObject, local_steps: int) -> Evaluation:
 
     Args:
         event: The event.
-        local_steps: Local steps in a round, for events of older runs.
+        local_steps: Local steps in a round, for events of older runs, which lack "iterations".
     """
     return Evaluation(
         round=event["round"],
-        iterations=event.get("iterations", event["round"] * local_steps),  # missing in older runs
+        iterations=event.get("iterations", event["round"] * local_steps),
         measure=measure_of(event),
         users={name: _without_prefix(user) for name, user in event["users"].items()},
         experts=event.get("experts", {}),
@@ -339,45 +372,52 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
                 f"{runs[0].measure}; give runs with one measure"
             )
     require_same_users([(str(run.folder), run.users) for run in runs])
-    groups: dict[str, dict[int, RunRecord]] = {}  # runs by recipe and seed
+
+    runs_by_settings: dict[str, dict[int, RunRecord]] = {}  # and by seed
     for run in runs:
-        first = groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)
-        if first is not run:
+        run_by_seed = runs_by_settings.setdefault(repr(run.settings), {})
+        if run.seed in run_by_seed:
+            first = run_by_seed[run.seed]
             logger.warning("%s: left out, since its recipe and seed are those of %s", run.folder, first.folder)
-    runs_of_entries = [tuple(by_seed[seed] for seed in sorted(by_seed)) for by_seed in groups.values()]
-    labels = _labels([group[0] for group in runs_of_entries])
-    return [Entry(label=label, runs=group) for label, group in zip(labels, runs_of_entries, strict=True)]
+        else:
+            run_by_seed[run.seed] = run
+    groups = []
+    for run_by_seed in runs_by_settings.values():
+        groups.append(tuple(run_by_seed[seed] for seed in sorted(run_by_seed)))
+    labels = _labels([group[0] for group in groups])
+    return [Entry(label=label, runs=group) for label, group in zip(labels, groups, strict=True)]
 
 
 def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a label for each run: its name in a comparison or its method's name, if these names are unique.
+    """Return a different label for each run.
 
-    Otherwise the label is ``METHOD (KEY VALUE, ...)``, with the settings of the method in which its runs differ, and
-    all other keys in which any two runs differ.
+    Labels are the runs' names in a comparison, or their methods, if these are different. Otherwise they are
+    ``METHOD (KEY VALUE, ...)``, such as "fedprox (mu 0.1, rank 8)".
     """
-    names = {folder: methods_in_table(folder) for folder in {run.folder.parent for run in runs}}
-    labels = [_label_in_comparison(run, names[run.folder.parent]) for run in runs]
+    folders = {run.folder.parent for run in runs}
+    methods_of_comparison = {folder: methods_in_table(folder) for folder in folders}
+    labels = [_label_in_comparison(run, methods_of_comparison[run.folder.parent]) for run in runs]
     if len(set(labels)) == len(labels):
         return labels
-    common_keys = {
-        key
-        for key in _differing_keys([_settings_of(run, full_privacy=False) for run in runs])
-        if not key.startswith("method.")
-    }
+
+    differing_keys = _differing_keys([_settings_of(run, full_privacy=False) for run in runs])
+    keys_of_all_methods = {key for key in differing_keys if not key.startswith("method.")}
     labels = []
     for run in runs:
-        same_method = [other for other in runs if other.method == run.method]
-        # Without privacy there is no setting of it, so that all settings of a private run would differ. Then only the
-        # mechanism is listed, under the key "privacy".
-        all_private = all(other.recipe.get("privacy") for other in same_method)
-        settings_of_method = [_settings_of(other, full_privacy=all_private) for other in same_method]
-        keys = common_keys | _differing_keys(settings_of_method)
-        if "privacy.mechanism" in keys:  # the same as "privacy"
-            keys -= {"privacy"}
-        # The first has the key "privacy", the second the single settings if all runs are private.
-        settings = _settings_of(run, full_privacy=False) | _settings_of(run, full_privacy=all_private)
-        differing = [f"{key.rpartition('.')[2]} {_shortened(settings.get(key))}" for key in sorted(keys)]
-        labels.append(f"{run.method} ({', '.join(differing)})" if differing else run.method)
+        runs_of_method = [other for other in runs if other.method == run.method]
+        all_are_private = all(other.recipe.get("privacy") for other in runs_of_method)
+        # If only some are private, all their settings of privacy would differ, so list only the mechanism.
+        settings_of_method = [_settings_of(other, full_privacy=all_are_private) for other in runs_of_method]
+        keys = keys_of_all_methods | _differing_keys(settings_of_method)
+        if "privacy.mechanism" in keys:
+            keys.discard("privacy")  # which has the same value
+        settings = _settings_of(run, full_privacy=False)  # with the key "privacy"
+        settings.update(_settings_of(run, full_privacy=all_are_private))
+        texts = []
+        for key in sorted(keys):
+            short_key = key.rpartition(".")[2]
+            texts.append(f"{short_key} {_shortened(settings.get(key))}")
+        labels.append(f"{run.method} ({', '.join(texts)})" if texts else run.method)
     return labels
 
 
@@ -386,32 +426,41 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
 
     Of privacy only the mechanism counts. A key that a run lacks, as runs of older versions may, does not count.
     """
-    settings = [_settings_of(run, full_privacy=False) for run in runs]
-    # RunRecord.key has this key in any case, with the value None for a recipe without it.
-    lacking = ("evaluation.model", None)
-    in_all = set.intersection(
-        *({key for key, value in of_run.items() if (key, value) != lacking} for of_run in settings)
-    )
-    ignored = ("base", "method.", "data.")
-    return sorted(key for key in _differing_keys(settings) & in_all if not key.startswith(ignored))
+    settings_of_runs = [_settings_of(run, full_privacy=False) for run in runs]
+    keys_of_runs = []
+    for settings in settings_of_runs:
+        keys = set(settings)
+        if settings.get("evaluation.model") is None:  # RunRecord.settings adds it to recipes that lack it
+            keys.discard("evaluation.model")
+        keys_of_runs.append(keys)
+    common_keys = set.intersection(*keys_of_runs)
+    keys = _differing_keys(settings_of_runs) & common_keys
+    return sorted(key for key in keys if not key.startswith(("base", "method.", "data.")))
 
 
-def _differing_keys(settings: Sequence[Mapping[str, object]]) -> set[str]:
+def _differing_keys(settings_of_runs: Sequence[Mapping[str, object]]) -> set[str]:
     """Return the keys that do not have the same value in all settings."""
-    keys = {key for of_run in settings for key in of_run}
-    return {key for key in keys if any(of_run.get(key) != settings[0].get(key) for of_run in settings)}
+    first = settings_of_runs[0]
+    all_keys = {key for settings in settings_of_runs for key in settings}
+    return {key for key in all_keys if any(settings.get(key) != first.get(key) for settings in settings_of_runs)}
 
 
 def _label_in_comparison(run: RunRecord, names: Sequence[str]) -> str:
-    """Return the name of a run's method in the comparison that has the run, or else the method's name.
+    """Return the name of a run's method in the comparison that has the run, such as "fedprox:mu=0.1".
 
     Args:
         run: The run.
-        names: Names of the methods in the comparison, as ``NAME:KEY=VALUE``; empty if there is none.
+        names: Names of the methods in the comparison; empty if there is none.
+
+    Returns:
+        The name; the method's name if the comparison does not have the run.
     """
-    in_folder = run.folder.name.rpartition("-seed")[0]
-    named = [name for name in names if folder_name(name) == in_folder and name.partition(":")[0] == run.method]
-    return named[0] if named else run.method  # methods in a comparison have different folder names
+    name_in_folder = run.folder.name.rpartition("-seed")[0]  # the folder is named NAME-seedN
+    for name in names:
+        method = name.partition(":")[0]
+        if folder_name(name) == name_in_folder and method == run.method:
+            return name
+    return run.method
 
 
 def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
@@ -419,26 +468,29 @@ def _settings_of(run: RunRecord, *, full_privacy: bool) -> dict[str, object]:
 
     Args:
         run: The run.
-        full_privacy: Whether to keep all settings of privacy. Otherwise only the mechanism is kept: against a run
-            without privacy, every setting of privacy differs, which would make the label long.
+        full_privacy: Whether to keep all settings of privacy; else only ``{"privacy": MECHANISM}``.
     """
-    settings = {key: value for key, value in run.key if value != {}}  # an empty section is the same as none
+    settings = {key: value for key, value in run.settings if value != {}}  # an empty section is the same as none
     if full_privacy:
         return settings
-    others = {key: value for key, value in settings.items() if not key.startswith("privacy")}
-    return others | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
+    settings = {key: value for key, value in settings.items() if not key.startswith("privacy")}
+    privacy = run.recipe.get("privacy") or {}
+    settings["privacy"] = privacy.get("mechanism", "none")
+    return settings
 
 
 def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one, whose keys are dotted paths that begin with ``prefix``.
+    """Return nested mappings as one: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``.
 
-    An empty mapping stays as a value.
+    Args:
+        content: The mappings; an empty one stays as a value.
+        prefix: Beginning of all keys, such as "a.".
     """
     flat: JsonObject = {}
     for key, value in content.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            flat |= _flattened(value, f"{path}.")
+            flat.update(_flattened(value, prefix=f"{path}."))
         else:
             flat[path] = value
     return flat
@@ -446,7 +498,9 @@ def _flattened(content: Mapping[str, object], prefix: str = "") -> dict[str, obj
 
 def _shortened(value: object) -> str:
     """Return a setting's value as text of at most 24 characters, by cutting its middle; None is "default"."""
-    text = "default" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if value is None:
+        return "default"
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 24 else f"{text[:10]}…{text[-10:]}"
 
 
@@ -498,18 +552,20 @@ class Gain:
     def verdict(self) -> str:
         """One of :func:`verdicts`.
 
-        "gained" and "harmed" need several seeds and an interval without 0. A single seed is "lower (one seed)" or
-        "higher (one seed)", or "level" below :func:`comingle.reports.formatting.negligible_change`. Several seeds
-        without an interval are "level".
+        "gained" and "harmed" need several seeds and an interval without 0. With a single seed the verdict is "lower
+        (one seed)" or "higher (one seed)". Changes that chance may explain are "level".
         """
-        if self.interval is None and self.change.std is not None:  # several seeds with equal results
+        has_one_seed = self.change.std is None
+        if self.interval is not None:
+            low, high = self.interval
+            if low <= 0 <= high:
+                return "level"
+            return "harmed" if is_worse(self.change.mean, self.measure) else "gained"
+        if not has_one_seed:  # all seeds have the same result
             return "level"
-        if self.interval is None:
-            side = "lower" if self.change.mean < 0 else "higher"
-            return "level" if abs(self.change.mean) < negligible_change(self.measure) else f"{side} (one seed)"
-        if self.interval[0] <= 0 <= self.interval[1]:
+        if abs(self.change.mean) < negligible_change(self.measure):
             return "level"
-        return "harmed" if is_worse(self.change.mean, self.measure) else "gained"
+        return "lower (one seed)" if self.change.mean < 0 else "higher (one seed)"
 
     @property
     def text(self) -> str:
@@ -527,28 +583,28 @@ class Gain:
 def gain_over_seeds(name: str, measure: str, differences: Sequence[float], *, num_intervals: int = 1) -> Gain:
     """Return the gain of a user, or of a mean over users, from one :func:`additive_difference` per seed.
 
-    Mean and interval are computed of the differences and then converted to changes.
-
     Args:
         name: Name of the user.
         measure: Name of the measure of the results, such as "perplexity".
         differences: The differences, at least one.
         num_intervals: Number of intervals that hold simultaneously with 95%, as in :func:`interval_of_change`.
     """
-    changes = [as_change(difference, measure) for difference in differences]
+    mean = as_change(statistics.fmean(differences), measure)  # not the mean of the changes
+    std = spread([as_change(difference, measure) for difference in differences]).std
     return Gain(
         user=name,
         measure=measure,
-        change=replace(spread(changes), mean=as_change(statistics.fmean(differences), measure)),
+        change=Spread(mean=mean, std=std),
         interval=interval_of_change(differences, measure, num_intervals=num_intervals),
     )
 
 
 def verdicts(measure: str) -> tuple[str, ...]:
     """Return all verdicts from the best to the worst."""
-    single_seed = ("lower (one seed)", "higher (one seed)")
-    good, bad = single_seed if MEASURES[measure] == "lower" else single_seed[::-1]
-    return ("gained", good, "level", bad, "harmed")
+    lower, higher = "lower (one seed)", "higher (one seed)"
+    if MEASURES[measure] == "lower":  # lower is better
+        return ("gained", lower, "level", higher, "harmed")
+    return ("gained", higher, "level", lower, "harmed")
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -560,10 +616,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, geometric: bool = False) -> Curve:
-    """Return the results of a user, or the mean over users, at each evaluation.
+    """Return the results of a user, or the mean over users, at each evaluation, as mean and deviation over seeds.
 
-    The curve has the arithmetic mean and the standard deviation of these results over seeds, for each number of local
-    steps. An evaluation of a seed is left out if the result of the user, or of any user for a mean, is not finite.
+    Results that are not finite are left out.
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
@@ -571,7 +626,11 @@ def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, 
         measure: Name of a measure, such as "accuracy"; empty for the measure by which models are compared.
         geometric: Take the geometric mean over users instead of the arithmetic one.
     """
-    return _curve_of(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
+
+    def result(evaluation: Evaluation) -> float | None:
+        return evaluation.value(user, measure, geometric=geometric)
+
+    return _curve_of(entry, result)
 
 
 def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
@@ -583,50 +642,52 @@ def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
         entry: Runs of one method with the same recipe and different seeds.
         user: The user's name.
     """
-    last = entry.first.evaluations[-1]  # names of experts and the number of layers are equal in all evaluations
-    names, num_layers = last.experts.get(user, []), len(last.scores.get(user, []))
+    last = entry.first.evaluations[-1]  # all evaluations have the same experts and layers
+    names = last.experts.get(user, [])
+    num_layers = len(last.scores.get(user, []))
 
     def score_curve(layer: int, expert: int) -> Curve:
-        return _curve_of(entry, lambda evaluation: _score_of(evaluation, user, layer, expert))
+        """Return the curve of an expert's mean gate in a layer."""
 
-    return [
-        ExpertCurves(name=name, layers=tuple(score_curve(layer, expert) for layer in range(num_layers)))
-        for expert, name in enumerate(names)
-    ]
+        def score(evaluation: Evaluation) -> float | None:
+            scores = evaluation.scores.get(user)  # None if the user kept them private in this round
+            return scores[layer][expert] if scores else None
+
+        return _curve_of(entry, score)
+
+    experts = []
+    for expert, name in enumerate(names):
+        curves = tuple(score_curve(layer, expert) for layer in range(num_layers))
+        experts.append(ExpertCurves(name=name, layers=curves))
+    return experts
 
 
-def _score_of(evaluation: Evaluation, user: str, layer: int, expert: int) -> float | None:
-    """Return an expert's score in a layer for a user; None if the user has none in this evaluation."""
-    layers = evaluation.scores.get(user)
-    return layers[layer][expert] if layers else None
-
-
-def _curve_of(entry: Entry, value: Callable[[Evaluation], float | None]) -> Curve:
+def _curve_of(entry: Entry, quantity: Callable[[Evaluation], float | None]) -> Curve:
     """Return a quantity at each evaluation, with mean and deviation over seeds.
 
     Args:
         entry: Runs of one method with the same recipe and different seeds.
-        value: Returns the quantity of an evaluation; None where it is unknown, which is left out.
+        quantity: Returns the quantity of an evaluation; None where it is unknown, which is left out.
     """
-    results: dict[int, list[float]] = {}  # for each number of local steps, one value per seed
+    values_by_iterations: dict[int, list[float]] = {}  # one value per seed
     for run in entry.runs:
         for evaluation in run.evaluations:
-            if (result := value(evaluation)) is not None:
-                results.setdefault(evaluation.iterations, []).append(result)
-    iterations = tuple(sorted(results))
-    return Curve(iterations=iterations, values=tuple(spread(results[steps]) for steps in iterations))
+            value = quantity(evaluation)
+            if value is not None:
+                values_by_iterations.setdefault(evaluation.iterations, []).append(value)
+    iterations = tuple(sorted(values_by_iterations))
+    return Curve(iterations=iterations, values=tuple(spread(values_by_iterations[steps]) for steps in iterations))
 
 
 def common_measures(entries: Sequence[Entry]) -> list[str]:
-    """Return the measures that can be shown for all runs.
+    """Return the measures that can be shown for all runs, such as ``["accuracy", "loss"]``.
 
-    The first is the one that models are compared by; others are those that each user of each run has in its final
-    evaluation.
+    First the one that models are compared by, then others that each user of each run has in its final evaluation.
     """
-    evaluations = [run.chosen for entry in entries for run in entry.runs]  # those of the runs' final models
+    evaluations = [run.final_evaluation for entry in entries for run in entry.runs]
     users = [user for evaluation in evaluations for user in evaluation.users.values()]
-    others = [measure for measure in MEASURES if all(measure in user for user in users)]
-    return list(dict.fromkeys([evaluations[0].measure, *others]))
+    common = [measure for measure in MEASURES if all(measure in user for user in users)]
+    return list(dict.fromkeys([evaluations[0].measure, *common]))
 
 
 # -------------------------------------------------------------------- at the end
@@ -640,9 +701,11 @@ def final(entry: Entry, user: str | None = None, *, geometric: bool = False) -> 
         user: The user; None for the mean over all.
         geometric: Return the geometric mean.
     """
-    values = [run.chosen.value(user, geometric=geometric) for run in entry.runs]
-    known = [value for value in values if value is not None]
-    return spread(known) if len(known) == len(values) else None
+    values = [run.final_evaluation.value(user, geometric=geometric) for run in entry.runs]
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return None
+    return spread(finite)
 
 
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:
@@ -654,30 +717,38 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
         entry: Runs of one method with the same recipe and different seeds.
         baseline: Runs that they are compared with, each with the run of its seed.
     """
-    pairs = [(run, reference) for run in entry.runs for reference in baseline.runs if run.seed == reference.seed]
     measure = entry.first.measure
     gains_of_users = []
     for user in entry.first.users:
-        differences = [
-            additive_difference(run.chosen.value(user), reference.chosen.value(user), measure)
-            for run, reference in pairs
-        ]
+        differences = []  # one per seed that both have
+        for run in entry.runs:
+            for baseline_run in baseline.runs:
+                if run.seed == baseline_run.seed:
+                    result = run.final_evaluation.value(user)
+                    baseline_result = baseline_run.final_evaluation.value(user)
+                    differences.append(additive_difference(result, baseline_result, measure))
         finite = [value for value in differences if value is not None]
-        if finite and len(finite) == len(pairs):
+        if finite and len(finite) == len(differences):
             gains_of_users.append(gain_over_seeds(user, measure, finite))
-    return sorted(gains_of_users, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
+    higher_is_better = MEASURES[measure] == "higher"
+    return sorted(gains_of_users, key=lambda gain: gain.change.mean, reverse=higher_is_better)
 
 
 def baselines(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of ``local`` and ``fedavg``, if there are any."""
-    by_method = [[entry for entry in entries if entry.method == name] for name in BASELINES]
-    return [entry for of_method in by_method for entry in of_method]
+    """Return the entries of ``local``, then those of ``fedavg``."""
+    return [entry for method in BASELINES for entry in entries if entry.method == method]
 
 
 def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
-    """Return the gains of each other trained entry's users against ``baseline``."""
-    others = [entry for entry in entries if entry is not baseline and entry.trained]
-    return [(entry, gains_of_entry) for entry in others if (gains_of_entry := gains(entry, baseline))]
+    """Return each other trained entry with its users' gains against ``baseline``; entries without any are left out."""
+    pairs = []
+    for entry in entries:
+        if entry is baseline or not entry.trained:
+            continue
+        gains_of_users = gains(entry, baseline)
+        if gains_of_users:
+            pairs.append((entry, gains_of_users))
+    return pairs
 
 
 def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> BaselineComparison | None:
@@ -695,16 +766,22 @@ def baseline_comparison(entries: Sequence[Entry], wanted: str | None = None) -> 
         RecipeError: No entry has this label or method.
     """
     labels = [entry.label for entry in entries]
-    label_of_method = {entry.method: entry.label for entry in reversed(entries)}  # of the first entry of a method
-    names = baseline_methods(wanted or BASELINE)
-    chosen = [name if name in labels else label_of_method.get(name, name) for name in names]
-    # Without ``wanted`` and without an entry of the default baseline, None makes baseline_of take the first entry.
-    baseline = ",".join(chosen) if wanted or chosen[0] in labels else None
-    results = {
-        entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}
-        for entry in entries
-    }
-    return compare_with_baseline(results, entries[0].first.measure, baseline_of(labels, baseline))
+    label_by_method: dict[str, str] = {}
+    for entry in entries:
+        label_by_method.setdefault(entry.method, entry.label)
+    baseline_labels = []
+    for name in baseline_methods(wanted or BASELINE):
+        baseline_labels.append(name if name in labels else label_by_method.get(name, name))
+    baseline: str | None = ",".join(baseline_labels)
+    if not wanted and baseline_labels[0] not in labels:  # there is no entry of ``local``
+        baseline = None
+    results_by_label: dict[str, dict[int, dict[str, float | None]]] = {}
+    for entry in entries:
+        results_by_seed: dict[int, dict[str, float | None]] = {}
+        for run in entry.runs:
+            results_by_seed[run.seed] = {user: run.final_evaluation.value(user) for user in run.users}
+        results_by_label[entry.label] = results_by_seed
+    return compare_with_baseline(results_by_label, entries[0].first.measure, baseline_of(labels, baseline))
 
 
 # -------------------------------------------------------------------- costs
@@ -721,48 +798,51 @@ class Cost:
     rounds: int
     upload_bytes: float
     download_bytes: float
-    upload_bytes_per_user_round: float | None
-    download_bytes_per_user_round: float | None
-    trainable_parameters: int | None
-    per_second: Spread | None
+    upload_bytes_per_user_round: float | None = None
+    download_bytes_per_user_round: float | None = None
+    trainable_parameters: int | None = None
+    per_second: Spread | None = None
     """Tokens or samples per second of local work."""
-    wall_seconds: Spread | None
-    peak_memory_bytes: float | None
-    place: str
+    wall_seconds: Spread | None = None
+    peak_memory_bytes: float | None = None
+    place: str = ""
+    """Dtype and device, such as "float32 on cpu"."""
 
 
 def cost(entry: Entry) -> Cost:
     """Return the measured costs of an entry, from its events and from the metrics of finished runs."""
-    finished = [run.metrics for run in entry.runs if run.metrics is not None]
-
-    def mean(key: str) -> Spread | None:
-        """Return a metric over seeds; None if no run has finished."""
-        return spread([metrics[key] for metrics in finished]) if finished else None
+    metrics_of_finished = [run.metrics for run in entry.runs if run.metrics is not None]
 
     def total(key: str) -> float:
         """Return the sum of a key of round events over the rounds, as a mean over seeds."""
         return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
 
-    metrics = finished[0] if finished else None  # seeds have equal sizes of uploads and models
-    return Cost(
+    cost_of_events = Cost(
         label=entry.label,
         rounds=max(run.evaluations[-1].round for run in entry.runs),
         upload_bytes=total("upload_bytes"),
         download_bytes=total("download_bytes"),
-        upload_bytes_per_user_round=metrics["upload_bytes_per_user_round"] if metrics else None,
-        download_bytes_per_user_round=metrics["download_bytes_per_user_round"] if metrics else None,
-        trainable_parameters=metrics["trainable_parameters"] if metrics else None,
-        per_second=mean(f"{entry.first.unit}_per_second") if metrics and entry.trained else None,
-        wall_seconds=mean("wall_seconds"),
-        peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in finished) if finished else None,
-        place=f"{metrics['dtype']} on {metrics['device']}" if metrics else "",
+    )
+    if not metrics_of_finished:
+        return cost_of_events
+    first = metrics_of_finished[0]  # seeds have equal sizes of uploads and models
+    rates = [metrics[f"{entry.first.unit}_per_second"] for metrics in metrics_of_finished] if entry.trained else []
+    return replace(
+        cost_of_events,
+        upload_bytes_per_user_round=first["upload_bytes_per_user_round"],
+        download_bytes_per_user_round=first["download_bytes_per_user_round"],
+        trainable_parameters=first["trainable_parameters"],
+        per_second=spread(rates) if rates else None,
+        wall_seconds=spread([metrics["wall_seconds"] for metrics in metrics_of_finished]),
+        peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in metrics_of_finished),
+        place=f"{first['dtype']} on {first['device']}",
     )
 
 
 def epsilon_text(entry: Entry) -> str:
-    """Return the epsilon of an entry as text: the largest of all users and runs, or why there is none."""
-    # ``spent`` is the last privacy event of a run; empty without privacy.
-    if all(run.spent for run in entry.runs):
+    """Return the largest epsilon of all users and runs as text; "no bound" or "nothing is sent" without privacy."""
+    all_are_private = all(run.spent for run in entry.runs)
+    if all_are_private:
         return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
     has_uploads = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
     return "no bound" if has_uploads else "nothing is sent"

@@ -52,7 +52,7 @@ def route_texts(
         # In a federation over a network the server has no users' models and texts to show.
         with_models = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
         finished = [run for run in with_models if run.metrics is not None]
-        if entry.first.routed and finished:
+        if entry.first.has_routers and finished:
             opened = load(finished[0].folder)
             label = entry.label if len(entry.runs) == 1 else f"{entry.label}, seed {finished[0].seed}"
             views.append(view_of(opened, label, texts, chosen, length))

@@ -712,7 +712,7 @@ def _score_figures(plan: Plan, entries: Entries) -> Figures:
     from comingle.reports.figures import scores_figure
 
     for (row, column), entry in entries.items():
-        if entry.first.routed:
+        if entry.first.has_routers:
             yield f"{column}-{row}", scores_figure(entry)
 
 
