@@ -178,11 +178,7 @@ class TimesRecord(TypedDict):
 
 
 def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
-    """Yield the tables and lines of a plan.
-
-    They are a heading, parameters and bytes, compute, memory, users' bytes on disk, and, where they apply, the privacy
-    budget and a comparison with the CoMiGS paper.
-    """
+    """Yield the tables and lines of a plan: parameters and bytes, compute, memory, privacy, the paper's Table 3."""
     yield _plan_heading(plan)
     for table in (_parameters_table(plan), _compute_table(plan), _memory_table(plan)):
         yield table
@@ -201,67 +197,72 @@ def render_plan(plan: PlanRecord) -> Iterator[Table | Text | str]:
 def memory_verdicts(plan: PlanRecord) -> Iterator[tuple[str, bool]]:
     """Yield for each method a line on whether it fits into the memory of this machine, and the answer as a boolean.
 
-    The line of a method that does not fit names settings to try, or says that there are none. With ``runtime.memory``
-    there is one line, on its limit.
+    With ``runtime.memory`` there is one line, on its limit.
     """
     if "memory" in plan:
-        limit, chosen = _megabytes_number(plan["memory"]["limit_bytes"]), _chosen(plan["memory"])
+        limit = f"{_megabytes_number(plan['memory']['limit_bytes'])} MB"
+        chosen = _chosen_settings(plan["memory"])
         if chosen is None:
-            yield f"runtime.memory {limit} MB: none of the settings fits", False
+            yield f"runtime.memory {limit}: none of the settings fits", False
         else:
-            yield f"runtime.memory {limit} MB: {chosen['settings']}", True
+            yield f"runtime.memory {limit}: {chosen['settings']}", True
         return
-    free = plan["free_bytes"]
     for method in plan["methods"]:
-        needs = f"needs {_gigabytes(method['machine']['total_bytes'])}, {_gigabytes(free)} free on {plan['device']}"
+        needed, free = _gigabytes(method["machine"]["total_bytes"]), _gigabytes(plan["free_bytes"])
+        needs = f"needs {needed}, {free} free on {plan['device']}"
         if method["fits"]:
             yield f"{method['method']}: fits: {needs}", True
-        else:
-            advice = method["advice"]
-            hint = advice if advice.startswith("no ") else f"try {advice}"  # "no smaller pass fits; ..." is a sentence
-            yield f"{method['method']}: does not fit: {needs}; {hint}", False
+            continue
+        advice = method["advice"]
+        if not advice.startswith("no "):  # such as "no smaller pass fits"
+            advice = f"try {advice}"
+        yield f"{method['method']}: does not fit: {needs}; {advice}", False
 
 
 def _privacy_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield a heading, and for each private method a line with the privacy budget that its run would spend.
 
-    The line also has the noise and how often it is added: in each optimiser step if the mechanism protects single
-    examples, else in each exchange of messages with the server.
+    A release is one publication with noise: a step if the mechanism protects examples, else an exchange.
     """
     yield f"Privacy: bound on what the run reveals about any {_privacy_unit(plan)}"
     for method in plan["methods"]:
-        if not (spent := method.get("privacy")):
+        privacy = method.get("privacy")
+        if privacy is None:
             continue
-        occasions = "steps" if protects_examples(spent["mechanism"]) else "exchanges"
-        # A release is one publication with noise. There are fewer if the budget is spent before the last round.
-        planned = "" if spent["releases"] == spent["planned_releases"] else f" of {spent['planned_releases']}"
+        releases = str(privacy["releases"])
+        if privacy["releases"] != privacy["planned_releases"]:  # the budget is spent before the last round
+            releases += f" of {privacy['planned_releases']}"
+        releases += " steps" if protects_examples(privacy["mechanism"]) else " exchanges"
         yield (
-            f"{method['method']}: epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}, {spent['mechanism']} "
-            f"noise of {spent['noise_multiplier']:.4g} times the clip norm ({spent['clip_norm']}), "
-            f"{spent['releases']}{planned} {occasions}, by {spent['accountant'].upper()}"
+            f"{method['method']}: epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g}, "
+            f"{privacy['mechanism']} noise of {privacy['noise_multiplier']:.4g} times the clip norm "
+            f"({privacy['clip_norm']}), {releases}, by {privacy['accountant'].upper()}"
         )
 
 
 def _privacy_unit(plan: PlanRecord) -> str:
-    """Return the unit of privacy: a user or an example."""
+    """Return "example" if all private methods protect single examples, else "user"."""
     mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if "privacy" in method}
-    return "example" if mechanisms and all(map(protects_examples, mechanisms)) else "user"
+    if mechanisms and all(protects_examples(mechanism) for mechanism in mechanisms):
+        return "example"
+    return "user"
 
 
 def _plan_heading(plan: PlanRecord) -> Text:
     """Return the text above the tables: base, dtype, device, users, and the work of a run."""
-    names = ", ".join(plan["users"][:8]) + (" ..." if len(plan["users"]) > 8 else "")
+    names = ", ".join(plan["users"][:8])
+    if len(plan["users"]) > 8:
+        names += " ..."
     if plan["unit"] == "token":
-        size = f"{plan['base_parameters'] / 1e6:,.1f}M"
+        num_parameters = f"{plan['base_parameters'] / 1e6:,.1f}M"
         work = f"{plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens"
         not_done = "No weights were loaded and no model was trained."
     else:
-        size = f"{plan['base_parameters']:,}"
+        num_parameters = f"{plan['base_parameters']:,}"
         work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
         not_done = "No model was trained."
     after_base = (
-        f", {size} parameters, {plan['dtype']} on "
-        f"{plan['device']}; {len(plan['users'])} users: {names}\n"
+        f", {num_parameters} parameters, {plan['dtype']} on {plan['device']}; {len(plan['users'])} users: {names}\n"
         f"{plan['rounds']} rounds of {work} for each user. {not_done} MB = 10^6 bytes.\n"
     )
     if plan["note"]:
@@ -274,25 +275,27 @@ def _captioned_table(title: str, caption: str = "") -> Table:
     return Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=None)
 
 
-def _add_columns(table: Table, *names: str, left: int = 2) -> Table:
-    """Add columns and return the table; the first ``left`` columns are left-aligned and do not wrap."""
+def _add_columns(table: Table, *names: str, num_left: int = 2) -> None:
+    """Add columns to a table; the first ``num_left`` ones are left-aligned and do not wrap."""
     for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i < left else "right", no_wrap=i < left)
-    return table
+        is_left = i < num_left
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=is_left)
 
 
 def _user_rows(plan: PlanRecord) -> Iterator[tuple[str, str, UserCostRecord]]:
-    """Yield the rows of a table of users: for each method, one for each group of users with equal costs.
+    """Yield for each method a row for each group of users with equal costs.
 
     Yields:
         The method's name in its first row, empty in the others; the users' names, "each" for all users; and the costs
         of one user of the group.
     """
     for method in plan["methods"]:
-        for i, group in enumerate(method["users"]):
-            has_all_users = len(method["users"]) == 1 and len(group["names"]) > 1
-            label = "each" if has_all_users else ", ".join(group["names"])
-            yield (method["method"] if i == 0 else ""), label, group
+        groups = method["users"]
+        for i, group in enumerate(groups):
+            method_name = method["method"] if i == 0 else ""
+            has_all_users = len(groups) == 1 and len(group["names"]) > 1
+            user_names = "each" if has_all_users else ", ".join(group["names"])
+            yield method_name, user_names, group
 
 
 def _parameters_table(plan: PlanRecord) -> Table:
@@ -304,25 +307,30 @@ def _parameters_table(plan: PlanRecord) -> Table:
         "Upload / round: mean over all rounds, with or without an exchange, as in comingle compare.",
     )
     _add_columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges", "upload / round")
-    exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
-    for name, label, user in _user_rows(plan):
-        counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
-        sent = [_bytes_text(user[key]) for key in ("upload_bytes", "download_bytes")]
-        per_round = _bytes_text(user["upload_bytes_per_user_round"])
-        cells = [*counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, "")), per_round]
-        table.add_row(name, words(label), *cells)
+    exchanges_by_method = {method["method"]: str(method["exchanges"]) for method in plan["methods"]}
+    for method_name, user_names, user in _user_rows(plan):
+        table.add_row(
+            method_name,
+            words(user_names),
+            *(f"{user['parameters'].get(role, 0):,}" for role in roles),
+            f"{user['trainable_parameters']:,}",
+            _bytes_text(user["upload_bytes"]),
+            _bytes_text(user["download_bytes"]),
+            exchanges_by_method.get(method_name, ""),  # only in the first row of a method
+            _bytes_text(user["upload_bytes_per_user_round"]),
+        )
     return table
 
 
 def _compute_table(plan: PlanRecord) -> Table:
     """Return the table of FLOPs of each user's forward pass and training, and the overhead over the base."""
-    unit, base = plan["unit"], "frozen base" if plan["unit"] == "token" else "net"
+    unit = plan["unit"]
+    is_text = unit == "token"
     rows = list(_user_rows(plan))
     has_experts = any(user["experts"] for _, _, user in rows)
     all_have_experts = all(user["experts"] for _, _, user in rows)
-    counted = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
-    # Client-level mixtures and nets have no experts. They may make several passes in a step, which count as overhead
-    # over one pass of the base.
+    counted = "Matrix products" if is_text else "Matrix products and convolutions"
+    # Mixtures and nets may make several passes in a step, which count as overhead over one pass of the base.
     exception = "" if all_have_experts else "; of mixtures and nets, in one pass a step"
     caption = (
         f"{counted}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
@@ -330,89 +338,90 @@ def _compute_table(plan: PlanRecord) -> Table:
     )
     if has_experts:
         caption += "\nNaive: a whole MLP per expert, instead of one product with base weights for all experts."
+    base = "frozen base" if is_text else "net"
     base_flops = _mega_flops(plan[f"base_forward_flops_per_{unit}"])
     table = _captioned_table(f"Compute of one user (the {base} alone: {base_flops} a {unit} forward)", caption)
     overheads = ("overhead", "naive") if has_experts else ("overhead",)
-    names = (f"forward / {unit}", *overheads, f"training / {unit}", "training / round", *overheads)
-    _add_columns(table, "method", "user", *names)
-    for name, label, user in rows:
+    headings = (f"forward / {unit}", *overheads, f"training / {unit}", "training / round", *overheads)
+    _add_columns(table, "method", "user", *headings)
+    for method_name, user_names, user in rows:
         forward, training = user[f"forward_flops_per_{unit}"], user[f"training_flops_per_{unit}"]
         whole_round = user["training_flops_per_round"]
         table.add_row(
-            name,
-            words(label),
+            method_name,
+            words(user_names),
             _mega_flops(forward["total"]),
-            *_overheads(user, forward, has_experts),
+            *_overhead_cells(user, forward, has_experts),
             _mega_flops(training["total"]),
             _tera_flops(whole_round["total"]),
-            *_overheads(user, whole_round, has_experts),
+            *_overhead_cells(user, whole_round, has_experts),
         )
     return table
 
 
-def _overheads(user: UserCostRecord, flops: FlopsRecord, has_experts: bool) -> list[str]:
-    """Return the cells of a user's overhead: FLOPs beyond those of the base, as a fraction of the base's.
-
-    If any user has experts, a second cell has the overhead of a naive implementation, which computes a whole MLP for
-    each expert.
+def _overhead_cells(user: UserCostRecord, flops: FlopsRecord, has_naive_column: bool) -> list[str]:
+    """Return the cells of a user's overhead: ``["+3.20%"]``, or with the naive one ``["+3.20%", "+98.00%"]``.
 
     Args:
         user: Costs of the user.
         flops: FLOPs of a pass or a round of the user.
-        has_experts: Whether any user of the table has experts, so that it has the second column.
+        has_naive_column: Whether the table has the column "naive".
     """
     overhead = _signed_percent(flops["overhead"])
-    if not has_experts:
+    if not has_naive_column:
         return [overhead]
-    return [overhead, _signed_percent(flops["naive_overhead"]) if user["experts"] else "–"]
+    naive_overhead = _signed_percent(flops["naive_overhead"]) if user["experts"] else "–"
+    return [overhead, naive_overhead]
 
 
 _COMPILED = ", without compilation (runtime.compile: false); compiled code needs less"
 
 
 def _memory_table(plan: PlanRecord) -> Table:
-    """Return the table of peak memory by purpose, with two rows for each method.
-
-    One row is for this machine, which trains all users, the other for a device that trains one user.
-    """
-    has_samples = plan["unit"] == "sample"
-    # Without _bytes, keys of the record; some have other names in the table.
-    keys = (
-        "process",
-        "data" if has_samples else "weights",
-        "adapters",
-        "moments",
-        "gradients",
-        "activations",
-        "exchange",
-        "allocator",
-    )
-    other_names = {"exchange": "messages"} | ({"adapters": "nets"} if has_samples else {})
-    names = [other_names.get(key, key) for key in keys]
+    """Return the table of peak memory by purpose: for each method on this machine, and on a device of one user."""
+    is_text = plan["unit"] == "token"
+    weights_or_data = "weights" if is_text else "data"
+    adapters_or_nets = "adapters" if is_text else "nets"
+    key_by_heading = {
+        "process": "process_bytes",
+        weights_or_data: f"{weights_or_data}_bytes",
+        adapters_or_nets: "adapters_bytes",
+        "moments": "moments_bytes",
+        "gradients": "gradients_bytes",
+        "activations": "activations_bytes",
+        "messages": "exchange_bytes",
+        "allocator": "allocator_bytes",
+        "total": "total_bytes",
+    }
     table = _captioned_table(
         "Peak memory in MB",
         "Process: Python and its libraries, measured on this machine; unknown for a GPU.\n"
-        f"Activations: memory of one pass without gradients{'' if has_samples else _COMPILED}."
+        f"Activations: memory of one pass without gradients{_COMPILED if is_text else ''}."
         "\nMessages: uploads of a round while they are made, which is not during a pass; the larger one counts."
         "\nAllocator: estimate of its fragmentation on a CPU, not a bound; unknown for a GPU.",
     )
-    pass_heading = f"users x {'samples' if has_samples else 'sequences'} in a pass"
-    _add_columns(table, "method", "where", pass_heading, *names, "total")
+    pass_heading = f"users x {'sequences' if is_text else 'samples'} in a pass"
+    _add_columns(table, "method", "where", pass_heading, *key_by_heading)
 
-    def cells(memory: Mapping[str, int]) -> list[str]:
+    def memory_cells(memory: Mapping[str, int]) -> list[str]:
         """Return the cells of the columns of megabytes."""
-        return [_megabytes_number(memory[f"{key}_bytes"]) for key in (*keys, "total")]
+        return [_megabytes_number(memory[key]) for key in key_by_heading.values()]
 
     for method in plan["methods"]:
-        here, pass_here = f"here, {len(plan['users'])} users", f"{method['users_per_step']} x {method['micro_batch']}"
-        table.add_row(method["method"], here, pass_here, *cells(method["machine"]))
-        table.add_row("", "a device of one user", f"1 x {method['micro_batch']}", *cells(method["own_device"]))
+        here = f"here, {len(plan['users'])} users"
+        pass_here = f"{method['users_per_step']} x {method['micro_batch']}"
+        pass_on_device = f"1 x {method['micro_batch']}"
+        table.add_row(method["method"], here, pass_here, *memory_cells(method["machine"]))
+        table.add_row("", "a device of one user", pass_on_device, *memory_cells(method["own_device"]))
     return table
 
 
-def _chosen(memory: ChoicesRecord) -> ChoiceRecord | None:
-    """Return the first settings that fit; None if none do."""
-    return next((choice for choice in memory["choices"] if choice["needed_bytes"] <= memory["limit_bytes"]), None)
+def _chosen_settings(memory: ChoicesRecord) -> ChoiceRecord | None:
+    """Return the first settings that fit into the limit; None if none do."""
+    for choice in memory["choices"]:
+        if choice["needed_bytes"] <= memory["limit_bytes"]:
+            return choice
+    return None
 
 
 def _choices_table(memory: ChoicesRecord) -> Table:
@@ -421,12 +430,13 @@ def _choices_table(memory: ChoicesRecord) -> Table:
         f"runtime.memory: {_megabytes_number(memory['limit_bytes'])} MB",
         "time of a step relative to full passes; quantised bases are other models; * chosen",
     )
-    _add_columns(table, "settings", "memory MB", "time", left=1)
-    chosen = _chosen(memory)
+    _add_columns(table, "settings", "memory MB", "time", num_left=1)
+    chosen = _chosen_settings(memory)
     for choice in memory["choices"]:
-        mark = " *" if choice is chosen else ""
-        needed, slowdown = _megabytes_number(choice["needed_bytes"]), f"{choice['slowdown']:.1f}"
-        table.add_row(choice["settings"] + mark, needed, slowdown)
+        settings = choice["settings"]
+        if choice is chosen:
+            settings += " *"
+        table.add_row(settings, _megabytes_number(choice["needed_bytes"]), f"{choice['slowdown']:.1f}")
     return table
 
 
@@ -438,37 +448,38 @@ def _store_lines(plan: PlanRecord) -> Iterator[str]:
 
 
 def _paper_tables(plan: PlanRecord) -> Iterator[Table | str]:
-    """Yield a table that compares costs with Table 3 of the CoMiGS paper, and lines that say why they differ.
+    """Yield how much more CoMiGS-1G1S costs than FedAvg, beside Table 3 of the CoMiGS paper, and why they differ.
 
-    Each row is one column of Table 3, for example the upload of a round, and shows how much more CoMiGS-1G1S costs than
-    FedAvg: the paper's figure, the paper's way of counting applied to this base ("theirs"; empty if the paper does not
-    count it), and the difference that comingle counts ("true"). The last two are also given as fractions.
+    Each row is one column of Table 3, such as the upload of a round: the paper's figure, the paper's way of counting
+    applied to this base ("theirs"), and the difference that comingle counts ("true").
     """
-    columns = plan["comigs_1g1s_minus_fedavg"]
     table = _captioned_table(
         "CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters"
     )
-    _add_columns(table, "for one user", "the paper", "counted its way", "what is true here", left=1)
-    for column in columns:
-        show = _scaled_flops if column["unit"] == "FLOPs" else _precise_megabytes
-        value, share = column["theirs"], column["theirs_share"]
-        theirs = "" if value is None or share is None else _difference_text(value, share, show)
-        table.add_row(
-            column["what"], column["paper"], theirs, _difference_text(column["true"], column["true_share"], show)
-        )
+    _add_columns(table, "for one user", "the paper", "counted its way", "what is true here", num_left=1)
+    reasons = []
+    for column in plan["comigs_1g1s_minus_fedavg"]:
+        format_amount = _scaled_flops if column["unit"] == "FLOPs" else _precise_megabytes
+        theirs = ""
+        if column["theirs"] is not None and column["theirs_share"] is not None:  # the paper counts it
+            theirs = _difference_text(column["theirs"], column["theirs_share"], format_amount)
+        true = _difference_text(column["true"], column["true_share"], format_amount)
+        table.add_row(column["what"], column["paper"], theirs, true)
+        reasons.append(f"  {column['what']}: {column['why']}")
     yield table
-    yield "\n".join(f"  {column['what']}: {column['why']}" for column in columns) + "\n"
+    yield "\n".join(reasons) + "\n"
 
 
-def _difference_text(value: float, share: float, show: Callable[[float], str]) -> str:
-    """Return a difference as text, with its fraction.
+def _difference_text(value: float, share: float, format_amount: Callable[[float], str]) -> str:
+    """Return a difference as text, with its fraction, such as "+1.180 MB (+33.33%)".
 
     Args:
         value: The difference.
         share: The difference as a fraction of the amount that it is added to.
-        show: Formats an amount with its unit.
+        format_amount: Formats an amount with its unit.
     """
-    return f"{'+' if value >= 0 else '-'}{show(abs(value))} ({share:+.2%})"
+    sign = "+" if value >= 0 else "-"
+    return f"{sign}{format_amount(abs(value))} ({share:+.2%})"
 
 
 def _signed_percent(value: float) -> str:
@@ -517,62 +528,59 @@ def render_times(times: TimesRecord) -> Iterator[Table | str]:
     """Yield a heading, for each method the table of times and the measurements behind it, and notes on assumptions."""
     yield _times_head(times)
     for method in times["methods"]:
-        yield _times_table(method, priced=times["price"] is not None)
+        yield _times_table(method, has_price=times["price"] is not None)
         yield f"  {_measurements_line(method['parts'])}\n"
     yield from _times_notes(times)
 
 
 def _times_head(times: TimesRecord) -> str:
-    """Return the line above the tables of times: machines, their price and the link between them."""
-    machines, processes = times["machines"], times["processes"]
-    has_several = machines > 1
-    equipment = f"{processes} GPUs" if times["gpus"] else f"{processes} processes on {times['cores']} cores"
-    each = " each" if has_several else ""
-    price = "" if times["price"] is None else f", {times['price']:g} an hour{each}"
-    link = f"; {times['link'] / 1e9:g} GB/s and {seconds(times['latency'])} between them" if has_several else ""
-    return f"Time on {machines} machine{'s' if has_several else ''} with {equipment}{each}{price}{link}\n"
+    """Return the line above the tables of times, such as "Time on 1 machine with 4 processes on 8 cores"."""
+    equipment = f"{times['processes']} processes on {times['cores']} cores"
+    if times["gpus"]:
+        equipment = f"{times['processes']} GPUs"
+    price = "" if times["price"] is None else f", {times['price']:g} an hour"
+    if times["machines"] == 1:
+        return f"Time on 1 machine with {equipment}{price}\n"
+    if price:
+        price += " each"
+    link = f"{times['link'] / 1e9:g} GB/s and {seconds(times['latency'])} between them"
+    return f"Time on {times['machines']} machines with {equipment} each{price}; {link}\n"
 
 
-def _times_table(method: MethodTimeRecord, *, priced: bool) -> Table:
+def _times_table(method: MethodTimeRecord, *, has_price: bool) -> Table:
     """Return the table of a method's times, one row for each size of the population.
-
-    Columns: users, participants of a round, the seconds of a round by part and in all, the time of the run, its price
-    if ``priced``, the part that takes longest ("binds"), and the bytes of the users' tensors on one machine.
 
     Args:
         method: Name of the method, and a row of times for each size of the population.
-        priced: Whether a machine's price is known.
+        has_price: Whether a machine's price is known, so that there is a column "money".
     """
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)
-    names = [
-        "users",
-        "in a round",
-        *_TIME_PARTS,
-        "round",
-        "run",
-        *(["money"] if priced else []),
-        "binds",
-        "users' bytes",
-    ]
-    for name in names:
-        table.add_column(name, justify="right")
+    headings = ["users", "in a round", *_TIME_PARTS, "round", "run"]
+    if has_price:
+        headings.append("money")
+    headings += ["binds", "users' bytes"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
     for row in method["rows"]:
-        parts = (row["compute_seconds"], row["server_seconds"], row["network_seconds"], row["disk_seconds"])
-        spent = [seconds(part) for part in parts]
-        cost = [f"{row['money']:,.2f}"] if priced else []
-        times = [seconds(row["round_seconds"]), seconds(row["run_seconds"])]
-        state = f"{row['state_bytes'] / 1e9:,.3g} GB"
-        table.add_row(f"{row['users']:,}", f"{row['present']:,}", *spent, *times, *cost, row["binds"], state)
+        cells = [
+            f"{row['users']:,}",
+            f"{row['present']:,}",
+            seconds(row["compute_seconds"]),
+            seconds(row["server_seconds"]),
+            seconds(row["network_seconds"]),
+            seconds(row["disk_seconds"]),
+            seconds(row["round_seconds"]),
+            seconds(row["run_seconds"]),
+        ]
+        if has_price:
+            cells.append(f"{row['money']:,.2f}")
+        cells += [row["binds"], f"{row['state_bytes'] / 1e9:,.3g} GB"]
+        table.add_row(*cells)
     return table
 
 
 def _measurements_line(parts: TimePartsRecord) -> str:
-    """Return the measurements behind a method's times as one line.
-
-    They are the seconds that one core needs for a user's steps, messages and evaluation, and the disk's speed; with
-    several processes also the speed of data between them, and the number of messages of a round whose latency counts
-    (``hops``).
-    """
+    """Return the measurements behind a method's times as one line; see :class:`TimePartsRecord`."""
     line = (
         f"a user's local steps {seconds(parts['user_seconds'])} of a core, its messages "
         f"{seconds(parts['handling_seconds'])}, its evaluation {seconds(parts['evaluation_seconds'])}; disk "
@@ -598,4 +606,6 @@ def seconds(value: float) -> str:
     for unit_seconds, unit in _UNITS:
         if value >= unit_seconds:
             return f"{value / unit_seconds:,.3g} {unit}"
-    return f"{value * 1e6:,.3g} us" if value else "0"
+    if value == 0:
+        return "0"
+    return f"{value * 1e6:,.3g} us"
