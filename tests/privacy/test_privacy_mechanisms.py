@@ -190,7 +190,7 @@ def released(federation: InProcess, upload: Upload) -> tuple[Tree, Tree]:
     added = add_noise(
         seen[0], central.privacy.multiplier * central.bound, central.key, upload.round - 1, "central noise"
     )
-    noise = {n: (added[n] - t) / central.expected(0) for n, t in seen[0].items()}
+    noise = {n: (added[n] - t) / central.expected_participants(0) for n, t in seen[0].items()}
     server.kept = kept
     return {name: t - noise[name] for name, t in moved.items()}, noise
 
@@ -273,7 +273,7 @@ def test_users_of_a_smaller_rank_send_no_noise_in_ranks_that_they_have_not(feder
 
 def test_each_user_is_drawn_with_its_own_chance_and_sometimes_nobody_is(federate: Any) -> None:
     central = private(federate, **{"training.participation": 0.3}).server.mechanisms[0]
-    drawn = [central.draw(number) for number in range(2000)]
+    drawn = [central.draw_participants(number) for number in range(2000)]
     for user in USERS_AT:
         assert abs(sum(user in members for members in drawn) / 2000 - 0.3) < 0.05
     assert 0.15 < sum(not members for members in drawn) / 2000 < 0.35  # 0.7 ** 4
@@ -283,7 +283,7 @@ def test_each_user_is_drawn_with_its_own_chance_and_sometimes_nobody_is(federate
 
 def test_a_fixed_number_is_drawn_evenly(federate: Any) -> None:
     central = private(federate, sampling="fixed", **{"training.participation": 0.5}).server.mechanisms[0]
-    drawn = [tuple(central.draw(number)) for number in range(1200)]
+    drawn = [tuple(central.draw_participants(number)) for number in range(1200)]
     assert {len(members) for members in drawn} == {2}
     assert all(abs(drawn.count(pair) / 1200 - 1 / 6) < 0.05 for pair in itertools.combinations(USERS_AT, 2))
 
@@ -292,7 +292,9 @@ def test_nobody_without_the_key_knows_who_is_drawn_or_what_is_added(federate: An
     found = [
         private(federate, noise="secret", **{"training.participation": 0.5}).server.mechanisms[0] for _ in range(2)
     ]
-    assert [found[0].draw(number) for number in range(9)] != [found[1].draw(number) for number in range(9)]
+    assert [found[0].draw_participants(number) for number in range(9)] != [
+        found[1].draw_participants(number) for number in range(9)
+    ]
 
 
 def test_a_round_without_anybody_publishes_noise_alone_and_costs_the_same(federate: Any) -> None:

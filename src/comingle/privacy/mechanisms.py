@@ -99,7 +99,7 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- before a run
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Raise an error if noise does not protect all that users send, or if privacy settings are wrong.
+        """Raise an error if noise does not protect everything that users send, or if privacy settings are wrong.
 
         Raises:
             RecipeError: The mechanism does not support the method or the recipe; the message says why.
@@ -111,7 +111,7 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
         if not method.shared:  # Users send nothing that has to be protected.
             return
-        reason = _why_data_unprotected(method) or self.why_unsupported(method)
+        reason = _why_unprotected(method) or self.why_unsupported(method)
         if reason:
             raise RecipeError(f"privacy: method {method.name}: {reason}")
         if recipe.evaluation.select == "best":
@@ -139,8 +139,8 @@ class DifferentialPrivacy(PrivacyMechanism):
             )
 
     def why_unsupported(self, method: Method) -> str:
-        """Return the reason why the mechanism does not cover a method that shares something; empty if it does."""
-        if method.server.clipped_mean:  # its result is a mean, so that clipping bounds each user's influence
+        """Return why the mechanism cannot protect this method's uploads; an empty string if it can."""
+        if method.server.clipped_mean:  # The server takes a mean, so a clipped upload has a bounded influence.
             return ""
         return (
             f"its server ({type(method.server).__name__}) does not publish a mean with weights that are independent of "
@@ -148,21 +148,22 @@ class DifferentialPrivacy(PrivacyMechanism):
         )
 
     def check_weights(self, recipe: Recipe) -> None:
-        """Check that users' weights do not depend on the data of others, and that no setting of weights is ignored.
+        """Check that ``privacy.weight_cap`` is given if users have different weights, and only then.
 
         Raises:
-            RecipeError: Weights depend on other users' data, as there is no cap, or a cap is given for equal weights.
+            RecipeError: The cap is missing, or has no effect because all weights are equal.
         """
-        if recipe.training.weighting != "uniform" and self.privacy.weight_cap is None:
+        has_equal_weights = recipe.training.weighting == "uniform"
+        if not has_equal_weights and self.privacy.weight_cap is None:
             raise RecipeError(
                 f"privacy.weight_cap: missing; with training.weighting: {recipe.training.weighting} give the amount of "
                 "data from which a user has the full weight, because weights must not depend on other users' data"
             )
-        if recipe.training.weighting == "uniform" and self.privacy.weight_cap is not None:
+        if has_equal_weights and self.privacy.weight_cap is not None:
             raise RecipeError("privacy.weight_cap: has no effect with training.weighting: uniform; remove it")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that delta is small enough for the number of users, and that noise can be added to the shared tensors.
+        """Check that delta is below 1 / users, and that no running statistics of batch norm are shared.
 
         Args:
             method: The method.
@@ -179,35 +180,41 @@ class DifferentialPrivacy(PrivacyMechanism):
                 f"privacy.delta: got {self.privacy.delta:g} for {users} users; allowed: below 1/{users}, because a "
                 "user may be revealed entirely with probability delta"
             )
-        # Names of shared tensors with running means and variances of batch norm.
-        statistics = [
-            slot.name for slot in layout.slots if STATISTICS in slot.roles and any(slot.chosen(method.shared))
-        ]
-        if statistics:
+        shared_statistics: list[str] = []  # names of tensors with running means and variances of batch norm
+        for slot in layout.slots:
+            is_shared = any(slot.chosen(method.shared))
+            if is_shared and STATISTICS in slot.roles:
+                shared_statistics.append(slot.name)
+        if shared_statistics:
             raise RecipeError(
-                f"privacy: method {method.name} shares running statistics of batch norm ({statistics[0]}, ...), which "
+                f"privacy: method {method.name} shares running statistics of batch norm ({shared_statistics[0]}, ...), which "
                 "noise could make negative; allowed: a net with group norm, such as net:resnet9-group"
             )
 
     def warn(self, num_shared: int, rounds: int) -> str | None:
-        """Return a warning if the noise exceeds all that users can change, else None.
+        """Return a warning if the noise of the whole run is larger than the largest possible change, else None.
 
-        With n users in a round and the noise multiplier z, the mean change is at most the clip norm C, and the noise on
-        it has norm ``z C sqrt(d) / n``, or ``z C sqrt(d / n)`` if each user adds noise. Over R rounds changes add up to
-        ``R C``, noise to ``sqrt(R)`` times its norm.
+        The change in a round has a norm of at most C, the clip norm. The noise on it has the norm ``z C sqrt(d / n)``
+        if each of n users adds noise, and ``z C sqrt(d) / n`` if the server does; z is the noise multiplier. In R rounds
+        changes add up to ``R C``, but noise, which is independent, only to ``sqrt(R)`` times its norm.
 
         Args:
             num_shared: Number d of parameters that a user shares.
-            rounds: Rounds R of the whole run, each with a release.
+            rounds: Number R of rounds.
         """
         if not self.privacy.noisy:
             return None
-        users, z, is_local = self.expected(0), self.privacy.multiplier, self.privacy.noise_at == "upload"
-        round_ratio = z * math.sqrt(num_shared / users) / (1.0 if is_local else math.sqrt(users))  # noise over change
-        run_ratio = round_ratio / math.sqrt(max(1, rounds))
+        z = self.privacy.multiplier
+        users = self.expected_participants(0)  # n
+        users_add_noise = self.privacy.noise_at == "upload"
+        round_ratio = z * math.sqrt(num_shared / users)  # norm of the noise over C, in one round
+        if not users_add_noise:
+            round_ratio /= math.sqrt(users)
+        run_ratio = round_ratio / math.sqrt(max(1, rounds))  # the same in all rounds together
         if run_ratio <= 1:
             return None
-        needed_users = users * run_ratio**2 if is_local else users * run_ratio
+        # With this number of users the run_ratio would be 1.
+        needed_users = users * run_ratio**2 if users_add_noise else users * run_ratio
         return (
             f"privacy: too much noise to learn: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, {users:,.4g} "
             f"users per round and {num_shared:,} shared parameters the norm of the noise is {round_ratio:,.3g} times "
@@ -219,42 +226,42 @@ class DifferentialPrivacy(PrivacyMechanism):
     # ---------------------------------------------------------------- participants
 
     def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
-        """Return the participants of a round: the selected users whose budget is not spent.
-
-        If there are none, return None, which ends the run. With privacy amplification by sampling, the draw of
-        participants must stay secret. Then ``selected`` is ignored, and :meth:`draw` draws them with the secret key.
+        """Return the participants of a round, or None to end the run because the budget is spent.
 
         Args:
-            selected: Indices of the users selected by the public schedule.
+            selected: Indices of the users that the public schedule selects. Not used if the account relies on a secret
+                draw of participants.
             round_index: Number of the round, from 0.
-            releases: Whether users upload anything in the round. A round without uploads costs no budget, so budgets
-                are not checked.
+            releases: Whether users upload anything in the round. A round without uploads costs no budget.
         """
         if self.account is None:  # no noise, so no budget
             return list(selected)
         if self.account.sampled:
-            # With sampling a round costs all users the same, drawn or not, so the first user's budget stands for all.
-            is_affordable = not releases or bool(self.account.affordable([0]))
-            return self.draw(round_index) if is_affordable else None
+            # A round costs all users the same, drawn or not, so the budget of user 0 stands for all.
+            if releases and not self.account.affordable([0]):
+                return None
+            return self.draw_participants(round_index)
         if not releases:
             return list(selected)
-        return self.account.affordable(selected) or None
+        users_with_budget = self.account.affordable(selected)
+        return users_with_budget or None
 
-    def draw(self, round_index: int) -> list[int]:
-        """Draw the participants of round ``round_index`` (from 0) with the secret key.
+    def draw_participants(self, round_index: int) -> list[int]:
+        """Draw the participants of round ``round_index`` (from 0) with the secret key; return their indices.
 
-        With Poisson sampling each user takes part independently of the others, so there may be none; otherwise the
+        With Poisson sampling each user takes part independently of the others, so there may be none. Otherwise the
         number of participants is fixed.
         """
-        assert isinstance(self.participation, float | int)
+        assert isinstance(self.participation, float | int)  # the fraction of users to draw
         draws = [float(uniform(1, self.key, name, round_index, "participation")[0]) for name in self.users]
         all_users = range(len(draws))
         if self.privacy.sampling == "poisson":
             return [user for user in all_users if draws[user] < self.participation]
-        by_draw = sorted(all_users, key=draws.__getitem__)
-        return sorted(by_draw[: sample_size(self.participation, len(draws))])
+        users_by_draw = sorted(all_users, key=draws.__getitem__)  # smallest draw first
+        num_participants = sample_size(self.participation, len(draws))
+        return sorted(users_by_draw[:num_participants])
 
-    def expected(self, round_index: int) -> float:
+    def expected_participants(self, round_index: int) -> float:
         """Return the expected number of participants of round ``round_index`` (from 0), the divisor of its sum."""
         return expected_participants(self.privacy, self.participation, len(self.users), round_index)
 
@@ -275,7 +282,8 @@ class DifferentialPrivacy(PrivacyMechanism):
     def restore(self, state: Tree) -> None:
         """Restore the number of releases and the clip norm from a checkpoint."""
         if self.account is not None:
-            self.account.counts, self.bound = state[COUNTS].cpu().clone(), float(state[BOUND])
+            self.account.counts = state[COUNTS].cpu().clone()
+            self.bound = float(state[BOUND])
 
     @property
     def metrics(self) -> dict[str, object]:
@@ -291,63 +299,72 @@ class Central(DifferentialPrivacy):
     """
 
     def client_update(self, update: Update) -> Update:
-        """Return the clipped changes times the users' weights, and report who was within an adaptive clip norm."""
+        """Return the clipped changes times the users' weights.
+
+        If the clip norm is adaptive, each user also reports 1 if its change was within the clip norm, else 0.
+        """
         if self.privacy.secure_aggregation is not None:
-            return update  # the secure sum clips, to a norm that leaves room for rounding
+            return update  # `SecureSum.client_update` clips instead.
         clipped_update = clip_update(update, self.privacy)
         if not self.privacy.adaptive:
             return clipped_update
-        within = (norms(update.changes) <= update.bounds).long().cpu()
-        return replace(clipped_update, reports={**update.reports, WITHIN: within})
+        is_within = norms(update.changes) <= update.bounds
+        reports = {**update.reports, WITHIN: is_within.long().cpu()}
+        return replace(clipped_update, reports=reports)
 
     def download(self, users: int) -> Tree:
-        """Return the clip norm, if it is adaptive."""
-        return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)} if self.privacy.adaptive else {}
+        """Return the clip norm for each of ``users`` users, if it is adaptive."""
+        if not self.privacy.adaptive:
+            return {}
+        return {CLIP_NORM: torch.full((users, 1), self.bound, dtype=torch.float64)}
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
-        """Return the model plus the mean change with noise, as one upload.
+        """Return the model plus the noisy mean of the users' changes, as a single upload.
 
-        Uploads are clipped again here, so the server need not trust users. Without participants the sum is noise only.
+        A user's change is its upload minus the model that it downloaded.
 
         Args:
-            received: The uploads of a round, of which there may be none, and reports of who was within the clip norm.
+            received: The uploads of a round. With Poisson sampling there may be none; the mean is then noise only.
             server_round: The round on the server: its number, the model before it, and the participants' names.
         """
-        model, uploads, users = server_round.model, received.tensors, len(server_round.names)
-        downloads: Tree = {}
-        if uploads:  # with Poisson sampling a round may have no participants
-            downloads = {name: t.unsqueeze(0).expand(users, *t.shape) for name, t in model.items()}
-        # Entries beyond a user's LoRA rank are 0 in its upload, and 0 here too, so its change there is 0.
-        downloads = without_padding(downloads, received.ranks)
-        changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
+        model, uploads = server_round.model, received.tensors
+        changes: Tree = {}
+        if uploads:
+            num_users = len(server_round.names)
+            downloads = {name: t.unsqueeze(0).expand(num_users, *t.shape) for name, t in model.items()}
+            # Entries beyond a user's LoRA rank are 0 in its upload; with 0 here its change there is 0.
+            downloads = without_padding(downloads, received.ranks)
+            changes = {name: t.double() - downloads[name].double() for name, t in uploads.items()}
         mean = self.mean(changes, model, server_round.round_index, received.reports.get(WITHIN))
         return mean_as_upload(model, mean, received.roles)
 
     def mean(self, changes: Tree, like: Tree, round_index: int, within: Tensor | None) -> Tree:
-        """Return the mean change with noise, float64: ``(sum_u clip(change_u) + noise) / expected``.
+        """Return the mean change with noise, ``(sum_u clip(change_u) + noise) / users``; adapt an adaptive clip norm.
+
+        The divisor ``users`` is the expected number of participants, which is public.
 
         Args:
             changes: Changes ``(users, *shape)``; empty if no user was drawn.
             like: The model, for its shapes.
             round_index: Number of the round, from 0.
-            within: 1 for each user whose change is within an adaptive clip norm, 0 for others, from which the clip norm
-                of the next round follows; None if there are no reports.
+            within: 1 for each user whose change is within an adaptive clip norm, 0 for others; None without reports.
         """
-        users = self.expected(round_index)
+        users = self.expected_participants(round_index)
         sums = self.sums(changes, like)
-        # An adaptive clip norm also depends on the number of users within it, so the round reveals both a noisy count
-        # and a noisy sum. For the same epsilon the sum then needs more noise.
-        multiplier = self._multiplier_beside_count(users) if self.privacy.adaptive else self.privacy.multiplier
+        multiplier = self.privacy.multiplier
+        if self.privacy.adaptive:
+            # The round also reveals a noisy count of the users within the clip norm, so the sum needs more noise.
+            multiplier = self._multiplier_beside_count(users)
         noised = add_noise(sums, multiplier * self.bound, self.key, round_index, "central noise")
         if self.privacy.adaptive:
             self._adapt_clip_norm(within, users, round_index)
         return {name: t / users for name, t in noised.items()}
 
     def sums(self, changes: Tree, like: Tree) -> Tree:
-        """Clip each user's change to the clip norm ``bound``, and return the sum of the changes, float64.
+        """Clip each user's change to the clip norm, and return the sum of the clipped changes, float64.
 
         Args:
-            changes: Changes ``(users, *shape)``; empty if no user was drawn, and the sum is then zero.
+            changes: Changes ``(users, *shape)``; empty if no user was drawn.
             like: The model, for its shapes.
         """
         if not changes:
@@ -357,9 +374,8 @@ class Central(DifferentialPrivacy):
     def _count_deviation(self, users: float) -> float:
         """Return the standard deviation of the noise on the count of users within the clip norm.
 
-        The deviation is a twentieth of the number of users, the choice of Andrew et al. 2021, but at least the noise
-        multiplier z of the settings. With z / 2 or less, the count alone would reveal as much as z allows, and nothing
-        would be left for the sum of changes (:meth:`_multiplier_beside_count`).
+        Andrew et al. 2021 (arXiv:1905.03871) use ``users / 20``. With few users that would be too little noise, so it
+        is at least the noise multiplier.
 
         Args:
             users: Expected number of users in the round.
@@ -367,36 +383,35 @@ class Central(DifferentialPrivacy):
         return max(users / 20, self.privacy.multiplier)
 
     def _multiplier_beside_count(self, users: float) -> float:
-        """Return the noise multiplier of the sum of changes if an adaptive clip norm makes a round reveal a count too.
+        """Return the noise multiplier of the sum of changes in a round that also reveals a noisy count.
 
-        The count is that of users within the clip norm, with noise of standard deviation s. The result is
-        ``(z^-2 - (2 s)^-2)^(-1/2)`` with z the multiplier of the settings. Sum and count together then reveal as much
-        as a sum alone with z (Andrew et al. 2021, Theorem 1). A user moves the centred count by 1/2, so the count's own
-        noise multiplier is 2 s.
+        It is ``(z^-2 - (2 s)^-2)^(-1/2)``, see Andrew et al. 2021 (arXiv:1905.03871), Theorem 1: z is the noise
+        multiplier of the recipe, s the standard deviation of the noise on the count. Sum and count together then reveal
+        as much as a sum alone with z.
 
         Args:
             users: Expected number of users in the round.
         """
-        return (self.privacy.multiplier**-2 - (2 * self._count_deviation(users)) ** -2) ** -0.5
+        z, s = self.privacy.multiplier, self._count_deviation(users)
+        return (z**-2 - (2 * s) ** -2) ** -0.5
 
     def _adapt_clip_norm(self, within: Tensor | None, users: float, round_index: int) -> None:
-        """Move the clip norm towards the quantile of users' norms: ``bound *= exp(-rate (share - quantile))``.
+        """Move the clip norm towards a quantile of users' norms: ``bound *= exp(-clip_rate (share - clip_quantile))``.
 
-        ``share`` is the share of users whose change is within the bound, with noise. Each user counts as +1/2 or -1/2,
-        which has half the sensitivity of a count. The noisy share is clamped to [0, 1], so the bound changes by a
-        factor of at most ``exp(rate)``.
+        ``share`` is the noisy share of users whose change is within the clip norm ``bound``, clamped to [0, 1].
 
         Args:
-            within: 1 for each user within the bound, 0 for others; None if there are no reports.
+            within: 1 for each user within the clip norm, 0 for others; None without reports.
             users: Expected number of users in the round.
             round_index: Number of the round, from 0.
         """
-        centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
-        # Seeded with the count too. If a round is repeated, an equal count gets the same noise. Different counts never
-        # share noise, as their difference would then be revealed without noise.
-        draw = float(gaussian((1,), self.key, round_index, "count noise", repr(centred))[0])
-        noise = self._count_deviation(users) * draw
-        share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
+        # Each user adds 1/2 or -1/2, so one user changes the sum by at most 1/2.
+        centred_count = float((within.double() - 0.5).sum()) if within is not None else 0.0
+        # The count is part of the seed: a repeated round draws the same noise only if it has the same count.
+        standard_noise = float(gaussian((1,), self.key, round_index, "count noise", repr(centred_count))[0])
+        noise = self._count_deviation(users) * standard_noise
+        share = (centred_count + noise) / users + 0.5
+        share = min(1.0, max(0.0, share))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
 
 
@@ -410,25 +425,21 @@ class Local(DifferentialPrivacy):
         return ""
 
     def client_update(self, update: Update) -> Update:
-        """Return the clipped changes times the users' weights, with noise from a separate stream for each user.
+        """Return the clipped changes times the users' weights, plus noise from a separate stream for each user.
 
-        The noise has a standard deviation of the noise multiplier times the user's clip norm, ``update.bounds``.
-        Padding beyond a user's LoRA rank gets no noise.
+        The standard deviation of the noise is the noise multiplier times the user's clip norm.
         """
         changes = clip_update(update, self.privacy).changes
-        rows = [
-            add_noise(
-                {key: t[i] for key, t in changes.items()},
-                self.privacy.multiplier * float(update.bounds[i]),
-                self.key, name, update.round_number, "local noise",
-            )
-            for i, name in enumerate(update.names)
-        ]  # fmt: skip
-        noised = {key: torch.stack([row[key] for row in rows]) for key in changes}
-        return replace(update, changes=without_padding(noised, update.ranks))
+        noisy_changes: list[Tree] = []  # of each user
+        for i, user in enumerate(update.names):
+            own_changes = {name: t[i] for name, t in changes.items()}
+            deviation = self.privacy.multiplier * float(update.bounds[i])
+            noisy_changes.append(add_noise(own_changes, deviation, self.key, user, update.round_number, "local noise"))
+        stacked = {name: torch.stack([own_changes[name] for own_changes in noisy_changes]) for name in changes}
+        return replace(update, changes=without_padding(stacked, update.ranks))
 
     def skip_round(self, received: Sequence[int]) -> None:
-        """Charge uploads that were sent, although they change nothing."""
+        """End a round without aggregation; charge the users in ``received`` for the uploads that they have sent."""
         super().skip_round(received)
         assert self.account is not None
         self.account.charge(received)
@@ -460,15 +471,16 @@ class Example(DifferentialPrivacy):
     account_type = StepAccount
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that uploads depend on users' training data only by gradients that are clipped and have noise.
+        """Check that training data reach the uploads only through gradients that are clipped and noised.
 
-        Also check that single examples' gradients can be computed in the recipe's dtype.
+        Also check that gradients of single examples can be computed in the recipe's dtype.
 
         Raises:
             RecipeError: A check fails.
         """
         super().supports(method, recipe)
-        if (clip_norm := recipe.training.experts.clip_norm) is not None:
+        clip_norm = recipe.training.experts.clip_norm
+        if clip_norm is not None:
             raise RecipeError(
                 f"training.experts.clip_norm: got {clip_norm:g}; with privacy.mechanism: example, a common norm of "
                 "noised and plain gradients would leak the plain ones into uploads; allowed: null (privacy.clip_norm "
@@ -486,8 +498,8 @@ class Example(DifferentialPrivacy):
             )
 
     def why_unsupported(self, method: Method) -> str:
-        """Return the reason why uploads would depend on users' data other than by noisy gradients; else empty."""
-        return _why_gradients_unprotected(method)
+        """Return why DP-SGD cannot protect this method's uploads; an empty string if it can."""
+        return _why_beyond_gradients(method)
 
     def check_weights(self, recipe: Recipe) -> None:
         """Check that all users have the same weight."""
@@ -504,28 +516,29 @@ class Example(DifferentialPrivacy):
     # ---------------------------------------------------------------- on a client
 
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
-        """Draw a batch for each user; return the user's mean loss and noisy mean gradients on it.
+        """Draw a batch for each user; return each user's mean loss and noisy mean gradients.
 
-        Both are sums divided by the expected size of the batch, which is public; the actual size depends on the draw of
-        private examples. A batch is split into parts of ``step.batch`` examples, whose sums are added up.
+        A batch is split into parts of ``step.batch`` examples, whose losses and clipped gradients are added up. The
+        sums are divided by the expected size of the batch, which is public, unlike the actual size.
 
         Args:
             step: The users' work, keys of their random streams, and the clipped sums of given examples.
         """
         drawn = [self.draw_examples(work, *stream) for work, stream in zip(step.works, step.streams, strict=True)]
-        sums: Tree = {}
-        losses = torch.zeros(len(drawn), dtype=torch.float64)
-        for part in padded(drawn, step.batch).split(step.batch, 1):
-            part_sums, part_losses = step.clipped_sums(part, self.privacy.first_bound)
-            sums = {name: sums.get(name, torch.zeros_like(t)) + t for name, t in part_sums.items()}
-            losses += part_losses
-        gradients_of_users = [
-            self.noised({name: t[i] for name, t in sums.items()}, work, *stream)
-            for i, (work, stream) in enumerate(zip(step.works, step.streams, strict=True))
-        ]
-        mean_losses = losses / torch.tensor([work.expected for work in step.works], dtype=torch.float64)
-        gradients = {name: torch.stack([of_user[name] for of_user in gradients_of_users]) for name in sums}
-        return mean_losses, gradients
+        gradient_sums: Tree = {}  # (users, *shape)
+        loss_sums = torch.zeros(len(drawn), dtype=torch.float64)
+        for part in padded(drawn, step.batch).split(step.batch, dim=1):
+            part_gradients, part_losses = step.clipped_sums(part, self.privacy.first_bound)
+            for name, t in part_gradients.items():
+                gradient_sums[name] = gradient_sums.get(name, torch.zeros_like(t)) + t
+            loss_sums += part_losses
+        gradients_by_user: list[Tree] = []
+        for i, (work, stream) in enumerate(zip(step.works, step.streams, strict=True)):
+            own_sums = {name: t[i] for name, t in gradient_sums.items()}
+            gradients_by_user.append(self.noised(own_sums, work, *stream))
+        gradients = {name: torch.stack([own[name] for own in gradients_by_user]) for name in gradient_sums}
+        expected_sizes = torch.tensor([work.expected for work in step.works], dtype=torch.float64)
+        return loss_sums / expected_sizes, gradients
 
     def draw_examples(self, work: Work, *stream: str | int) -> Int64[Tensor, " drawn"]:
         """Return the indices of a user's examples in a batch; each is drawn with probability ``work.rate``."""
@@ -533,34 +546,33 @@ class Example(DifferentialPrivacy):
         return torch.from_numpy(np.flatnonzero(draws < work.rate))
 
     def noised(self, sums: Tree, work: Work, *stream: str | int) -> Tree:
-        """Return one user's noisy mean gradients ``(sum of clipped gradients + N(0, (z C)^2)) / expected``, float64.
-
-        z is the noise multiplier, C the clip norm, ``expected`` the expected number of examples in a batch.
+        """Return one user's noisy mean gradients ``(sums + N(0, (z C)^2)) / work.expected``, float64.
 
         Args:
-            sums: Sums of clipped gradients.
-            work: Work of the user, which gives the expected number of examples and the noise multiplier z.
+            sums: Sums of the clipped gradients of a batch.
+            work: Amount of the user's work; ``work.expected`` is the expected number of examples in a batch.
             stream: Key of the random stream.
         """
-        deviation = multiplier_of(self.privacy, work) * self.privacy.first_bound
-        noisy_sums = add_noise(sums, deviation, self.key, *stream, "example noise")
+        z = multiplier_of(self.privacy, work)  # noise multiplier
+        clip_norm = self.privacy.first_bound  # C
+        noisy_sums = add_noise(sums, z * clip_norm, self.key, *stream, "example noise")
         return {name: t / work.expected for name, t in noisy_sums.items()}
 
     # ---------------------------------------------------------------- on the server
 
     def admit(self, selected: Sequence[int], round_index: int, *, releases: bool) -> list[int] | None:
-        """Return the users whose budget allows the steps of a round, and charge them; None if there are none.
+        """Charge the selected users whose budget allows the steps of a round, and return them.
 
-        None ends the run.
+        Without such a user return None, which ends the run.
 
         Args:
             selected: Indices of the selected users.
-            round_index: Number of the round, from 0.
+            round_index: Not used.
             releases: Not used.
         """
         assert self.account is not None
         admitted = self.account.affordable(selected)
-        self.account.charge(admitted)  # now, as a user's steps use its budget even if their result never arrives
+        self.account.charge(admitted)  # Already now: a user's steps cost budget even if their result never arrives.
         return admitted or None
 
 
@@ -579,11 +591,11 @@ def make_mechanisms(
     """Return the mechanisms of a run in the order in which they process uploads: noise, a secure sum, a robust rule.
 
     Args:
-        privacy: Section of the recipe.
-        aggregation: Section of the recipe; without effect if its rule is the mean.
-        sums: Secure sums of the run, once users and rounds are known.
+        privacy: Section ``privacy`` of the recipe; None for no noise and no secure sum.
+        aggregation: Section ``aggregation`` of the recipe; None or the rule ``mean`` for no robust rule.
+        sums: Settings of the run's secure sums; None before users and rounds are known.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
-        users: All users, on the server.
+        users: Names of all users; not needed on a client.
         key: Key of the noise.
     """
     mechanisms: list[PrivacyMechanism] = []
@@ -604,114 +616,119 @@ def check_supported(method: Method, recipe: Recipe) -> None:
         RecipeError: One or more do not; the message has all reasons.
     """
     mechanisms = make_mechanisms(recipe.privacy, recipe.aggregation)
-    # Secure sums are checked first: they support the fewest methods, so their reason is the most useful one.
+    # Secure sums come first: they support the fewest methods, so their reason is the most useful.
     secure_sums = [mechanism for mechanism in mechanisms if isinstance(mechanism, SecureSum)]
     others = [mechanism for mechanism in mechanisms if not isinstance(mechanism, SecureSum)]
-    # `supports` returns nothing; it raises a RecipeError with the reason if the mechanism does not support them.
-    run_checks(*(partial(mechanism.supports, method, recipe) for mechanism in secure_sums + others))
+    checks = [partial(mechanism.supports, method, recipe) for mechanism in secure_sums + others]
+    run_checks(*checks)  # `supports` raises a RecipeError with its reason; run_checks joins the reasons of all.
 
 
 def release_of(privacy: PrivacySection, participation: Participation, users: int) -> Release:
-    """Return noise and sampling of a round under a recipe's mechanism, from which the epsilon of a user follows.
+    """Return the noise multiplier and the sampling of a round, from which a user's epsilon is computed.
 
     Args:
         privacy: Section of the recipe, with a known noise multiplier.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
     """
-    return MECHANISMS[privacy.mechanism].load().account_type.release_of(privacy, participation, users)
+    mechanism_type = MECHANISMS[privacy.mechanism].load()
+    return mechanism_type.account_type.release_of(privacy, participation, users)
 
 
 def calibrate(privacy: PrivacySection, participation: Participation, users: int, count: int) -> float:
-    """Return the smallest noise multiplier with which ``count`` rounds of a recipe stay within its epsilon.
-
-    It is found by bisection, to a few parts in ten thousand.
+    """Return the smallest noise multiplier with which a whole run stays within the recipe's epsilon.
 
     Args:
         privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
         users: Number of users of the run.
-        count: Number of rounds in which one user takes part in the whole run.
+        count: Number of rounds in which one user takes part.
 
     Raises:
-        RecipeError: No amount of noise is enough, or the package that computes it is not installed.
+        RecipeError: No amount of noise is enough, or the package dp-accounting is not installed.
     """
 
     def release_with(multiplier: float) -> Release:
-        return release_of(privacy.model_copy(update={"noise_multiplier": multiplier}), participation, users)
+        privacy_with_noise = privacy.model_copy(update={"noise_multiplier": multiplier})
+        return release_of(privacy_with_noise, participation, users)
 
     return least_noise(privacy, count, release_with)
 
 
 def clip_update(update: Update, privacy: PrivacySection) -> Update:
-    """Return uploads with each user's change clipped to its norm and multiplied by its weight.
+    """Clip each user's change to its clip norm and multiply it by its weight.
 
-    ``change_u min(1, bound_u / norm_u) weight_u``; the weight is ``min(1, count_u / weight_cap)``, or 1 without a cap.
+    The change of user u becomes ``change_u * min(1, bound_u / norm(change_u)) * weight_u``. The weight is
+    ``min(1, count_u / weight_cap)``, or 1 without a cap.
 
     Args:
         update: A cohort's changes, with the clip norm (bound) and the amount of data (count) of each user.
         privacy: Section ``privacy`` of the recipe.
     """
+    clipped_changes = clipped(update.changes, update.bounds)
     weights = capped_weights(update.counts, privacy.weight_cap)
-    return replace(update, changes=scaled(clipped(update.changes, update.bounds), weights))
+    return replace(update, changes=scaled(clipped_changes, weights))
 
 
 def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users width"]:
-    """Stack users' indices of examples as rows, padded with ``PAD`` to a common width.
+    """Stack users' indices of examples as rows, padded with ``PAD`` to a common width, a multiple of ``size``.
+
+    For example, ``[3, 0, 2]`` and ``[1]`` with size 2 become ``[3, 0, 2, PAD]`` and ``[1, PAD, PAD, PAD]``.
 
     Args:
-        drawn: Indices of each user, maybe of different numbers.
-        size: Number of examples in one part of a batch. The width is a multiple of ``size``, so that the rows can be
-            split into parts. There is at least one part, even without examples.
+        drawn: Indices of each user's examples.
+        size: Number of examples in one part of a batch. There is at least one part, even without examples.
     """
-    num_parts = max(1, math.ceil(max(len(numbers) for numbers in drawn) / size))
+    most_examples = max(len(indices) for indices in drawn)
+    num_parts = max(1, math.ceil(most_examples / size))
     rows = torch.full((len(drawn), num_parts * size), PAD, dtype=torch.int64)
-    for row, numbers in zip(rows, drawn, strict=True):
-        row[: len(numbers)] = numbers
+    for row, indices in zip(rows, drawn, strict=True):
+        row[: len(indices)] = indices
     return rows
 
 
 # -------------------------------------------------------------------- unsupported methods
 
 
-def _why_data_unprotected(method: Method) -> str:
-    """Return why no mechanism can protect the users of a method; an empty string if one can.
+def _why_unprotected(method: Method) -> str:
+    """Return why no mechanism can protect a method's uploads; an empty string if one can.
 
-    Mechanisms clip the change of a user's shared tensors against the download, and add noise to it. A method cannot be
-    protected if users reveal more than this change, or if their change does not start from the download.
+    Mechanisms clip and noise the change of a user's shared tensors since the download. So a user must reveal nothing
+    but this change, and must start from the download.
     """
-    parts = method.client.parts
-    if reported := sorted(name for part in parts for name in part.reports):
-        return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"
-    if method.server.peer_to_peer or any(type(part).receive is not ClientHook.receive for part in parts):
+    hooks = method.client.parts
+    reports = sorted(name for hook in hooks for name in hook.reports)
+    if reports:
+        return f"its users report {', '.join(reports)} with each upload, which clipping and noise do not cover"
+    if method.server.peer_to_peer or any(type(hook).receive is not ClientHook.receive for hook in hooks):
         return "its users combine downloads with their own data, so changes against the download are not bounded"
-    if method.shared - method.received:
+    roles_not_downloaded = method.shared - method.received
+    if roles_not_downloaded:
         return "its users start from their own tensors, not from the download, so changes against it are not bounded"
-    if any(part.resizes for part in parts):
+    if any(hook.resizes for hook in hooks):
         return "ranks depend on users' data and are visible to all; allowed: prune: false"
     return ""
 
 
 _ROUND_HOOKS = ("received", "begin", "stepped", "end", "penalty")
-"""Client hooks that run in a round besides phases, and may read data."""
+"""Methods of a client hook that run in a round besides phases, and may read data."""
 
 
-def _why_gradients_unprotected(method: Method) -> str:
-    """Return why DP-SGD cannot protect the uploads of a method; an empty string if it can.
+def _why_beyond_gradients(method: Method) -> str:
+    """Return how training data would reach uploads other than through noised gradients; an empty string if nowhere.
 
-    DP-SGD adds noise to gradients of shared tensors. It protects an upload only if these gradients are the only way in
-    which the user's training data changes the shared tensors.
+    DP-SGD protects uploads only if training data reach the shared tensors through these gradients alone.
     """
-    client, trained = method.client, method.client.trained
+    client = method.client
     if method.placement.mixture is not None:
         return "mixture weights are trained without noise and scale every gradient"
-    # Shared parts of roles, such as one of the two LoRA factors ("attention.a"). The role itself may be trained as a
-    # whole.
-    parts_of_roles = [shared for shared in method.shared if "." in shared]
-    if shared_parts := sorted(shared for shared in parts_of_roles if shared.partition(".")[0] in trained):
+    # A role with a dot is a part, such as one LoRA factor: "attention.a" of the role "attention".
+    shared_parts = [role for role in method.shared if "." in role]
+    parts_of_trained = sorted(part for part in shared_parts if part.partition(".")[0] in client.trained)
+    if parts_of_trained:
         return (
-            f"it shares only {', '.join(shared_parts)}, whose gradients depend on the other factor, which stays local "
-            "and has no noise"
+            f"it shares only {', '.join(parts_of_trained)}, whose gradients depend on the other factor, which stays "
+            "local and has no noise"
         )
     for phase in method.sharing:
         if phase.stream != "train":
@@ -723,11 +740,21 @@ def _why_gradients_unprotected(method: Method) -> str:
         return "its phases alternate between rounds, but the account counts the same steps in every round"
     if client.accumulates:
         return "gradients that router steps pass to shared experts have no noise; allowed: accumulate_gradients: false"
-    for part in client.parts:
-        # ``sweeps``: computes losses on all training data. ``before``: phases that the hook runs. ``validates``: reads
-        # validation data, which hooks that run after the last upload (``finishing``) may do.
-        reads_data = part.sweeps or bool(part.before) or (part.validates and part not in client.finishing)
-        hooks = [hook for hook in _ROUND_HOOKS if not (hook == "begin" and part.only_resets_moments)]
-        if reads_data or any(getattr(type(part), hook) is not getattr(ClientHook, hook) for hook in hooks):
-            return f"{type(part).__name__} changes users' tensors by more than steps on noised gradients"
+    for hook in client.parts:
+        is_after_last_upload = hook in client.finishing
+        validates_before_upload = hook.validates and not is_after_last_upload
+        computes_training_losses = hook.sweeps
+        runs_phases = bool(hook.before)
+        if computes_training_losses or runs_phases or validates_before_upload or _may_change_tensors_in_round(hook):
+            return f"{type(hook).__name__} changes users' tensors by more than steps on noised gradients"
     return ""
+
+
+def _may_change_tensors_in_round(hook: ClientHook) -> bool:
+    """Return whether a client hook overrides a method that runs in a round, except a ``begin`` that resets moments."""
+    for name in _ROUND_HOOKS:
+        is_overridden = getattr(type(hook), name) is not getattr(ClientHook, name)
+        is_harmless = name == "begin" and hook.only_resets_moments
+        if is_overridden and not is_harmless:
+            return True
+    return False
