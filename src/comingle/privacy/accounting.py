@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,13 +36,13 @@ Participation = float | tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Gaussian mechanism of a round, for one user; its standard deviation is ``noise`` times the sensitivity.
+    """Noise multiplier and sampling of one release, something that a user reveals with Gaussian noise.
 
     Args:
-        noise: Noise multiplier.
+        noise: Noise multiplier: standard deviation of the noise over the sensitivity.
         rate: Probability of each user to be drawn, for Poisson sampling.
         sample: Number of users drawn without replacement; 0 for other sampling.
-        users: Number of users that they are drawn from.
+        users: Number of users from which ``sample`` are drawn.
     """
 
     noise: float
@@ -57,14 +57,12 @@ class Release:
 
 
 def sample_size(participation: float, users: int) -> int:
-    """Return the number of users that a fraction stands for."""
+    """Return the number of participants for a fraction of the users, rounded up, such as 3 for 0.25 of 10 users."""
     return max(1, math.ceil(participation * users - 1e-9))
 
 
 def expected_participants(privacy: PrivacySection, participation: Participation, users: int, round_index: int) -> float:
-    """Return the expected number of participants in a round, the divisor of the sum of their changes.
-
-    Unlike the actual number it is public, so it reveals nothing about who takes part.
+    """Return the expected number of participants in a round.
 
     Args:
         privacy: Section ``privacy`` of the recipe.
@@ -72,30 +70,30 @@ def expected_participants(privacy: PrivacySection, participation: Participation,
         users: Number of users of the run.
         round_index: Number of the round, from 0.
     """
-    if isinstance(participation, tuple):  # the lists repeat if there are more rounds
-        return float(len(set(participation[round_index % len(participation)])))
-    if privacy.sampling == "poisson" and privacy.secure_aggregation is None:  # each user is drawn independently
+    if isinstance(participation, tuple):
+        users_of_round = participation[round_index % len(participation)]  # the lists repeat in longer runs
+        return float(len(set(users_of_round)))
+    # Secure sums always have a fixed number of users.
+    is_drawn_independently = privacy.sampling == "poisson" and privacy.secure_aggregation is None
+    if is_drawn_independently:
         return participation * users
     return float(sample_size(participation, users))
 
 
 _MAX_PLD_EPSILON = 200.0
-"""An epsilon without practical protection. Above it the bound of ``rdp`` is used.
-
-That bound is a few per cent above that of ``pld``, whose grid of privacy losses would take minutes and gigabytes.
-"""
+"""Largest epsilon for which ``pld`` is used; for larger ones it would take minutes and gigabytes."""
 
 
 @lru_cache(maxsize=1 << 12)
 def epsilon(release: Release, count: int, delta: float, accountant: str) -> float:
-    """Return an upper bound of the epsilon of ``count`` equal Gaussian mechanisms ("releases") in sequence.
+    """Return an upper bound of the epsilon of ``count`` equal releases in sequence.
 
     Args:
         release: Noise multiplier and sampling of one release.
         count: Number of releases; 0 gives an epsilon of 0.
         delta: Probability that epsilon does not hold.
         accountant: "rdp" (Renyi differential privacy) or "pld" (privacy loss distributions), which is tighter. "rdp" is
-            always used for sampling without replacement, and for a very large epsilon.
+            always used for sampling without replacement, and for an epsilon above 200.
 
     Raises:
         RecipeError: The package dp-accounting is not installed.
@@ -103,21 +101,23 @@ def epsilon(release: Release, count: int, delta: float, accountant: str) -> floa
     if count == 0:
         return 0.0
     dp = _import_dp_accounting()
-    event, relation = dp.GaussianDpEvent(release.noise), dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-    if release.sample:  # its privacy loss distribution is not known
-        relation, accountant = dp.NeighboringRelation.REPLACE_ONE, "rdp"
+    event = dp.GaussianDpEvent(release.noise)
+    relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    if release.sample:
         event = dp.SampledWithoutReplacementDpEvent(release.users, release.sample, event)
+        relation = dp.NeighboringRelation.REPLACE_ONE
+        accountant = "rdp"  # "pld" does not support sampling without replacement.
     elif release.rate < 1:
         event = dp.PoissonSampledDpEvent(release.rate, event)
-    accountants = {"rdp": dp.rdp.RdpAccountant, "pld": dp.pld.PLDAccountant}
 
-    def epsilon_by(name: str) -> float:
-        with _without_order_warnings():  # The package warns of Renyi orders that it skips, which is harmless.
-            return float(accountants[name](neighboring_relation=relation).compose(event, count).get_epsilon(delta))
+    def epsilon_with(accountant_type: Callable[..., Any]) -> float:
+        with _without_order_warnings():
+            return float(accountant_type(neighboring_relation=relation).compose(event, count).get_epsilon(delta))
 
-    rdp_epsilon = epsilon_by("rdp")
-    # "pld" would take minutes and gigabytes for an epsilon so large that it means no practical protection.
-    return rdp_epsilon if accountant == "rdp" or rdp_epsilon > _MAX_PLD_EPSILON else epsilon_by("pld")
+    rdp_epsilon = epsilon_with(dp.rdp.RdpAccountant)
+    if accountant == "rdp" or rdp_epsilon > _MAX_PLD_EPSILON:
+        return rdp_epsilon
+    return epsilon_with(dp.pld.PLDAccountant)
 
 
 @contextmanager
@@ -143,14 +143,13 @@ _MAX_MULTIPLIER = 2.0**20
 
 
 def least_noise(privacy: PrivacySection, count: int, release_with: Callable[[float], Release]) -> float:
-    """Return the smallest noise multiplier with which a whole run stays within the settings' epsilon.
+    """Return the smallest noise multiplier with which a whole run stays within the recipe's epsilon.
 
-    The multiplier is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
+    It is found by bisection on a logarithmic scale, to a few parts in ten thousand, and rounded up.
 
     Args:
         privacy: Section ``privacy`` of the recipe, with epsilon, delta and the accountant.
-        count: How often a user reveals something with noise in the run (releases): its uploads, or its noisy local
-            steps. If it never does, the multiplier is 1.
+        count: Number of a user's releases (noisy uploads, or noisy local steps) in the run. For 0 return 1.
         release_with: Returns one release with a given noise multiplier.
 
     Raises:
@@ -161,24 +160,24 @@ def least_noise(privacy: PrivacySection, count: int, release_with: Callable[[flo
     if count == 0:
         return 1.0
 
-    def epsilon_with(multiplier: float, accountant: str) -> float:
-        return epsilon(release_with(multiplier), count, privacy.delta, accountant)
+    def is_enough(multiplier: float, accountant: str) -> bool:
+        return epsilon(release_with(multiplier), count, privacy.delta, accountant) <= target
 
+    # Find `high`, which is enough. RDP is fast, and its epsilon is an upper bound for the other accountant's.
     high = 1.0
-    # RDP is the faster accountant, and its epsilon is never below that of the others: noise that is enough for it is
-    # enough for all.
-    while epsilon_with(high, "rdp") > target:
+    while not is_enough(high, "rdp"):
         high *= 2
         if high > _MAX_MULTIPLIER:
             raise RecipeError(
                 f"privacy.epsilon: got {target:g}; no noise_multiplier up to {_MAX_MULTIPLIER:g} is enough; use more"
             )
+    # Find `low`, which is not enough.
     low = high / 2
-    while epsilon_with(low, privacy.accountant) <= target and low > 1 / _MAX_MULTIPLIER:
+    while is_enough(low, privacy.accountant) and low > 1 / _MAX_MULTIPLIER:
         high, low = low, low / 2
     for _ in range(_BISECTION_STEPS):
         middle = math.sqrt(low * high)
-        if epsilon_with(middle, privacy.accountant) <= target:
+        if is_enough(middle, privacy.accountant):
             high = middle
         else:
             low = middle
@@ -221,24 +220,27 @@ class Work:
 def multiplier_of(privacy: PrivacySection, work: Work) -> float:
     """Return the noise multiplier of a user's DP-SGD steps.
 
-    This is the setting ``noise_multiplier``. If the settings only give epsilon, it is the smallest multiplier with
-    which all noisy steps of the run together stay within that epsilon.
+    It is ``privacy.noise_multiplier``; if that is None, the smallest with which the whole run stays within epsilon.
 
     Args:
         privacy: Section ``privacy`` of the recipe.
-        work: Work of the user: ``planned`` is the number of noisy steps in the whole run, ``rate`` the probability of
-            an example to be in a batch.
+        work: The user's work: ``planned`` noisy steps in the run, and the probability ``rate`` that an example is in a
+            batch.
 
     Raises:
-        RecipeError: No amount of noise is enough, or the package that computes it is not installed.
+        RecipeError: No amount of noise is enough, or the package dp-accounting is not installed.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
-    return least_noise(privacy, work.planned, lambda z: Release(noise=z, rate=work.rate))
+
+    def release_with(multiplier: float) -> Release:
+        return Release(noise=multiplier, rate=work.rate)
+
+    return least_noise(privacy, work.planned, release_with)
 
 
 def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
-    """Return the epsilon of each of a user's examples after some steps of DP-SGD.
+    """Return the epsilon that ``steps`` steps of DP-SGD spend for each of a user's examples.
 
     Args:
         privacy: Section ``privacy`` of the recipe.
@@ -253,15 +255,15 @@ def spent_by(privacy: PrivacySection, work: Work, steps: int) -> float:
 
 @dataclass(kw_only=True)
 class Account(ABC):
-    """Account of what users reveal with noise ("releases", such as uploads), and of the epsilon that they have spent.
+    """Number of releases (noisy uploads, or rounds of noisy steps) of each user, and the epsilon that they have spent.
 
     Args:
-        privacy: Settings with the budget.
+        privacy: Section ``privacy`` of the recipe; its ``epsilon`` is the budget of each user, or None.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
-        users: All users of a run; not used on a client.
-        counts: Releases of each user.
-        warned: Users whose spent budget the log has warned about.
-        works: Returns the work of each user by name, for accounts of single examples.
+        users: Names of all users of a run; not used on a client.
+        counts: Number of releases of each user.
+        warned: Indices of the users whose spent budget the log has warned about.
+        works: Returns the amount of work of each user by name, for DP-SGD.
     """
 
     privacy: PrivacySection
@@ -272,7 +274,7 @@ class Account(ABC):
     works: Callable[[], Mapping[str, Work]] = dict
 
     replaces: ClassVar[bool] = False
-    """Whether neighbours replace a user's data, rather than add or remove it."""
+    """Whether neighbouring data sets differ in a user's data being replaced, rather than added or removed."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts if len(self.counts) else torch.zeros(len(self.users), dtype=torch.int64)
@@ -280,10 +282,10 @@ class Account(ABC):
     @classmethod
     @abstractmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the noise multiplier and sampling of a round, from which the epsilon of a user follows.
+        """Return the noise multiplier and the sampling of a round, from which a user's epsilon is computed.
 
         Args:
-            privacy: Settings, with a known noise multiplier.
+            privacy: Section ``privacy`` of the recipe, with a known noise multiplier.
             participation: Fraction of the users drawn for each round, or lists of the users of each round.
             users: Number of users of the run.
         """
@@ -295,18 +297,18 @@ class Account(ABC):
 
     @abstractmethod
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` releases of a user, given by index."""
+        """Return the epsilon of ``count`` releases of the user with index ``user``."""
 
     @abstractmethod
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon that a client computes for its own user, from the noise that the user itself added.
+        """Return the epsilon that a client computes for its own user.
 
-        The client does not trust the server to draw participants in secret. So, unlike :meth:`epsilon_of`, this epsilon
-        is not lowered by sampling.
+        Unlike :meth:`epsilon_of`, it is not lowered by sampling, as clients need not trust the server to draw
+        participants in secret.
 
         Args:
-            count: Number of noisy uploads; or number of rounds, if each local step adds noise.
-            work: Number of examples and steps of the user in a round, if each local step adds noise.
+            count: Number of noisy uploads, or of rounds with noisy local steps.
+            work: Amount of the user's work, for noisy local steps.
         """
 
     def charge(self, users: Sequence[int]) -> None:
@@ -318,25 +320,27 @@ class Account(ABC):
         self.charge(users)
 
     def affordable(self, users: Sequence[int]) -> list[int]:
-        """Return those of the users whose budget of epsilon allows one more round with noisy uploads or steps.
+        """Return the users whose budget allows one more release; log a warning once about each other user.
 
-        The log warns once about each user whose budget is spent, unless all budgets are spent and the run ends.
+        There is no warning if no user is left, as the run then ends.
         """
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
         within_budget = [user for user in users if self.epsilon_of(user, counts[user] + 1) <= budget]
-        newly_spent = sorted(set(users) - set(within_budget) - self.warned)
-        if within_budget and newly_spent:
-            self.warned.update(newly_spent)
-            _log.warning(_SPENT, list_names(self.users[user] for user in newly_spent))
+        users_to_warn_about = sorted(set(users) - set(within_budget) - self.warned)
+        if within_budget and users_to_warn_about:
+            self.warned.update(users_to_warn_about)
+            _log.warning(_SPENT, list_names(self.users[user] for user in users_to_warn_about))
         return within_budget
 
     @property
     def spent(self) -> dict[str, object]:
-        """Largest epsilon of a user so far, delta, and the epsilon of each user if they differ."""
+        """Largest epsilon of a user so far, delta, and ``users``, the epsilon of each user, if they differ."""
         epsilons = [self.epsilon_of(user, count) for user, count in enumerate(self.counts.tolist())]
-        of_users = {"users": dict(zip(self.users, epsilons, strict=True))} if len(set(epsilons)) > 1 else {}
-        return {"epsilon": max(epsilons, default=0.0), "delta": self.privacy.delta, **of_users}
+        spent: dict[str, object] = {"epsilon": max(epsilons, default=0.0), "delta": self.privacy.delta}
+        if len(set(epsilons)) > 1:
+            spent["users"] = dict(zip(self.users, epsilons, strict=True))
+        return spent
 
     @abstractmethod
     def metrics(self, clip_norm: float) -> dict[str, object]:
@@ -346,16 +350,12 @@ class Account(ABC):
     def forecast(self, planned: int) -> dict[str, object]:
         """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
 
-        A release is something that a user reveals with noise: an upload, or a noisy local step. If the settings give
-        both noise and a budget (an epsilon), a user stops before the release that would exceed the budget. Only the
-        releases before it then count for the epsilon.
-
         Args:
-            planned: Largest number of rounds of one user with a release, without regard to the budget.
+            planned: Largest number of rounds in which one user takes part, if no budget stops it.
 
         Returns:
             ``mechanism``, ``epsilon``, ``delta``, ``noise_multiplier``, ``clip_norm``, ``accountant``, ``releases``
-            (number within the budget) and ``planned_releases`` (number without regard to the budget).
+            (until the budget stops the user) and ``planned_releases`` (if no budget stopped it).
         """
 
 
@@ -364,22 +364,22 @@ class UploadAccount(Account):
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the noise multiplier and sampling of a round, from which the epsilon of a user follows.
-
-        If participants are drawn in secret, the release has the sampling rate, which lowers epsilon.
+        """Return the noise multiplier and the sampling of a round, from which a user's epsilon is computed.
 
         Args:
-            privacy: Section ``privacy`` of the recipe.
+            privacy: Section ``privacy`` of the recipe, with a known noise multiplier.
             participation: Fraction of the users drawn for each round, or lists of the users of each round.
             users: Number of users of the run.
         """
         multiplier = privacy.multiplier
-        # The server and the users of a secure sum know who is in it, so sampling hides no user.
-        if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
+        if isinstance(participation, tuple) or participation >= 1:  # participants are public, or all users
+            return Release(noise=multiplier)
+        if privacy.secure_aggregation is not None:  # the server and the users know who is in a secure sum
             return Release(noise=multiplier)
         if privacy.sampling == "poisson":
             return Release(noise=multiplier, rate=participation)
-        # Without replacement a neighbour replaces a user, which moves the sum by twice the clip norm.
+        # For a fixed number of users, neighbours differ in one user being replaced, which moves the sum by twice the
+        # clip norm.
         return Release(noise=multiplier / 2, sample=sample_size(participation, users), users=users)
 
     @property
@@ -398,19 +398,20 @@ class UploadAccount(Account):
         return epsilon(release, count, self.privacy.delta, accountant_of(self.privacy, release))
 
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon of ``count`` uploads of a client's user with its own noise."""
-        release = self.release_of(self.privacy, 1.0, 1)
+        """Return the epsilon of ``count`` noisy uploads of a client's user, without regard to sampling."""
+        release = self.release_of(self.privacy, participation=1.0, users=1)
         return epsilon(release, count, self.privacy.delta, self.privacy.accountant)
 
     def charge(self, users: Sequence[int]) -> None:
         """Count one release of each of these users, or of all users if participants are drawn in secret."""
-        super().charge(range(len(self.users)) if self.sampled else users)
+        if self.sampled:
+            users = range(len(self.users))
+        super().charge(users)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
         """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
-        ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
-        ``releases`` is the number of rounds that were charged to a user, the largest of all users.
+        ``releases`` is the largest number of releases of a user.
         """
         return {
             **self.spent,
@@ -422,22 +423,22 @@ class UploadAccount(Account):
         }
 
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return the epsilon after a whole run, equal for all users, with the settings behind it.
-
-        If ``planned`` releases would exceed the budget, the run ends before the first release beyond the budget. Only
-        the releases before it count for the epsilon.
+        """Return the epsilon after a whole run, with the settings behind it, to show before the run.
 
         Args:
-            planned: Number of releases of a run without a budget.
+            planned: Number of releases of a user if no budget stops it.
 
         Returns:
-            Keys as in :meth:`Account.forecast`; ``releases`` is the number of releases within the budget.
+            Keys as in :meth:`Account.forecast`; ``releases`` is the number of releases until the budget stops the user.
         """
-        # The epsilon of user 0 stands for that of all users.
-        count = affordable_releases(self.privacy, planned, lambda count: self.epsilon_of(0, count))
+
+        def epsilon_after(count: int) -> float:
+            return self.epsilon_of(0, count)  # the same for all users
+
+        count = affordable_releases(self.privacy, planned, epsilon_after)
         return {
             "mechanism": self.privacy.mechanism,
-            "epsilon": self.epsilon_of(0, count),
+            "epsilon": epsilon_after(count),
             "delta": self.privacy.delta,
             "noise_multiplier": self.privacy.multiplier,
             "clip_norm": self.privacy.clip_norm,
@@ -448,19 +449,19 @@ class UploadAccount(Account):
 
 
 class ReplacingAccount(UploadAccount):
-    """Epsilon that users spend by uploads with their own noise, if neighbouring data sets replace a user's data."""
+    """Epsilon that users spend by uploads with their own noise; neighbouring data sets differ in one user's data."""
 
     replaces = True
 
     @classmethod
     def release_of(cls, privacy: PrivacySection, participation: Participation, users: int) -> Release:
-        """Return the noise multiplier of one upload, as a :class:`Release` without sampling.
+        """Return the noise multiplier of one upload; without sampling, as users do not trust the server.
 
-        It is half the multiplier of the settings: if a user's data is replaced, its clipped change may move by twice
+        It is half of ``privacy.noise_multiplier``: if a user's data is replaced, its clipped change may move by twice
         the clip norm.
 
         Args:
-            privacy: Section ``privacy`` of the recipe.
+            privacy: Section ``privacy`` of the recipe, with a known noise multiplier.
             participation: Not used.
             users: Not used.
         """
@@ -468,9 +469,9 @@ class ReplacingAccount(UploadAccount):
 
 
 class StepAccount(UploadAccount):
-    """Epsilon that users spend by rounds of noisy local steps (DP-SGD), with different numbers of examples.
+    """Epsilon that users spend by rounds of noisy local steps (DP-SGD).
 
-    A round counts once a user is asked to take its steps, even if their result is never sent.
+    A round is counted when a user is asked to take its steps, even if it never sends their result.
     """
 
     @property
@@ -482,80 +483,86 @@ class StepAccount(UploadAccount):
         """Count nothing: steps are charged when they are requested."""
 
     def epsilon_of(self, user: int, count: int) -> float:
-        """Return the epsilon of ``count`` rounds for an example of a user (by index); 0 for a user without work."""
+        """Return the epsilon of ``count`` rounds of the user with index ``user``; 0 for a user without work."""
         work = self.works().get(self.users[user])
-        return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)
+        if work is None:
+            return 0.0
+        return spent_by(self.privacy, work, count * work.steps)
 
     def own_epsilon(self, count: int, work: Work | None = None) -> float:
-        """Return the epsilon of ``count`` rounds for an example of a client's user."""
+        """Return the epsilon of ``count`` rounds of a client's user."""
         assert work is not None
         return spent_by(self.privacy, work, count * work.steps)
 
     def metrics(self, clip_norm: float) -> dict[str, object]:
-        """Return the epsilon so far and the noise behind it, by key.
+        """Return the epsilon so far, with the settings behind it and the clip norm of the next round.
 
-        ``spent`` has the keys ``epsilon`` (the largest of all users), ``delta``, and ``users`` if epsilons differ.
-        ``noise_multiplier`` is the largest of all users; ``noise_multipliers`` has each user's, if they differ.
+        ``noise_multiplier`` is the largest of a user, and ``noise_multipliers`` has each user's, if they differ.
         ``releases`` is the largest number of noisy steps of a user.
         """
-        # counts: rounds that each user was charged for, by name.
-        works, counts = self.works(), dict(zip(self.users, self.counts.tolist(), strict=True))
+        works = self.works()
+        rounds_by_user = dict(zip(self.users, self.counts.tolist(), strict=True))
         multipliers = {name: multiplier_of(self.privacy, work) for name, work in works.items()}
-        differing_multipliers = {"noise_multipliers": multipliers} if len(set(multipliers.values())) > 1 else {}
+        noise: dict[str, object] = {
+            "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0)
+        }
+        if len(set(multipliers.values())) > 1:
+            noise["noise_multipliers"] = multipliers
+        noisy_steps = [work.steps * rounds_by_user[name] for name, work in works.items()]
         return {
             **self.spent,
             "mechanism": self.privacy.mechanism,
-            "noise_multiplier": max(multipliers.values(), default=self.privacy.noise_multiplier or 0.0),
-            **differing_multipliers,
+            **noise,
             "clip_norm": clip_norm,
             "accountant": self.privacy.accountant,
-            "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
+            "releases": max(noisy_steps, default=0),
         }
 
     def forecast(self, planned: int) -> dict[str, object]:
-        """Return the largest epsilon of a user after a whole run, with the settings behind it.
+        """Return the largest epsilon of a user after a whole run, with the settings behind it, to show before the run.
+
+        ``releases`` and ``planned_releases`` are numbers of noisy steps of the user with this epsilon.
 
         Args:
             planned: Not used; each user's number of rounds is in :attr:`works`.
         """
-
-        def at_end(work: Work) -> tuple[float, Work, int]:
-            """Return a user's epsilon after its last round within the budget, its work, and its steps until then."""
-            rounds = affordable_releases(self.privacy, work.rounds, lambda rounds: self.own_epsilon(rounds, work))
-            return self.own_epsilon(rounds, work), work, rounds * work.steps
-
-        ends_of_users = [at_end(work) for work in self.works().values()]
-        largest_epsilon, work, steps = max(ends_of_users, key=lambda end: end[0])
-        # Each noisy local step is a release, so "releases" are steps within the budget.
+        works = list(self.works().values())
+        # Number of rounds of each user until the budget stops it, and the epsilon after them.
+        rounds = [
+            affordable_releases(self.privacy, work.rounds, partial(self.own_epsilon, work=work)) for work in works
+        ]
+        epsilons = [self.own_epsilon(count, work) for count, work in zip(rounds, works, strict=True)]
+        user = epsilons.index(max(epsilons))
         return {
             "mechanism": self.privacy.mechanism,
-            "epsilon": largest_epsilon,
+            "epsilon": epsilons[user],
             "delta": self.privacy.delta,
-            "noise_multiplier": multiplier_of(self.privacy, work),
+            "noise_multiplier": multiplier_of(self.privacy, works[user]),
             "clip_norm": self.privacy.clip_norm,
             "accountant": self.privacy.accountant,
-            "releases": steps,
-            "planned_releases": work.planned,
+            "releases": rounds[user] * works[user].steps,
+            "planned_releases": works[user].planned,
         }
 
 
 def affordable_releases(privacy: PrivacySection, planned: int, epsilon_after: Callable[[int], float]) -> int:
-    """Return how many of a user's planned releases stay within its budget; all of them without a budget.
-
-    A release is something that a user reveals with noise in a round, such as an upload.
+    """Return the largest number of releases, up to ``planned``, whose epsilon is within a user's budget.
 
     Args:
-        privacy: Settings with the budget, an epsilon or None.
+        privacy: Section ``privacy`` of the recipe; its ``epsilon`` is the budget, or None.
         planned: Number of planned releases.
-        epsilon_after: Returns the epsilon that a number of releases spends. More releases never have a smaller epsilon.
+        epsilon_after: Returns the epsilon of a number of releases. It never decreases with the number.
     """
-    budget = math.inf if privacy.epsilon is None else privacy.epsilon
-    # Bisection for the largest number of releases whose epsilon is within the budget.
-    return bisect_right(range(1, planned + 1), budget, key=epsilon_after)
+    if privacy.epsilon is None:
+        return planned
+    return bisect_right(range(1, planned + 1), privacy.epsilon, key=epsilon_after)
 
 
 def most_releases(schedule: Sequence[Sequence[int]]) -> int:
-    """Return the number of rounds of the user that takes part most often, from the participants of each round."""
+    """Return the number of rounds of the user that takes part most often.
+
+    For example, in the schedule ``[[0, 1], [1, 2]]`` user 1 takes part in 2 rounds.
+    """
     num_rounds = Counter(user for participants in schedule for user in participants)
     return max(num_rounds.values(), default=0)
 
@@ -576,15 +583,15 @@ def _import_dp_accounting() -> Any:
 
 
 def check_delta(privacy: PrivacySection, name: str, examples: int) -> None:
-    """Check that delta is small enough for a user's number of examples.
+    """Check that delta is below 1 / examples for a user.
 
     Args:
-        privacy: Settings with delta.
+        privacy: Section ``privacy`` of the recipe.
         name: Name of the user, for the message.
-        examples: Examples of the user.
+        examples: Number of examples of the user.
 
     Raises:
-        RecipeError: Delta would allow one of the examples to be published.
+        RecipeError: Delta is too large: publishing one of the examples at random would be allowed.
     """
     if privacy.delta * examples >= 1:
         raise RecipeError(

@@ -187,16 +187,16 @@ class DifferentialPrivacy(PrivacyMechanism):
                 shared_statistics.append(slot.name)
         if shared_statistics:
             raise RecipeError(
-                f"privacy: method {method.name} shares running statistics of batch norm ({shared_statistics[0]}, ...), which "
-                "noise could make negative; allowed: a net with group norm, such as net:resnet9-group"
+                f"privacy: method {method.name} shares running statistics of batch norm ({shared_statistics[0]}, ...), "
+                "which noise could make negative; allowed: a net with group norm, such as net:resnet9-group"
             )
 
     def warn(self, num_shared: int, rounds: int) -> str | None:
         """Return a warning if the noise of the whole run is larger than the largest possible change, else None.
 
         The change in a round has a norm of at most C, the clip norm. The noise on it has the norm ``z C sqrt(d / n)``
-        if each of n users adds noise, and ``z C sqrt(d) / n`` if the server does; z is the noise multiplier. In R rounds
-        changes add up to ``R C``, but noise, which is independent, only to ``sqrt(R)`` times its norm.
+        if each of n users adds noise, and ``z C sqrt(d) / n`` if the server does; z is the noise multiplier. In R
+        rounds changes add up to ``R C``, but noise, which is independent, only to ``sqrt(R)`` times its norm.
 
         Args:
             num_shared: Number d of parameters that a user shares.
