@@ -285,10 +285,10 @@ class _SecureSum:
     # ---------------------------------------------------------------- messages to a user
 
     def _public_keys_for(self, name: str) -> Download:
-        return secure_client.roster_message(name, self._round, self.collector.public_keys)
+        return secure_client.all_keys_message(name, self._round, self.collector.public_keys)
 
     def _encrypted_shares_for(self, name: str) -> Download:
-        return secure_client.sealed_message(name, self._round, self.collector.sealed_for(name))
+        return secure_client.sealed_shares_message(name, self._round, self.collector.sealed_for(name))
 
     def _users_in_sum_for(self, name: str) -> Download:
         return secure_client.survivors_message(name, self._round, list(self.collector.survivors))
@@ -703,9 +703,9 @@ def warn_of_small_sums(plan: RunPlan, min_participants: int, rounds: int) -> Non
         return
     fewest_uploads, fewest_users = [], []  # of each round
     for number in range(1, rounds + 1):
-        num_users = sums.expected(number)
+        num_users = sums.num_selected(number)
         # Both the secure sum and the server refuse a round with fewer uploads.
-        fewest_uploads.append(max(sums.least(number), min(min_participants, num_users)))
+        fewest_uploads.append(max(sums.num_required(number), min(min_participants, num_users)))
         fewest_users.append(num_users)
     if min(fewest_uploads) == LEAST:  # the smallest sum that the protocol allows, of two uploads
         logger.warning(

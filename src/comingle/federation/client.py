@@ -68,8 +68,8 @@ from comingle.privacy.secure_client import (
     Session,
     keys_message,
     masked_message,
-    read_roster,
-    read_sealed,
+    read_all_keys,
+    read_sealed_shares,
     read_survivors,
     shares_message,
 )
@@ -123,7 +123,7 @@ def share(store: ClientStore, task: Task, message: Received) -> Upload:
     """
     session = _current_session(store, task)
     own_keys = session.advertise()  # the keys that this user has sent in the step "advertise"
-    public_keys_by_user = read_roster(message, task.user, session.terms.round, own_keys)
+    public_keys_by_user = read_all_keys(message, task.user, session.terms.round, own_keys)
     encrypted_shares_by_user = session.share(public_keys_by_user)
     return shares_message(task.user, session.terms.round, encrypted_shares_by_user)
 
@@ -138,7 +138,7 @@ def mask(store: ClientStore, task: Task, message: Received) -> Upload:
     """
     session = _current_session(store, task)
     round_number = session.terms.round
-    encrypted_shares = read_sealed(message, task.user, round_number)
+    encrypted_shares = read_sealed_shares(message, task.user, round_number)
     only_user = 0  # this client group has a single user
     upload = store.clients.upload([only_user], round_number, {})
     # All shared tensors, rounded to integers and concatenated: with integers, masks cancel exactly.

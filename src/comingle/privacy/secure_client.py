@@ -64,12 +64,12 @@ def keys_message(name: str, round_number: int, public_keys: bytes) -> Upload:
 def shares_message(name: str, round_number: int, shares: Mapping[str, bytes]) -> Upload:
     """Return the message with which a user sends secret shares to the server.
 
-    They are sealed shares of its own secrets for the other users, or, to unmask the sum, its shares of their secrets.
+    In step "share" these are encrypted shares of its own secrets, in step "unmask" its shares of the others' secrets.
 
     Args:
         name: The user.
         round_number: Number of the round, from 1.
-        shares: Shares by user, in the order in which the server expects them.
+        shares: Shares by the other user that they belong to, in the order in which the server expects them.
     """
     return make_upload(name, round_number, {SHARES: _as_byte_tensor(list(shares.values()))})
 
@@ -97,29 +97,29 @@ def read_keys(message: Upload | Download | None, name: str, round_number: int) -
         MessageError: The message is not of this user and round, or has other contents.
     """
     keys = _single_tensor(message, name, round_number, KEYS)
-    return _byte_strings(keys, 1, PUBLIC_KEYS_BYTES)[0]  # both keys of the user in a single byte string
+    (both_keys,) = _byte_strings(keys, count=1, width=PUBLIC_KEYS_BYTES)
+    return both_keys
 
 
 def read_shares(
     message: Upload | Download | None, name: str, round_number: int, others: Sequence[str], *, sealed: bool
 ) -> dict[str, bytes]:
-    """Return the secret shares in a user's message to the server, by the name of the other user that they belong to.
+    """Return the secret shares in a user's message to the server, by the other user that they belong to.
 
     Args:
         message: The message.
-        name: The user.
+        name: The user who sent it.
         round_number: Number of the round, from 1.
         others: The other users, in the order of the message.
-        sealed: True in step "share": shares of the user's own secrets, encrypted for each of the others. False in step
-            "unmask": plain shares of the others' secrets.
+        sealed: Whether the shares are encrypted (step "share") or plain (step "unmask").
 
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    parts = _byte_strings(
-        _single_tensor(message, name, round_number, SHARES), len(others), SEALED_BYTES if sealed else SHARE_BYTES
-    )
-    return dict(zip(others, parts, strict=True))
+    tensor = _single_tensor(message, name, round_number, SHARES)
+    share_bytes = SEALED_BYTES if sealed else SHARE_BYTES
+    shares = _byte_strings(tensor, count=len(others), width=share_bytes)
+    return dict(zip(others, shares, strict=True))
 
 
 def read_masked(message: Upload | Download | None, name: str, round_number: int, entries: int, word: int) -> np.ndarray:
@@ -130,43 +130,45 @@ def read_masked(message: Upload | Download | None, name: str, round_number: int,
         name: The user.
         round_number: Number of the round.
         entries: Number of entries of the upload.
-        word: Bits of an entry.
+        word: Bits of an entry, 32 or 64.
 
     Raises:
         MessageError: The message is not of this user and round, or has other contents.
     """
-    t = _single_tensor(message, name, round_number, VECTOR)
-    if t.dtype != DTYPES[word] or tuple(t.shape) != (1, entries):
+    masked = _single_tensor(message, name, round_number, VECTOR)
+    dtype, shape = DTYPES[word], (1, entries)
+    if masked.dtype != dtype or tuple(masked.shape) != shape:
         raise MessageError(
-            f"secure aggregation: got {t.dtype} of shape {tuple(t.shape)}; allowed: {DTYPES[word]}, {(1, entries)}"
+            f"secure aggregation: got {masked.dtype} of shape {tuple(masked.shape)}; allowed: {dtype}, {shape}"
         )
-    return as_words(t[0])
+    return as_words(masked[0])
 
 
 # ---------------------------------------------------------------- messages from the server
 
 
-def roster_message(name: str, round_number: int, roster: Mapping[str, bytes]) -> Download:
-    """Return the server's message to a user with the users who advertised and their public keys.
+def all_keys_message(name: str, round_number: int, public_keys: Mapping[str, bytes]) -> Download:
+    """Return the server's message to a user with the public keys of all users who advertised.
 
     Args:
-        name: The receiving user. Its own keys are dropped when the message is packed, as it knows them.
+        name: The receiving user. Its own keys are dropped when the message is packed.
         round_number: Number of the round, from 1.
-        roster: Public keys by user.
+        public_keys: Public keys by user.
     """
-    return make_download(name, round_number, roster, {KEYS: _as_byte_tensor(list(roster.values()))})
+    tensor = _as_byte_tensor(list(public_keys.values()))
+    return make_download(name, round_number, senders=list(public_keys), tensors={KEYS: tensor})
 
 
-def sealed_message(name: str, round_number: int, sealed: Mapping[str, bytes]) -> Download:
+def sealed_shares_message(name: str, round_number: int, sealed_shares: Mapping[str, bytes]) -> Download:
     """Return the server's message to a user with the shares that other users sealed (encrypted) for it.
 
     Args:
         name: The receiving user.
         round_number: Number of the round.
-        sealed: Sealed shares by the user that sealed them, who is named as a sender in the message.
+        sealed_shares: Sealed shares by the user who sealed them.
     """
-    senders = list(sealed)
-    return make_download(name, round_number, senders, {SHARES: _as_byte_tensor(list(sealed.values()))})
+    tensor = _as_byte_tensor(list(sealed_shares.values()))
+    return make_download(name, round_number, senders=list(sealed_shares), tensors={SHARES: tensor})
 
 
 def survivors_message(name: str, round_number: int, survivors: Sequence[str]) -> Download:
@@ -182,25 +184,27 @@ def survivors_message(name: str, round_number: int, survivors: Sequence[str]) ->
     return make_download(name, round_number, survivors, {})
 
 
-def read_roster(message: Upload | Download | None, name: str, round_number: int, own_keys: bytes) -> dict[str, bytes]:
+def read_all_keys(message: Upload | Download | None, name: str, round_number: int, own_keys: bytes) -> dict[str, bytes]:
     """Return the public keys of all users who advertised, by name, from the server's message.
 
     Args:
         message: The message.
         name: The receiving user.
         round_number: Number of the round.
-        own_keys: Public keys of the receiving user, which the message leaves out because the user knows them.
+        own_keys: Public keys of the receiving user, which the message leaves out.
 
     Raises:
         MessageError: The message is not for this user and round, or has other contents.
     """
-    senders, tensors = _senders_and_tensors(message, name, round_number)
-    others = [sender for sender in senders if sender != name]
-    keys = dict(zip(others, _byte_strings(tensors.get(KEYS), len(others), PUBLIC_KEYS_BYTES), strict=True))
-    return {sender: own_keys if sender == name else keys[sender] for sender in senders}
+    advertisers, tensors = _senders_and_tensors(message, name, round_number)
+    others = [user for user in advertisers if user != name]
+    keys_of_others = _byte_strings(tensors.get(KEYS), count=len(others), width=PUBLIC_KEYS_BYTES)
+    public_keys = dict(zip(others, keys_of_others, strict=True))
+    public_keys[name] = own_keys
+    return {user: public_keys[user] for user in advertisers}  # in the order of the message
 
 
-def read_sealed(message: Upload | Download | None, name: str, round_number: int) -> dict[str, bytes]:
+def read_sealed_shares(message: Upload | Download | None, name: str, round_number: int) -> dict[str, bytes]:
     """Return the shares that others sealed for this user, by sender, from the server's message.
 
     Args:
@@ -212,11 +216,12 @@ def read_sealed(message: Upload | Download | None, name: str, round_number: int)
         MessageError: The message is not for this user and round, or has other contents.
     """
     senders, tensors = _senders_and_tensors(message, name, round_number)
-    return dict(zip(senders, _byte_strings(tensors.get(SHARES), len(senders), SEALED_BYTES), strict=True))
+    sealed_shares = _byte_strings(tensors.get(SHARES), count=len(senders), width=SEALED_BYTES)
+    return dict(zip(senders, sealed_shares, strict=True))
 
 
 def read_survivors(message: Upload | Download | None, name: str, round_number: int) -> list[str]:
-    """Return the names of the users in the sum from the server's message.
+    """Return the names of the users whose uploads are in the sum, from the server's message.
 
     Args:
         message: The message.
@@ -226,7 +231,7 @@ def read_survivors(message: Upload | Download | None, name: str, round_number: i
     Raises:
         MessageError: The message is not for this user and round.
     """
-    survivors, _ = _senders_and_tensors(message, name, round_number)  # this message names them as its senders
+    survivors, _no_tensors = _senders_and_tensors(message, name, round_number)
     return list(survivors)
 
 
@@ -235,8 +240,9 @@ def read_survivors(message: Upload | Download | None, name: str, round_number: i
 
 def _as_byte_tensor(parts: Sequence[bytes]) -> Tensor:
     """Return byte strings of equal length as an int8 tensor ``(1, strings, length)``."""
-    width = len(parts[0]) if parts else 0
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int8).view(1, len(parts), width)
+    length = len(parts[0]) if parts else 0
+    joined = bytearray(b"".join(parts))
+    return torch.frombuffer(joined, dtype=torch.int8).view(1, len(parts), length)
 
 
 def _byte_strings(t: Tensor | None, count: int, width: int) -> list[bytes]:
@@ -277,7 +283,7 @@ def _single_tensor(message: Upload | Download | None, name: str, round_number: i
 def _senders_and_tensors(
     message: Upload | Download | None, name: str, round_number: int
 ) -> tuple[tuple[str, ...], Tree]:
-    """Return the names of the users that a download's contents come from, and its tensors.
+    """Return the names of a download's senders (the users that its contents come from) and its tensors.
 
     Args:
         message: The message.
@@ -289,9 +295,10 @@ def _senders_and_tensors(
     """
     if not isinstance(message, Download) or message.users != (name,) or message.version != round_number:
         raise MessageError(f"secure aggregation: not a message for user {name!r} in round {round_number}")
-    if twice := [sender for sender, count in Counter(message.senders).items() if count > 1]:
+    repeated = [sender for sender, count in Counter(message.senders).items() if count > 1]
+    if repeated:
         raise MessageError(
-            f"secure aggregation: user {twice[0][:70]!r} occurs twice in round {round_number}; allowed: once"
+            f"secure aggregation: user {repeated[0][:70]!r} occurs twice in round {round_number}; allowed: once"
         )
     return message.senders, message.tensors
 
@@ -304,38 +311,38 @@ Record = dict[str, Any]
 class Session:
     """A user's side of one secure sum, with steps in fixed order: advertise keys, share secrets, mask, unmask.
 
-    A user adds its own mask and masks that it has in common with each other user to its upload. The common ones cancel
-    in the sum. Secret shares let the server remove the own masks, and the common masks of users that drop out.
+    A user adds its own mask to its upload, and a common mask with each other user, which cancels in the sum. Secret
+    shares let the server remove the own masks, and the common masks of users that drop out.
 
     Args:
         terms: Public terms of the sum, such as its round, users and threshold.
         name: The user.
         seed: 32 random bytes from which all secrets are derived.
         save: Called with the record before an answer is sent.
-        roster: Public keys of all users who advertised, in the server's order.
-        sealed: Sealed shares from the users who have shared.
-        request_digests: Digest of the request in each step taken.
+        public_keys: Public keys of all users who advertised, in the server's order.
+        sealed_shares: Shares that other users sealed for this user, by sender.
+        request_digests: Digest of the server's request in each step so far.
     """
 
     terms: Terms
     name: str
     seed: bytes
     save: Callable[[Record], None]
-    roster: dict[str, bytes] = field(default_factory=dict)
-    sealed: dict[str, bytes] = field(default_factory=dict)
+    public_keys: dict[str, bytes] = field(default_factory=dict)
+    sealed_shares: dict[str, bytes] = field(default_factory=dict)
     request_digests: dict[str, str] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- record
 
     @property
     def record(self) -> Record:
-        """Complete state of the session, for JSON; ``done`` has the digest of the request in each step taken."""
+        """State of the session for JSON, with bytes as hexadecimal text."""
         return {
             "terms": asdict(self.terms),
             "name": self.name,
             "seed": self.seed.hex(),
-            "roster": {name: key.hex() for name, key in self.roster.items()},
-            "sealed": {name: text.hex() for name, text in self.sealed.items()},
+            "roster": {name: keys.hex() for name, keys in self.public_keys.items()},
+            "sealed": {name: shares.hex() for name, shares in self.sealed_shares.items()},
             "done": dict(self.request_digests),
         }
 
@@ -344,18 +351,17 @@ class Session:
         """Restore a session that was saved, for example after a restart of the client.
 
         Args:
-            record: The last :attr:`record` of the session, with all bytes as hexadecimal text; ``done`` has the digest
-                of the request in each step taken.
+            record: The last :attr:`record` of the session, with bytes as hexadecimal text.
             save: Called with the new record before an answer is sent.
         """
-        terms = Terms(**{**record["terms"], "users": tuple(record["terms"]["users"])})
+        terms = {**record["terms"], "users": tuple(record["terms"]["users"])}  # JSON has a list of users
         return cls(
-            terms=terms,
+            terms=Terms(**terms),
             name=record["name"],
             seed=bytes.fromhex(record["seed"]),
             save=save,
-            roster={name: bytes.fromhex(key) for name, key in record["roster"].items()},
-            sealed={name: bytes.fromhex(text) for name, text in record["sealed"].items()},
+            public_keys={name: bytes.fromhex(keys) for name, keys in record["roster"].items()},
+            sealed_shares={name: bytes.fromhex(shares) for name, shares in record["sealed"].items()},
             request_digests=dict(record["done"]),
         )
 
@@ -363,80 +369,89 @@ class Session:
 
     def advertise(self) -> bytes:
         """Return the user's public keys: one for sealing shares, then one for common masks."""
-        self._record_step("advertise", "")
+        self._record_step("advertise", request="")
         return public_of(self._derive_secret("sealing")) + public_of(self._derive_secret("masking"))
 
-    def share(self, roster: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return for each other user sealed shares of this user's two secrets: seed of its own mask, and masking key.
+    def share(self, public_keys: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return sealed (encrypted) shares of this user's two secrets, by the other user who can unseal them.
 
-        The step is recorded. A repeated request with the same roster is answered again, one with another roster is
-        refused.
+        The secrets are the seed of its own mask, and its masking key.
 
         Args:
-            roster: Public keys of all users who advertised.
+            public_keys: Public keys of all users who advertised.
 
         Raises:
-            MessageError: The roster has other users than the round or too few, or differs from an earlier one.
+            MessageError: The keys are of other users than the round's or of too few, or differ from an earlier request.
         """
-        self._check_roster(roster)
-        request = {name: key.hex() for name, key in roster.items()}
-        self._record_step("share", request, after="advertise", roster=dict(roster))
-        return {
-            name: seal(self._sealing_key(name, sends=True), both_shares, self.terms.digest)
-            for name, both_shares in self._all_shares().items()
-            if name != self.name
-        }
+        self._check_public_keys(public_keys)
+        request = {name: keys.hex() for name, keys in public_keys.items()}
+        self._record_step("share", request, after="advertise", public_keys=dict(public_keys))
+        sealed_shares: dict[str, bytes] = {}
+        for name, both_shares in self._all_shares().items():
+            if name != self.name:
+                sealing_key = self._sealing_key(name, sends=True)
+                sealed_shares[name] = seal(sealing_key, both_shares, self.terms.digest)
+        return sealed_shares
 
-    def mask(self, sealed: Mapping[str, bytes], upload: np.ndarray) -> np.ndarray:
-        """Return the upload plus this user's own mask and its common masks with all users who have shared.
+    def mask(self, sealed_shares: Mapping[str, bytes], upload: np.ndarray) -> np.ndarray:
+        """Return the upload plus this user's own mask, plus or minus its common mask with each sender of shares.
 
         Args:
-            sealed: Shares that others sealed for this user, by sender: the users who have shared.
+            sealed_shares: Shares that other users sealed for this user, by sender.
             upload: Integers modulo ``2^word``.
 
         Raises:
-            MessageError: There are too few users, or another upload was masked before.
+            MessageError: There are too few senders, a share is invalid, or another upload was masked before.
         """
-        if not set(sealed) <= set(self.roster) - {self.name}:
+        if not set(sealed_shares) <= set(self.public_keys) - {self.name}:
             raise MessageError("secure aggregation: shares from a user who has not advertised")
-        self._require_threshold(len(sealed) + 1, "share")  # the others and this user
-        for name, shares in sealed.items():
-            self._unseal_shares(name, shares)  # raises before anything is sent
-        request = {name: shares.hex() for name, shares in sealed.items()}
-        self._record_step("mask", request, after="share", sealed=dict(sealed))
+        num_sharers = len(sealed_shares) + 1  # the senders and this user
+        self._require_threshold(num_sharers, "share")
+        for name, shares in sealed_shares.items():
+            self._unseal_shares(name, shares)  # raises a MessageError if the shares are invalid
+        request = {name: shares.hex() for name, shares in sealed_shares.items()}
+        self._record_step("mask", request, after="share", sealed_shares=dict(sealed_shares))
         masked = upload + mask(self._derive_secret("own mask"), self.terms.entries, self.terms.word)
-        for name in sealed:
-            pair = pair_mask(
-                self._derive_secret("masking"), self.roster[name][KEY_BYTES:], (self.name, name), self.terms
-            )
-            masked = masked + pair if self.name < name else masked - pair
-        # Fails if another upload was masked before: the difference of both would not be hidden.
+        private_key = self._derive_secret("masking")
+        for name in sealed_shares:
+            public_key = self.public_keys[name][KEY_BYTES:]  # the second of two, for masks
+            common_mask = pair_mask(private_key, public_key, (self.name, name), self.terms)
+            is_first_by_name = self.name < name
+            masked = masked + common_mask if is_first_by_name else masked - common_mask
+        # Refuse to mask a second upload: the same masks would cancel in the difference of both.
         self._record_step("masked", hashlib.sha256(masked.tobytes()).hexdigest(), after="mask")
         return masked
 
     def unmask(self, survivors: Sequence[str]) -> dict[str, bytes]:
-        """Return one share for each user who has shared, with which the server removes masks from the sum.
+        """Return this user's share of one secret of each sharer, with which the server removes masks from the sum.
 
-        For a user in the sum it is a share of the seed of its own mask, for a user that dropped out a share of its
-        masking key. It is never both: with both secrets of a user the server could read its upload.
+        For a user in the sum the secret is the seed of its own mask; for a user that dropped out it is its masking key.
+        It is never both: with both the server could read the user's upload.
 
         Args:
             survivors: Users in the sum.
 
         Raises:
-            MessageError: There are too few survivors, this user is not among them, or they differ from earlier ones.
+            MessageError: There are too few survivors, this user is not among them, or an earlier request had others.
         """
         sharers = self.sharers
-        if len(set(survivors)) != len(survivors) or not {self.name} <= set(survivors) <= set(sharers):
+        has_duplicates = len(set(survivors)) != len(survivors)
+        if has_duplicates or self.name not in survivors or not set(survivors) <= set(sharers):
             raise MessageError("secure aggregation: the sum has a user who has not shared, or lacks this user")
         self._require_threshold(len(survivors), "mask")
         self._record_step("unmask", sorted(survivors), after="masked")
-        return {name: self._share_of(name, "own mask" if name in survivors else "masking") for name in sharers}
+        shares: dict[str, bytes] = {}
+        for name in sharers:
+            if name in survivors:
+                shares[name] = self._share_of(name, "own mask")
+            else:
+                shares[name] = self._share_of(name, "masking")
+        return shares
 
     @property
     def sharers(self) -> list[str]:
-        """Users who have shared, in the roster's order."""
-        return [name for name in self.roster if name == self.name or name in self.sealed]
+        """Users who have shared: this user, and the senders of its sealed shares, in the order of ``public_keys``."""
+        return [name for name in self.public_keys if name == self.name or name in self.sealed_shares]
 
     # ---------------------------------------------------------------- secrets
 
@@ -445,33 +460,39 @@ class Session:
         return derive(self.seed, "secret", purpose, self.terms.digest, self.name, *context)
 
     def _all_shares(self) -> dict[str, bytes]:
-        """Split this user's two secrets; return each user's share of the own mask's seed and of the masking key.
+        """Split this user's two secrets; return each user's share of both.
 
-        Both shares are concatenated. The polynomials' coefficients are derived from the roster too: if two rosters had
-        one polynomial, colluding users could collect more of its shares than the threshold allows.
+        A value is the concatenation of a share of the seed of the own mask and a share of the masking key.
         """
-        points = {name: point for point, name in enumerate(self.roster, start=1)}
-        roster_text = json.dumps({name: key.hex() for name, key in self.roster.items()})
+        points = {name: point for point, name in enumerate(self.public_keys, start=1)}
+        # Part of the polynomials' seed: other users get shares of other polynomials, so that they cannot be combined.
+        users_and_keys = json.dumps({name: keys.hex() for name, keys in self.public_keys.items()})
 
         def split_secret(purpose: str) -> dict[int, bytes]:
-            coefficients_key = self._derive_secret("shares of", purpose, roster_text)
-            return split(self._derive_secret(purpose), list(points.values()), self.terms.threshold, coefficients_key)
+            secret = self._derive_secret(purpose)
+            coefficients_key = self._derive_secret("shares of", purpose, users_and_keys)
+            return split(secret, list(points.values()), self.terms.threshold, coefficients_key)
 
-        seed_shares, masking_key_shares = split_secret("own mask"), split_secret("masking")
+        seed_shares = split_secret("own mask")
+        masking_key_shares = split_secret("masking")
         return {name: seed_shares[point] + masking_key_shares[point] for name, point in points.items()}
 
     def _share_of(self, name: str, secret: Literal["own mask", "masking"]) -> bytes:
         """Return this user's share of a secret of the user ``name``.
 
         Args:
-            name: The user, who may be this user itself.
-            secret: The seed of its own mask ("own mask"), or its masking key ("masking").
+            name: Another user, or this user itself.
+            secret: The seed of that user's own mask ("own mask"), or its masking key ("masking").
         """
-        both = self._all_shares()[name] if name == self.name else self._unseal_shares(name, self.sealed[name])
-        return both[:SHARE_BYTES] if secret == "own mask" else both[SHARE_BYTES:]
+        if name == self.name:
+            both_shares = self._all_shares()[name]
+        else:
+            both_shares = self._unseal_shares(name, self.sealed_shares[name])
+        seed_share, masking_key_share = both_shares[:SHARE_BYTES], both_shares[SHARE_BYTES:]
+        return seed_share if secret == "own mask" else masking_key_share
 
     def _unseal_shares(self, name: str, sealed: bytes) -> bytes:
-        """Decrypt the shares that the user ``name`` sealed for this user: of its own mask and of its masking key.
+        """Decrypt the two shares (of its own mask's seed and masking key) that the user ``name`` sealed for this user.
 
         Args:
             name: The user who sealed the shares.
@@ -480,24 +501,29 @@ class Session:
         Raises:
             MessageError: They were not sealed by that user for this sum, or have a wrong length.
         """
-        both_shares = unseal(self._sealing_key(name, sends=False), sealed, self.terms.digest)
+        sealing_key = self._sealing_key(name, sends=False)
+        both_shares = unseal(sealing_key, sealed, self.terms.digest)
         if len(both_shares) != 2 * SHARE_BYTES:
             raise MessageError("secure aggregation: shares of the wrong length")
         return both_shares
 
     def _sealing_key(self, name: str, *, sends: bool) -> bytes:
-        """Return the key that seals shares between this user and the user ``name``; each direction has its own key."""
-        # The first of a user's two public keys is for sealing.
-        common = shared_secret(self._derive_secret("sealing"), self.roster[name][:KEY_BYTES], name)
+        """Return the key that encrypts shares between this user and the user ``name``.
+
+        Args:
+            name: The other user.
+            sends: Whether this user is the sender; each direction has its own key.
+        """
+        private_key = self._derive_secret("sealing")
+        public_key = self.public_keys[name][:KEY_BYTES]  # the first of two, for sealing
+        common_secret = shared_secret(private_key, public_key, name)
         sender, receiver = (self.name, name) if sends else (name, self.name)
-        return derive(common, "seal", self.terms.digest, sender, receiver)
+        return derive(common_secret, "seal", self.terms.digest, sender, receiver)
 
     # ---------------------------------------------------------------- checks
 
     def _record_step(self, step: str, request: object, *, after: str = "", **updates: object) -> None:
-        """Record a step's request and save the session; accept a repeated request, refuse a different one.
-
-        Answers to two different requests could together reveal a single user's upload.
+        """Record a step's request and save the session; do nothing if the same request was recorded before.
 
         Args:
             step: Name of the step.
@@ -506,21 +532,22 @@ class Session:
             updates: Attributes of the session to set when the step is recorded.
 
         Raises:
-            MessageError: The step before is missing, or the step was requested before with other contents.
+            MessageError: The step ``after`` is missing, or another request for ``step`` was recorded before.
         """
         if after and after not in self.request_digests:
             raise MessageError(f"secure aggregation: {step} requested before {after}")
         digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-        if self.request_digests.get(step, digest) != digest:
-            raise MessageError(
-                f"secure aggregation: {step} of round {self.terms.round} requested again with other contents; a sum is "
-                "computed only once"
-            )
-        if step not in self.request_digests:
-            for name, value in updates.items():
-                setattr(self, name, value)
-            self.request_digests[step] = digest
-            self.save(self.record)
+        if step in self.request_digests:
+            if self.request_digests[step] != digest:
+                raise MessageError(
+                    f"secure aggregation: {step} of round {self.terms.round} requested again with other contents; a "
+                    "sum is computed only once"
+                )
+            return
+        for name, value in updates.items():
+            setattr(self, name, value)
+        self.request_digests[step] = digest
+        self.save(self.record)
 
     def _require_threshold(self, num_users: int, step: str) -> None:
         """Raise a ``MessageError`` if fewer users than the threshold have completed a step."""
@@ -530,35 +557,43 @@ class Session:
                 f"{self.terms.threshold}"
             )
 
-    def _check_roster(self, roster: Mapping[str, bytes]) -> None:
-        """Check the public keys from the server.
-
-        They must be of known users and differ, include this user's own keys, and be neither too few nor too many.
+    def _check_public_keys(self, public_keys: Mapping[str, bytes]) -> None:
+        """Check the public keys from the server: the number of users, and that this user's own keys are among them.
 
         Raises:
-            MessageError: A check fails.
+            MessageError: A check fails, a user is not of this sum, or two users have the same keys.
         """
-        if not set(roster) <= set(self.terms.users) or len(set(roster.values())) != len(roster):
-            raise MessageError("secure aggregation: the roster has unknown users, or two users with one key")
-        if roster.get(self.name) != self.advertise():
-            raise MessageError(f"secure aggregation: the roster lacks the key of user {self.name!r}")
-        if len(roster) > self.terms.expected:
+        has_unknown_users = not set(public_keys) <= set(self.terms.users)
+        has_equal_keys = len(set(public_keys.values())) != len(public_keys)
+        if has_unknown_users or has_equal_keys:
             raise MessageError(
-                f"secure aggregation: {len(roster)} users in the roster; allowed: up to {self.terms.expected}"
+                "secure aggregation: the server sent public keys of unknown users, or of two users with one key"
             )
-        self._require_threshold(len(roster), "advertise")
+        own_keys = self.advertise()
+        if public_keys.get(self.name) != own_keys:
+            raise MessageError(
+                f"secure aggregation: the server did not send the right public key of user {self.name!r}"
+            )
+        if len(public_keys) > self.terms.expected:
+            raise MessageError(
+                f"secure aggregation: the server sent public keys of {len(public_keys)} users; allowed: up to "
+                f"{self.terms.expected}"
+            )
+        self._require_threshold(len(public_keys), "advertise")
 
 
 def pair_mask(private: bytes, public: bytes, pair: tuple[str, str], terms: Terms) -> np.ndarray:
-    """Return the common mask of two users; the first by name adds it, the other subtracts it.
+    """Return the common mask of two users, which one of them adds to its upload and the other subtracts.
 
     Args:
         private: Private masking key of one user.
         public: Public masking key of the other.
         pair: Names of the two users, the owner of the private key first.
-        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
+        terms: Public terms of the sum, with the number of entries and the bits of each.
     """
-    key = derive(shared_secret(private, public, pair[1]), "mask", terms.digest, *sorted(pair))
+    _owner_of_private, owner_of_public = pair
+    common_secret = shared_secret(private, public, owner_of_public)
+    key = derive(common_secret, "mask", terms.digest, *sorted(pair))  # sorted: the same key for both users
     return mask(key, terms.entries, terms.word)
 
 
@@ -585,13 +620,15 @@ def _primitives(name: str) -> Any:
 
 def derive(secret: bytes, *purpose: str | int) -> bytes:
     """Derive a key of 32 bytes for one purpose from a secret (HKDF-SHA256)."""
-    hkdf = _primitives("kdf.hkdf").HKDF(_primitives("hashes").SHA256(), KEY_BYTES, None, json.dumps(purpose).encode())
-    return hkdf.derive(secret)
+    hashes, hkdf = _primitives("hashes"), _primitives("kdf.hkdf")
+    info = json.dumps(purpose).encode()
+    return hkdf.HKDF(hashes.SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
 
 
 def public_of(private: bytes) -> bytes:
     """Return the public key of a private key of 32 random bytes."""
-    return _primitives("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    private_key = _primitives("asymmetric.x25519").X25519PrivateKey.from_private_bytes(private)
+    return private_key.public_key().public_bytes_raw()
 
 
 def shared_secret(private: bytes, public: bytes, owner: str) -> bytes:
@@ -600,21 +637,21 @@ def shared_secret(private: bytes, public: bytes, owner: str) -> bytes:
     Args:
         private: Private key of one user.
         public: Public key of the other.
-        owner: Name of the other, for the message.
+        owner: Name of the user with the public key, for the error message.
 
     Raises:
         MessageError: The public key is invalid.
     """
     x25519 = _primitives("asymmetric.x25519")
     try:
-        other = x25519.X25519PublicKey.from_public_bytes(public)
-        return x25519.X25519PrivateKey.from_private_bytes(private).exchange(other)
+        public_key = x25519.X25519PublicKey.from_public_bytes(public)
+        return x25519.X25519PrivateKey.from_private_bytes(private).exchange(public_key)
     except ValueError:
         raise MessageError(f"secure aggregation: invalid public key of user {owner!r}") from None
 
 
 def mask(key: bytes, entries: int, word: int) -> np.ndarray:
-    """Return the mask of a key: unsigned integers that look uniform modulo ``2^word`` to all without the key.
+    """Return the mask of a key: pseudorandom integers, uniform modulo ``2^word``.
 
     Args:
         key: Key of the mask.
@@ -638,27 +675,28 @@ def seal(key: bytes, text: bytes, context: str) -> bytes:
     Args:
         key: Key of this text.
         text: The bytes to encrypt.
-        context: Not encrypted; without it the text cannot be decrypted. Here the digest of the sum's terms.
+        context: Associated data, which must be given again to :func:`unseal`.
     """
-    return _primitives("ciphers.aead").ChaCha20Poly1305(key).encrypt(_NO_NONCE, text, context.encode())
+    cipher = _primitives("ciphers.aead").ChaCha20Poly1305(key)
+    return cipher.encrypt(_NO_NONCE, text, context.encode())
 
 
 def unseal(key: bytes, sealed: bytes, context: str) -> bytes:
-    """Decrypt a sealed text.
+    """Decrypt a text that was encrypted by :func:`seal`.
 
     Args:
         key: Key of the text.
-        sealed: The sealed text.
-        context: Context that it was sealed with.
+        sealed: The encrypted text.
+        context: Associated data that were given to :func:`seal`.
 
     Raises:
         MessageError: It was sealed with another key or context, or was changed.
     """
-    invalid = importlib.import_module("cryptography.exceptions").InvalidTag
+    invalid_tag = importlib.import_module("cryptography.exceptions").InvalidTag
+    cipher = _primitives("ciphers.aead").ChaCha20Poly1305(key)
     try:
-        # A constant nonce is safe, as each key seals a single text.
-        return _primitives("ciphers.aead").ChaCha20Poly1305(key).decrypt(_NO_NONCE, sealed, context.encode())
-    except invalid:
+        return cipher.decrypt(_NO_NONCE, sealed, context.encode())
+    except invalid_tag:
         raise MessageError("secure aggregation: a share was not sealed by its sender") from None
 
 
@@ -683,16 +721,19 @@ def split(secret: bytes, points: Sequence[int], threshold: int, key: bytes) -> d
     """
     assert len(secret) == KEY_BYTES
     assert all(0 < point < PRIME for point in points)
-    # More bytes per coefficient than the prime has, so that the remainder modulo the prime is close to uniform.
     random_bytes = stream(key, _COEFFICIENT_BYTES * (threshold - 1))
-    coefficients = [int.from_bytes(secret)]
+    coefficients = [int.from_bytes(secret)]  # the constant coefficient first
     for start in range(0, len(random_bytes), _COEFFICIENT_BYTES):
-        coefficients.append(int.from_bytes(random_bytes[start : start + _COEFFICIENT_BYTES]) % PRIME)
+        coefficient_bytes = random_bytes[start : start + _COEFFICIENT_BYTES]
+        coefficients.append(int.from_bytes(coefficient_bytes) % PRIME)
     return {point: _evaluate_polynomial(coefficients, point).to_bytes(SHARE_BYTES) for point in points}
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     """Reconstruct a secret from Shamir shares, the inverse of :func:`split`.
+
+    It is ``sum_i y_i prod_{j != i} x_j / (x_j - x_i)`` modulo ``PRIME`` (Lagrange interpolation at 0), where ``y_i`` is
+    the share of the point ``x_i``.
 
     Args:
         shares: Shares by point, at least ``threshold``.
@@ -706,14 +747,17 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     points = sorted(shares)[:threshold]
     values = {point: int.from_bytes(shares[point]) for point in points}
     secret = 0
-    for point in points:  # sum of values times Lagrange polynomials at 0
+    for point in points:
         numerator = denominator = 1
         for other in points:
             if other != point:
                 numerator = numerator * other % PRIME
                 denominator = denominator * (other - point) % PRIME
-        secret = (secret + values[point] * numerator * pow(denominator, -1, PRIME)) % PRIME
-    if any(value >= PRIME for value in values.values()) or secret >= 1 << 8 * KEY_BYTES:
+        inverse_denominator = pow(denominator, -1, PRIME)
+        secret = (secret + values[point] * numerator * inverse_denominator) % PRIME
+    has_invalid_share = any(value >= PRIME for value in values.values())
+    is_too_long = secret >= 1 << 8 * KEY_BYTES
+    if has_invalid_share or is_too_long:
         raise MessageError("secure aggregation: the shares belong to no secret")
     return secret.to_bytes(KEY_BYTES)
 

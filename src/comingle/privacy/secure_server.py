@@ -237,10 +237,10 @@ class SimulatedSum:
         """Send all users' public keys to a user, and give the server the shares that the user seals for the others."""
         user, others = self.users[name], [other for other in self.server.public_keys if other != name]
         request = self._transmit_download(
-            "share", name, secure_client.roster_message(name, round_number, self.server.public_keys)
+            "share", name, secure_client.all_keys_message(name, round_number, self.server.public_keys)
         )
         own_keys = user.advertise()  # returns the keys again that the user has sent; the message leaves them out
-        sealed = user.share(secure_client.read_roster(request, name, round_number, own_keys))
+        sealed = user.share(secure_client.read_all_keys(request, name, round_number, own_keys))
         message = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed))
         self.server.store_sealed_shares(
             name, secure_client.read_shares(message, name, round_number, others, sealed=True)
@@ -249,9 +249,11 @@ class SimulatedSum:
     def _run_mask_step(self, name: str, round_number: int) -> None:
         """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
         terms = self.terms
-        sealed = secure_client.sealed_message(name, round_number, self.server.sealed_for(name))
+        sealed = secure_client.sealed_shares_message(name, round_number, self.server.sealed_for(name))
         request = self._transmit_download("mask", name, sealed)
-        masked = self.users[name].mask(secure_client.read_sealed(request, name, round_number), self.uploads[name])
+        masked = self.users[name].mask(
+            secure_client.read_sealed_shares(request, name, round_number), self.uploads[name]
+        )
         message = self._transmit_upload("mask", name, secure_client.masked_message(name, round_number, masked))
         self.server.add_upload(name, secure_client.read_masked(message, name, round_number, terms.entries, terms.word))
 
