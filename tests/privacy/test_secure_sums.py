@@ -153,13 +153,13 @@ def test_the_users_parts_are_the_noise_that_is_counted(federate: Any) -> None:
     assert kstest((sent[:3].sum(0) / 0.05).numpy(), "norm").pvalue > 1e-4
     assert kstest((sent[3] / (0.05 / 3**0.5)).numpy(), "norm").pvalue > 1e-4
     assert float(torch.corrcoef(sent).fill_diagonal_(0).abs().max()) < 0.1
-    assert sums.deviation(1) == pytest.approx(0.05 / 3**0.5)
+    assert sums.noise_deviation(1) == pytest.approx(0.05 / 3**0.5)
 
 
 def test_colluders_noise_is_not_counted_on(federate: Any) -> None:
     sums = noisy(federate, **{"privacy.secure_aggregation.colluders": 1}).clients.plan.sums
     assert sums is not None
-    assert sums.deviation(1) == pytest.approx(0.05 / 2**0.5)
+    assert sums.noise_deviation(1) == pytest.approx(0.05 / 2**0.5)
 
 
 def test_rounded_changes_are_no_longer_than_the_clip_norm(federate: Any, monkeypatch: pytest.MonkeyPatch) -> None:

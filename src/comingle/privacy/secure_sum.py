@@ -36,10 +36,9 @@ DTYPES = {32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Multiples of ``step`` up to ``bound`` in magnitude, as integers of ``bits`` bits including the sign.
+    """Multiples of ``step`` from ``-bound`` to ``bound``, each sent as an integer of ``bits`` bits including the sign.
 
-    A number within the bound is rounded to the nearest multiple, with an error of at most half a step; a sum of n has
-    at most n / 2 steps. Rounding is not random, so the same upload always gives the same bytes.
+    A number is rounded to the nearest multiple: with step 0.5 the number 1.2 becomes the integer 2.
     """
 
     bound: float
@@ -56,20 +55,21 @@ class Grid:
         return self.bound / self.largest
 
     def slack(self, entries: int) -> float:
-        """Return the largest increase of the L2 norm of ``entries`` numbers by rounding."""
+        """Return by how much rounding can increase the L2 norm of a vector: each of its entries by half a step."""
         return self.step * math.sqrt(entries) / 2
 
     def place(self, values: Float[Tensor, ...]) -> Int[Tensor, ...]:
-        """Return the nearest grid points as integers; values beyond the bound are clamped."""
+        """Return the integers of the nearest grid points; values beyond the bound are clamped."""
         return self.clamp((values.double() / self.step).round()).long()
 
     def clamp(self, integers: Tensor) -> Tensor:
-        """Clamp integers to those of grid points within the bound."""
+        """Clamp integers to the range from ``-largest`` to ``largest``."""
         return integers.clamp(-self.largest, self.largest)
 
     def num_beyond(self, values: Float[Tensor, "users ..."]) -> list[int]:
         """Return the number of entries of each user that exceed the bound in magnitude or are not finite."""
-        return (~(values.abs() <= self.bound)).flatten(1).sum(1).tolist()
+        is_within = values.abs() <= self.bound  # False for NaN
+        return (~is_within).flatten(1).sum(1).tolist()
 
 
 def flat(tree: Tree) -> Float[Tensor, "users entries"]:
@@ -78,7 +78,7 @@ def flat(tree: Tree) -> Float[Tensor, "users entries"]:
 
 
 def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
-    """Split a vector into tensors, the inverse of :func:`flat` for one row.
+    """Split one user's vector into tensors, the inverse of :func:`flat`.
 
     Args:
         row: Concatenated entries of all tensors, in the order of their names.
@@ -134,7 +134,7 @@ def make_download(
     """Return a message from the server to a user in the protocol of a secure sum.
 
     Args:
-        name: The user.
+        name: The receiving user.
         round_number: Number of the round, from 1.
         senders: Users that the contents come from.
         tensors: Contents.
@@ -143,48 +143,52 @@ def make_download(
 
 
 def sent_bytes(terms: Terms, name: str, count: int) -> int:
-    """Return the bytes that a user sends for a sum if no user drops out: the lengths of its messages in all four steps.
+    """Return the bytes that a user sends for a sum if no user drops out: the lengths of its four messages.
 
     Args:
-        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
+        terms: Public terms of the sum, with the number of entries and the bits of each.
         name: The user.
         count: Number of users in the sum.
     """
-    vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
-    # Of the steps "advertise", "share", "mask" and "unmask": public keys, shares sealed for each other user, the masked
-    # upload, and a revealed share of each user.
-    contents = (
-        {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)},
-        {SHARES: _meta_bytes(count - 1, SEALED_BYTES)},
-        {VECTOR: vector},
-        {SHARES: _meta_bytes(count, SHARE_BYTES)},
-    )
-    messages = [make_upload(name, terms.round, tensors) for tensors in contents]
-    return sum(packed_bytes(message)[0] for message in messages)  # [0]: each message is of one user
+    masked_upload = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
+    contents_by_step = {
+        "advertise": {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)},
+        "share": {SHARES: _meta_bytes(count - 1, SEALED_BYTES)},  # for each other user
+        "mask": {VECTOR: masked_upload},
+        "unmask": {SHARES: _meta_bytes(count, SHARE_BYTES)},  # one of each user, itself included
+    }
+    return sum(_message_bytes(make_upload(name, terms.round, tensors)) for tensors in contents_by_step.values())
 
 
 def keys_bytes(terms: Terms, name: str) -> int:
     """Return the bytes that a user sends for a sum that fails after the first step."""
-    message = make_upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)})
-    return packed_bytes(message)[0]  # [0]: the message is of one user
+    return _message_bytes(make_upload(name, terms.round, {KEYS: _meta_bytes(1, PUBLIC_KEYS_BYTES)}))
 
 
 def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
-    """Return the bytes that a user downloads in the steps of a secure sum, in addition to the model of the round.
+    """Return the bytes that a user downloads in the steps of a secure sum, without the model of the round.
 
     Args:
-        terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
+        terms: Public terms of the sum, with its round.
         name: The user.
         names: All users of the sum.
     """
-    round_number, others = terms.round, [other for other in names if other != name]
-    # The public keys of all users, the shares that the others sealed for this user, and the names of those in the sum.
+    round_number = terms.round
+    others = [other for other in names if other != name]
+    public_keys = {KEYS: _meta_bytes(len(names), PUBLIC_KEYS_BYTES)}
+    sealed_shares = {SHARES: _meta_bytes(len(others), SEALED_BYTES)}
     messages = (
-        make_download(name, round_number, names, {KEYS: _meta_bytes(len(names), PUBLIC_KEYS_BYTES)}),
-        make_download(name, round_number, others, {SHARES: _meta_bytes(len(others), SEALED_BYTES)}),
-        make_download(name, round_number, names, {}),
+        make_download(name, round_number, senders=names, tensors=public_keys),
+        make_download(name, round_number, senders=others, tensors=sealed_shares),
+        make_download(name, round_number, senders=names, tensors={}),  # the names of the users in the sum
     )
-    return sum(packed_bytes(message)[0] for message in messages)  # [0]: each message is for one user
+    return sum(_message_bytes(message) for message in messages)
+
+
+def _message_bytes(message: Upload | Download) -> int:
+    """Return the packed length of a message of or for a single user."""
+    (length,) = packed_bytes(message)
+    return length
 
 
 def _meta_bytes(rows: int, width: int) -> Tensor:
@@ -195,13 +199,13 @@ def _meta_bytes(rows: int, width: int) -> Tensor:
 logger = logging.getLogger("comingle")
 
 RANGE = 8.0
-"""Default for the largest magnitude of an entry of a change, without a setting or clip norm."""
+"""Largest magnitude of an entry of a change, if there is neither noise nor the setting ``range``."""
 
 TAIL = 12
 """Standard deviations beyond which noise is cut off; an entry reaches that with a probability below 1e-32."""
 
 MOST_SLACK = 0.1
-"""Largest part of the clip norm that rounding may use."""
+"""Largest fraction of the clip norm by which rounding may increase the norm of a change."""
 
 LEAST_STEPS = 1000
 """Smallest standard deviation of a user's noise, in grid steps."""
@@ -209,15 +213,15 @@ LEAST_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Rules of secure aggregation for users and server: number format, noise, and how many users a sum needs.
+    """Settings of a run's secure sums: number format, noise, and how many users a sum needs.
 
     Rounds are counted from 1.
 
     Args:
-        privacy: Settings with ``secure_aggregation``.
+        privacy: Section ``privacy`` of the recipe, with ``secure_aggregation``.
         participation: Fraction of the users drawn for each round, or lists of the users of each round.
-        users: All users of the run.
-        weighted: Whether users have weights; their sum is then the last entry, masked like the others.
+        users: Names of all users of the run.
+        weighted: Whether users have different weights. An upload then has one more entry, the user's weight.
     """
 
     privacy: PrivacySection
@@ -236,35 +240,37 @@ class Sums:
         """Bit width of the integers that are sent, 32 or 64."""
         return self.secure.word_bits(len(self.users))
 
-    def expected(self, round_number: int) -> int:
+    def num_selected(self, round_number: int) -> int:
         """Return the number of users that round ``round_number`` selects."""
         return int(expected_participants(self.privacy, self.participation, len(self.users), round_number - 1))
 
-    def least(self, round_number: int) -> int:
+    def num_required(self, round_number: int) -> int:
         """Return the smallest number of uploads in the sum of round ``round_number``; with fewer there is no sum."""
-        return self.secure.required_users(self.expected(round_number))
+        return self.secure.required_users(self.num_selected(round_number))
 
-    def deviation(self, round_number: int) -> float:
-        """Return the standard deviation of each user's part of the noise: ``z C / sqrt(least - colluders)``.
+    def noise_deviation(self, round_number: int) -> float:
+        """Return the standard deviation of each user's part of the noise: ``z C / sqrt(n)``.
 
-        z is the noise multiplier, C the clip norm and ``least`` the smallest number of users in the round's sum.
-        Colluding users know their own parts, so only the others' hide anything: together they have at least the
-        deviation ``z C`` that the account assumes.
+        z is the noise multiplier, C the clip norm, and n the smallest number of users in the round's sum who do not
+        collude. Their n parts together have the standard deviation ``z C``.
         """
         if not self.privacy.noisy:
             return 0.0
-        num_parts = self.least(round_number) - self.secure.colluders
-        return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(num_parts)
+        z = self.privacy.multiplier
+        clip_norm = self.privacy.first_bound  # C
+        num_honest = self.num_required(round_number) - self.secure.colluders  # n
+        return z * clip_norm / math.sqrt(num_honest)
 
     def grid(self, round_number: int) -> Grid:
         """Return the grid for a round's uploads.
 
-        With noise its bound is the clip norm plus :data:`TAIL` standard deviations of the noise, which an upload
-        practically never exceeds. Without noise it is the setting ``range``, or :data:`RANGE`.
+        With noise its bound is the clip norm plus 12 (:data:`TAIL`) standard deviations of the noise. Without noise it
+        is the setting ``range``, by default 8.
         """
-        bound = self.secure.range or RANGE
         if self.privacy.noisy:
-            bound = self.privacy.first_bound + TAIL * self.deviation(round_number)
+            bound = self.privacy.first_bound + TAIL * self.noise_deviation(round_number)
+        else:
+            bound = self.secure.range or RANGE
         return Grid(bound=bound, bits=self.secure.bits)
 
     def terms(self, run: str, round_number: int, size: int, selected: tuple[str, ...]) -> Terms:
@@ -273,83 +279,93 @@ class Sums:
         Args:
             run: Name of the run.
             round_number: Number of the round, from 1.
-            size: Number of shared parameters. With weights there is one more entry, the user's weight.
-            selected: Users selected for the round.
-
-        Returns:
-            Among others ``expected``, the number of selected users; ``threshold``, the smallest number of uploads in
-            the sum; ``word``, the bits of each sent number; and ``entries``, how many numbers a user sends.
+            size: Number of shared parameters.
+            selected: Names of the users selected for the round.
         """
+        num_weights = 1 if self.weighted else 0  # in each upload
         return Terms(
             run=run,
             round=round_number,
             users=selected,
-            expected=self.expected(round_number),
-            threshold=self.least(round_number),
+            expected=self.num_selected(round_number),
+            threshold=self.num_required(round_number),
             word=self.word,
-            entries=size + int(self.weighted),
+            entries=size + num_weights,
         )
 
     def check(self) -> None:
-        """Check that every round can have a sum, and that uploads have enough bits for the noise.
-
-        Users send integers, the multiples of a grid step, so their noise is rounded too.
+        """Check that each round has enough users for a sum, and that uploads have enough bits for the noise.
 
         Raises:
-            RecipeError: A round has too few users for a sum, or the grid has too few bits for the noise.
+            RecipeError: A check fails.
         """
-        # ``participation`` is a tuple with the users of each round, or a fraction. With a fraction all rounds select
-        # equally many users, so the first round stands for all.
-        rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
         secure, where = self.secure, "privacy.secure_aggregation"
-        for round_number in range(1, rounds + 1):
-            num_users, least = self.expected(round_number), self.least(round_number)
-            if num_users < least:
-                raise RecipeError(f"{where}: {num_users} user(s) in a round, too few to hide in a sum; needed: {least}")
-            if least - secure.colluders < LEAST:  # the others' uploads must be hidden in a sum of at least LEAST users
+        num_rounds_to_check = 1  # If a fraction of the users is drawn, all rounds have equally many users.
+        if isinstance(self.participation, tuple):
+            num_rounds_to_check = len(self.participation)
+        for round_number in range(1, num_rounds_to_check + 1):
+            num_selected, num_required = self.num_selected(round_number), self.num_required(round_number)
+            if num_selected < num_required:
                 raise RecipeError(
-                    f"{where}.colluders: got {secure.colluders}, but a sum may have only {least} users; allowed: up to "
-                    f"{least - LEAST}"
+                    f"{where}: {num_selected} user(s) in a round, too few to hide in a sum; needed: {num_required}"
                 )
-            # Noise is rounded to grid steps; only many steps per deviation keep it close to Gaussian.
-            if self.privacy.noisy and self.deviation(round_number) < LEAST_STEPS * self.grid(round_number).step:
+            if num_required - secure.colluders < LEAST:  # a sum without the colluders' uploads must have LEAST uploads
+                raise RecipeError(
+                    f"{where}.colluders: got {secure.colluders}, but a sum may have only {num_required} users; "
+                    f"allowed: up to {num_required - LEAST}"
+                )
+            # Noise is rounded to grid steps; with few steps per standard deviation it would not be Gaussian.
+            min_deviation = LEAST_STEPS * self.grid(round_number).step
+            if self.privacy.noisy and self.noise_deviation(round_number) < min_deviation:
                 raise RecipeError(f"{where}.bits: got {secure.bits}, too few for such small noise; use more bits")
 
     def check_size(self, size: int) -> None:
-        """Check that rounding ``size`` numbers to the grid does not increase the norm of a change by much.
+        """Check that rounding to the grid increases the norm of a change of ``size`` entries by at most 10%.
 
-        With noise, changes are clipped to the clip norm minus the largest possible increase by rounding (slack). If the
-        slack were large, little of the changes would be left. Only the grid of the first round is checked; grids of
-        other rounds differ only if other numbers of users are selected.
+        This only matters with noise: changes are then clipped to the clip norm minus this increase.
 
         Raises:
-            RecipeError: Rounding may increase the norm by more than :data:`MOST_SLACK` of the clip norm.
+            RecipeError: The increase may exceed 10% (:data:`MOST_SLACK`) of the clip norm.
         """
-        if self.privacy.noisy and self.grid(1).slack(size) > MOST_SLACK * self.privacy.first_bound:
+        if not self.privacy.noisy:
+            return
+        max_increase = self.grid(round_number=1).slack(size)
+        if max_increase > MOST_SLACK * self.privacy.first_bound:
             raise RecipeError(
                 f"privacy.secure_aggregation.bits: got {self.secure.bits}; rounding {size:,} entries may take more "
                 f"than {MOST_SLACK:.0%} of the clip norm; use more bits"
             )
 
     def sent_bytes(self, name: str, size: int) -> int:
-        """Return the bytes that a user sends in a round in which none drops out."""
-        return sent_bytes(self.terms("", 1, size, self.users), name, self.expected(1))
+        """Return the bytes that a user sends in a round in which no user drops out.
+
+        Args:
+            name: The user.
+            size: Number of shared parameters.
+        """
+        terms = self.terms(run="", round_number=1, size=size, selected=self.users)
+        return sent_bytes(terms, name, count=self.num_selected(1))
 
     def received_bytes(self, name: str, size: int) -> int:
-        """Return the bytes that a user receives in the messages of a round's sum, which do not include the model."""
+        """Return the bytes that a user receives in the messages of a round's sum, without the model.
+
+        Args:
+            name: The user.
+            size: Number of shared parameters.
+        """
+        terms = self.terms(run="", round_number=1, size=size, selected=self.users)
         others = [other for other in self.users if other != name]
-        return received_bytes(self.terms("", 1, size, self.users), name, [name, *others][: self.expected(1)])
+        participants = [name, *others][: self.num_selected(1)]
+        return received_bytes(terms, name, participants)
 
     # ---------------------------------------------------------------- on clients
 
     def uploads(
         self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, round_number: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's upload before masks are added: integers of :attr:`word` bits.
+        """Return each user's upload before masks are added: its weighted change as integers.
 
-        An entry of a change becomes the nearest multiple of the step of the round's grid. With noise, the grid depends
-        on the round: its range has to cover the noise, which depends on the number of users in the round's sum. With
-        ``weighted`` the last entry is the user's weight as an integer, which is summed like the changes.
+        With ``weighted`` the last entry is the user's weight as an integer.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -358,23 +374,21 @@ class Sums:
             key: Key of the noise.
             round_number: Number of the round, from 1.
         """
-        grid = self.grid(round_number)
         if self.privacy.noisy:
             integers = self._clip_and_add_noise(changes, weights, names, key, round_number)
         else:
             integers = self._clamp_and_weigh(changes, weights, names, round_number)
         if self.weighted:
-            integers = torch.cat([integers, self._integer_weights(weights, grid).unsqueeze(1)], 1)
-        # The cast changes no value, as grid points have fewer bits. Masks and sums then wrap around modulo 2^word.
+            last_entries = self._integer_weights(weights, self.grid(round_number))
+            integers = torch.cat([integers, last_entries.unsqueeze(1)], dim=1)
         return integers.to(DTYPES[self.word])
 
     def _clamp_and_weigh(
         self, changes: Tree, weights: Tensor, names: Sequence[str], round_number: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's upload for a sum without noise: clamp its change, multiply by its weight, and round.
+        """Clamp each user's change to the grid's range, multiply it by the user's weight, and round it to integers.
 
-        Changes are clamped to the range of the grid, whose points are the integers that users send. The log warns of
-        users whose change exceeds the range.
+        The log warns of users whose change exceeds the range.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -382,24 +396,23 @@ class Sums:
             names: Names of the users.
             round_number: Number of the round, from 1.
         """
-        grid, values = self.grid(round_number), flat(changes).cpu()
+        grid = self.grid(round_number)
+        values = flat(changes).cpu()  # (users, entries)
         for name, num_beyond in zip(names, grid.num_beyond(values), strict=True):
             if num_beyond:
                 logger.warning(
                     "user %r, round %d: %d of %d entries of its change are clipped to the range %g "
                     "(privacy.secure_aggregation.range)", name, round_number, num_beyond, values.shape[1], grid.bound,
                 )  # fmt: skip
-        # The sum is divided by the sum of integer weights, so changes get the same rounded weights.
-        weight = self._integer_weights(weights, grid).double() / grid.largest
-        return grid.place(values.nan_to_num(0.0).clamp(-grid.bound, grid.bound) * weight.unsqueeze(1))
+        # Weights are rounded too, since the sum is later divided by the sum of the rounded weights.
+        rounded_weights = self._integer_weights(weights, grid).double() / grid.largest
+        clamped = values.nan_to_num(0.0).clamp(-grid.bound, grid.bound)
+        return grid.place(clamped * rounded_weights.unsqueeze(1))
 
     def _clip_and_add_noise(
         self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, round_number: int
     ) -> Int[Tensor, "users entries"]:
-        """Return each user's clipped, weighted change plus its part of the noise, as grid points.
-
-        Rounding to grid points may increase the norm of a change. So changes are clipped to the clip norm minus the
-        largest increase, the slack.
+        """Return each user's clipped, weighted change plus its part of the noise, rounded to integers.
 
         Args:
             changes: Changes ``(users, *shape)``.
@@ -408,39 +421,39 @@ class Sums:
             key: Secret key from which the noise is drawn.
             round_number: Number of the round, from 1.
         """
-        grid, entries = self.grid(round_number), sum(t[0].numel() for t in changes.values())
-        # Secure sums need a constant clip norm, so the norm of the first round is used in all rounds.
+        grid = self.grid(round_number)
+        entries = sum(t[0].numel() for t in changes.values())  # of one user
+        # Rounding may increase the norm by up to the slack; after it the norm is at most the clip norm.
         bound = self.privacy.first_bound - grid.slack(entries)
         integers = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
-        deviation_steps = self.deviation(round_number) / grid.step
-        # Seeded with the user's grid points too: a repeated upload gets the same noise, and different ones never do.
-        noises = [
-            gaussian((entries,), key, name, round_number, "noise share", digest({"": row}))  # a tree of one tensor
-            for name, row in zip(names, integers, strict=True)
-        ]
-        return grid.clamp(integers + (torch.stack(noises) * deviation_steps).round().long())
+        standard_noises: list[Tensor] = []  # of each user
+        for name, own_integers in zip(names, integers, strict=True):
+            # Part of the noise's seed: a repeated upload gets the same noise, another upload gets other noise.
+            values_digest = digest({"": own_integers})
+            standard_noises.append(gaussian((entries,), key, name, round_number, "noise share", values_digest))
+        deviation_in_steps = self.noise_deviation(round_number) / grid.step
+        integer_noise = (torch.stack(standard_noises) * deviation_in_steps).round().long()
+        return grid.clamp(integers + integer_noise)
 
     def _integer_weights(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
-        """Return weights from 0 to 1 as integers from 1 to the grid's largest, to be summed like changes."""
+        """Return weights from 0 to 1 as integers from 1 to ``grid.largest``, which stands for the weight 1."""
         return (weights.double() * grid.largest).round().clamp(1, grid.largest).long()
 
     # ---------------------------------------------------------------- on the server
 
     def require(self, num_advertised: int, round_number: int) -> None:
-        """Check that enough users have advertised keys for the sum of round ``round_number``.
+        """Raise an error if too few users have advertised keys for the sum of round ``round_number``.
 
         Raises:
             NoSumError: They are too few.
         """
-        if num_advertised < (least := self.least(round_number)):
-            fact = f"{num_advertised} of {self.expected(round_number)} users completed step 'advertise'"
-            raise NoSumError(no_sum_message(round_number, fact, least))
+        num_required = self.num_required(round_number)
+        if num_advertised < num_required:
+            fact = f"{num_advertised} of {self.num_selected(round_number)} users completed step 'advertise'"
+            raise NoSumError(no_sum_message(round_number, fact, num_required))
 
     def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, round_number: int) -> Tree:
         """Return the mean change of the users, float64, from the sum of their uploads.
-
-        The sum is divided by the number of uploads, or by the sum of weights if users have weights. With noise it is
-        divided by the number of users that the round selects, which is public.
 
         Args:
             total: Sum of the uploads, integers.
@@ -448,33 +461,32 @@ class Sums:
             senders: Number of uploads in the sum.
             round_number: Number of the round, from 1.
         """
-        numbers, grid = torch.as_tensor(total), self.grid(round_number)
-        divisor = float(senders)
-        if self.weighted:  # the last entry is the sum of the integer weights, in which ``grid.largest`` stands for 1
-            divisor = float(numbers[-1]) / grid.largest
-        if self.privacy.noisy:  # also with weights: neither their sum nor the number of uploads has noise
-            divisor = float(self.expected(round_number))
+        integers, grid = torch.as_tensor(total), self.grid(round_number)
+        if self.privacy.noisy:
+            divisor = float(self.num_selected(round_number))  # public, unlike the number of uploads and their weights
+        elif self.weighted:
+            sum_of_weights = integers[-1]  # as integers, in which ``grid.largest`` stands for the weight 1
+            divisor = float(sum_of_weights) / grid.largest
+        else:
+            divisor = float(senders)
         entries = sum(t.numel() for t in like.values())
-        return shaped(numbers[:entries].double() * grid.step / divisor, like)
+        return shaped(integers[:entries].double() * grid.step / divisor, like)
 
 
 @dataclass(kw_only=True)
 class SecureSum(PrivacyMechanism):
-    """Masks uploads so that the server sees only their sum; adds a part of the noise if there is any.
-
-    The server has no hook here: it never sees an upload. A backend carries the messages of the protocol and passes on
-    the total, see :meth:`comingle.training.server.ServerHalf.aggregate_sum`.
+    """The client's side of secure aggregation: turns uploads into integers with noise, to be masked by the protocol.
 
     Args:
-        privacy: Settings with ``secure_aggregation``.
-        sums: Secure sums of the run; None before users and rounds are known.
+        privacy: Section ``privacy`` of the recipe, with ``secure_aggregation``.
+        sums: Settings of the run's secure sums; None before users and rounds are known.
     """
 
     privacy: PrivacySection
     sums: Sums | None = None
 
     def supports(self, method: Method, recipe: Recipe) -> None:
-        """Check that the method's server needs only the sum of uploads, and that other settings fit a secure sum."""
+        """Raise a ``RecipeError`` if the server needs single uploads, or a setting does not fit a secure sum."""
         where, privacy, secure = "privacy.secure_aggregation", self.privacy, self.privacy.secure_aggregation
         assert secure is not None
         if method.shared and method.server.kind != "sum":
@@ -498,16 +510,13 @@ class SecureSum(PrivacyMechanism):
             raise RecipeError(f"{where}.range: has no effect with noise, where privacy.clip_norm sets it; remove it")
 
     def check_server(self, method: Method, layout: Layout, users: int) -> None:
-        """Check that rounding to the grid does not increase the norms of changes by much."""
+        """Check that rounding to integers increases the norm of a change by at most 10%."""
         if self.sums is not None and method.shared:
-            self.sums.check_size(layout.count(method.shared))
+            num_shared = layout.count(method.shared)
+            self.sums.check_size(num_shared)
 
     def client_update(self, update: Update) -> Update:
-        """Return the users' changes as integers modulo ``2^word``, to which the protocol of the secure sum adds masks.
-
-        Each change is multiplied by the user's weight. Without noise it is clamped to the range of the integers. With
-        noise it is clipped to the clip norm, and the user adds its part of the noise.
-        """
+        """Return the users' weighted changes, with noise if there is any, as integers that the protocol then masks."""
         assert self.sums is not None
         weights = capped_weights(update.counts, self.privacy.weight_cap)
         integers = self.sums.uploads(update.changes, weights, update.names, self.key, update.round_number)
