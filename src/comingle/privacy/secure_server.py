@@ -19,15 +19,15 @@ from comingle.utils.errors import MessageError, NoSumError
 
 @dataclass(kw_only=True)
 class SumCollector:
-    """The server's side of one secure sum: messages of the users so far, and the sum of their masked uploads.
+    """The server's side of one secure sum: the users' keys and shares, and the sum of their masked uploads.
 
     Args:
         terms: Public terms of the sum, such as its round, users and threshold.
         public_keys: Public keys of the users who advertised.
-        sealed_shares: ``sealed_shares[user][other]`` is what a user sealed for another.
+        sealed_shares: ``sealed_shares[sender][receiver]`` are the encrypted shares from one user for another.
         masked: Sum of the masked uploads.
         survivors: Users whose masked uploads arrived.
-        revealed: ``revealed[user][other]`` is a user's share of another's secret.
+        revealed: ``revealed[user][other]`` is the share of the user ``other``'s secret that ``user`` holds.
     """
 
     terms: Terms
@@ -65,13 +65,13 @@ class SumCollector:
             name: The user.
             masked: The upload plus masks, integers modulo ``2^word``.
         """
-        assert name in self.sealed_shares  # its mask can be removed, as others have shares of its seed
-        assert name not in self.survivors  # it has sent no other upload
+        assert name in self.sealed_shares, "without shares its mask cannot be removed"
+        assert name not in self.survivors, "it has sent an upload before"
         self.masked = masked.copy() if self.masked is None else self.masked + masked
         self.survivors.append(name)
 
     def store_revealed_shares(self, name: str, revealed: Mapping[str, bytes]) -> None:
-        """Store a user's shares of all sharers' secrets."""
+        """Store the shares of all sharers' secrets that a user has revealed."""
         assert set(revealed) == set(self.sharers)
         self.revealed[name] = dict(revealed)
 
@@ -87,14 +87,14 @@ class SumCollector:
         return {other: self.sealed_shares[other][name] for other in self.sharers if other != name}
 
     def require(self, completed: Sequence[str] | Mapping[str, object], step: str) -> None:
-        """Check that enough users have completed a step to continue with the sum.
+        """Raise an error if too few users have completed a step.
 
         Args:
-            completed: Users who have completed the step, or a mapping by these users.
+            completed: Users who have completed the step, or a mapping with these users as keys.
             step: Name of the step, for the message.
 
         Raises:
-            NoSumError: Too few users have completed it. Then nothing is revealed of any user.
+            NoSumError: Fewer users than the threshold have completed it.
         """
         if len(completed) < self.terms.threshold:
             fact = f"{len(completed)} of {self.terms.expected} users completed step {step!r}"
@@ -105,8 +105,7 @@ class SumCollector:
     def total(self, largest: int) -> np.ndarray:
         """Remove the masks from the sum of masked uploads; return the sum of the survivors' uploads, int64.
 
-        Masks of two survivors have cancelled. Left are the own mask of each survivor, and the masks that survivors have
-        in common with users who shared secrets but then sent no upload.
+        Common masks of two survivors have cancelled in the sum.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
@@ -120,46 +119,49 @@ class SumCollector:
         for name in self.survivors:
             own_mask_seed = self._reconstruct_secret(name)
             total -= secure_client.mask(own_mask_seed, self.terms.entries, self.terms.word)
-        for name in self.sharers:
-            if name not in self.survivors:
-                self._remove_pair_masks(total, name)
-        # Uploads are signed integers modulo 2^word, so their sum is read as a signed number of the same size.
+        dropped_users = [name for name in self.sharers if name not in self.survivors]
+        for name in dropped_users:
+            self._remove_common_masks(total, name)
+        # The unsigned numbers stand for signed integers modulo 2^word.
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
-        if max(int(signed.max()), -int(signed.min())) > largest * len(self.survivors):
+        largest_in_sum = max(int(signed.max()), -int(signed.min()))
+        if largest_in_sum > largest * len(self.survivors):
             raise NoSumError(f"round {self.terms.round}: the result is out of range; a user sent wrong data")
         return signed
 
-    def _remove_pair_masks(self, total: np.ndarray, dropped: str) -> None:
-        """Remove the common masks of survivors and a user that dropped out after sharing, which did not cancel.
+    def _remove_common_masks(self, total: np.ndarray, dropped: str) -> None:
+        """Remove the masks that each survivor has in common with a user that dropped out after sharing.
 
         Args:
             total: Sum of the masked uploads, changed in place.
-            dropped: The user, whose masking key is reconstructed from the revealed shares.
+            dropped: Name of the user that dropped out.
 
         Raises:
-            NoSumError: The shares do not give the user's masking key.
+            NoSumError: The revealed shares do not give the user's masking key.
         """
-        private = self._reconstruct_secret(dropped)
-        # Each user has two public keys, one after the other; the second is for common masks.
-        if secure_client.public_of(private) != self.public_keys[dropped][KEY_BYTES:]:
+        private_key = self._reconstruct_secret(dropped)
+        # A user's public keys are concatenated: the first is for sealing, the second for masks.
+        if secure_client.public_of(private_key) != self.public_keys[dropped][KEY_BYTES:]:
             raise NoSumError(f"round {self.terms.round}: the shares of user {dropped!r} give another key")
-        for name in self.survivors:
-            pair = pair_mask(private, self.public_keys[name][KEY_BYTES:], (dropped, name), self.terms)
-            if name < dropped:  # the first of two users by name has added their common mask
-                total -= pair
+        for survivor in self.survivors:
+            public_key = self.public_keys[survivor][KEY_BYTES:]
+            common_mask = pair_mask(private_key, public_key, (dropped, survivor), self.terms)
+            survivor_has_added_mask = survivor < dropped  # the first of two users by name adds, the other subtracts
+            if survivor_has_added_mask:
+                total -= common_mask
             else:
-                total += pair
+                total += common_mask
 
     def _reconstruct_secret(self, name: str) -> bytes:
-        """Reconstruct a secret of the user ``name`` from the shares that users revealed.
+        """Reconstruct a secret of the user ``name`` from the revealed shares.
 
-        It is the seed of the own mask if the user is in the sum, and otherwise its masking key.
+        It is the seed of the user's own mask if the user is a survivor, else its masking key.
 
         Raises:
             NoSumError: There are too few shares, or they belong to no secret.
         """
         points = {user: point for point, user in enumerate(self.public_keys, start=1)}
-        shares = {points[user]: revealed[name] for user, revealed in self.revealed.items()}
+        shares = {points[user]: shares_of_others[name] for user, shares_of_others in self.revealed.items()}
         try:
             return secure_client.join(shares, self.terms.threshold)
         except MessageError as error:
@@ -167,7 +169,7 @@ class SumCollector:
 
 
 Answers = Callable[[str, str], bool]
-"""Function of a step and a user: whether the user answers."""
+"""Function of a step and a user's name that returns whether the user answers."""
 
 
 @dataclass(kw_only=True)
@@ -177,9 +179,9 @@ class SimulatedSum:
     Args:
         terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
         uploads: Upload of each user, numbers modulo ``2^word``.
-        answers: Whether a user answers in a step.
-        received: All messages that the server receives, as step, user and bytes.
-        sent: All messages that it sends.
+        answers: Returns whether a user answers in a step.
+        received: Step, user and bytes of each message that the server receives.
+        sent: Step, user and bytes of each message that the server sends.
     """
 
     terms: Terms
@@ -189,17 +191,21 @@ class SimulatedSum:
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Create the server's side, and each user's with a random seed; sessions of a simulation are not saved."""
+        """Create the server's side, and each user's side with a random seed."""
         self.server = SumCollector(terms=self.terms)
+
+        def do_not_save(record: secure_client.Record) -> None:
+            pass
+
         self.users = {
-            name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=lambda record: None)
+            name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY_BYTES), save=do_not_save)
             for name in self.uploads
         }
 
     def total(self, largest: int) -> np.ndarray:
-        """Run the four steps of the protocol, and return the sum of the uploads of the users who answered "mask".
+        """Run the four steps of the protocol; return the sum of the uploads of the users who answered "mask".
 
-        A user who does not answer a step is left out of the later steps.
+        A step is run with the users who have answered the step before.
 
         Args:
             largest: Largest magnitude of an entry of any upload.
@@ -210,15 +216,15 @@ class SimulatedSum:
         server, round_number = self.server, self.terms.round
         for name in self._users_who_answer("advertise", self.users):
             self._run_advertise_step(name, round_number)
-        advertisers = list(server.public_keys)  # users who have answered "advertise"
+        advertisers = list(server.public_keys)
         server.require(advertisers, "advertise")
         for name in self._users_who_answer("share", advertisers):
             self._run_share_step(name, round_number)
-        sharers = server.sharers  # users who have answered "share"
+        sharers = server.sharers
         server.require(sharers, "share")
         for name in self._users_who_answer("mask", sharers):
             self._run_mask_step(name, round_number)
-        survivors = server.survivors  # users who have answered "mask"
+        survivors = server.survivors
         server.require(survivors, "mask")
         for name in self._users_who_answer("unmask", survivors):
             self._run_unmask_step(name, round_number)
@@ -280,9 +286,6 @@ class SimulatedSum:
 
 def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
     """Return the sum of uploads, computed by the secure protocol with all users in this process.
-
-    A run in one process adds uploads directly, which gives the same sum. To run the whole protocol instead, pass this
-    function as ``InProcess.masked``.
 
     Args:
         terms: Public terms of the sum: its round, users, threshold, number of entries and bits of each.
