@@ -240,48 +240,49 @@ class SimulatedSum:
         self.server.store_keys(name, secure_client.read_keys(message, name, round_number))
 
     def _run_share_step(self, name: str, round_number: int) -> None:
-        """Send all users' public keys to a user, and give the server the shares that the user seals for the others."""
-        user, others = self.users[name], [other for other in self.server.public_keys if other != name]
-        request = self._transmit_download(
-            "share", name, secure_client.all_keys_message(name, round_number, self.server.public_keys)
-        )
-        own_keys = user.advertise()  # returns the keys again that the user has sent; the message leaves them out
-        sealed = user.share(secure_client.read_all_keys(request, name, round_number, own_keys))
-        message = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed))
-        self.server.store_sealed_shares(
-            name, secure_client.read_shares(message, name, round_number, others, sealed=True)
-        )
+        """Send all public keys to a user, and give the server the shares that the user seals for the others."""
+        user = self.users[name]
+        message = secure_client.all_keys_message(name, round_number, self.server.public_keys)
+        request = self._transmit_download("share", name, message)
+        public_keys = secure_client.read_all_keys(request, name, round_number, own_keys=user.advertise())
+        sealed_shares = user.share(public_keys)
+        answer = self._transmit_upload("share", name, secure_client.shares_message(name, round_number, sealed_shares))
+        others = [other for other in self.server.public_keys if other != name]
+        sealed_shares = secure_client.read_shares(answer, name, round_number, others, sealed=True)
+        self.server.store_sealed_shares(name, sealed_shares)
 
     def _run_mask_step(self, name: str, round_number: int) -> None:
         """Send a user the shares sealed for it, and add its masked upload to the server's sum."""
-        terms = self.terms
-        sealed = secure_client.sealed_shares_message(name, round_number, self.server.sealed_for(name))
-        request = self._transmit_download("mask", name, sealed)
-        masked = self.users[name].mask(
-            secure_client.read_sealed_shares(request, name, round_number), self.uploads[name]
-        )
-        message = self._transmit_upload("mask", name, secure_client.masked_message(name, round_number, masked))
-        self.server.add_upload(name, secure_client.read_masked(message, name, round_number, terms.entries, terms.word))
+        user, terms = self.users[name], self.terms
+        message = secure_client.sealed_shares_message(name, round_number, self.server.sealed_for(name))
+        request = self._transmit_download("mask", name, message)
+        sealed_shares = secure_client.read_sealed_shares(request, name, round_number)
+        masked = user.mask(sealed_shares, self.uploads[name])
+        answer = self._transmit_upload("mask", name, secure_client.masked_message(name, round_number, masked))
+        masked = secure_client.read_masked(answer, name, round_number, terms.entries, terms.word)
+        self.server.add_upload(name, masked)
 
     def _run_unmask_step(self, name: str, round_number: int) -> None:
         """Send a user the names of the users in the sum, and give the server the shares that the user reveals."""
-        survivors = secure_client.survivors_message(name, round_number, self.server.survivors)
-        request = self._transmit_download("unmask", name, survivors)
-        revealed = self.users[name].unmask(secure_client.read_survivors(request, name, round_number))
-        message = self._transmit_upload("unmask", name, secure_client.shares_message(name, round_number, revealed))
-        self.server.store_revealed_shares(
-            name, secure_client.read_shares(message, name, round_number, self.server.sharers, sealed=False)
-        )
+        user = self.users[name]
+        message = secure_client.survivors_message(name, round_number, self.server.survivors)
+        request = self._transmit_download("unmask", name, message)
+        revealed = user.unmask(secure_client.read_survivors(request, name, round_number))
+        answer = self._transmit_upload("unmask", name, secure_client.shares_message(name, round_number, revealed))
+        revealed = secure_client.read_shares(answer, name, round_number, self.server.sharers, sealed=False)
+        self.server.store_revealed_shares(name, revealed)
 
     def _transmit_upload(self, step: str, name: str, message: Upload) -> Upload | Download:
-        """Return a user's message after packing and unpacking; record its bytes in ``received``."""
-        self.received.append((step, name, pack(message)))
-        return unpack(self.received[-1][2])
+        """Pack a user's message, record its bytes in ``received``, and return the unpacked message."""
+        packed = pack(message)
+        self.received.append((step, name, packed))
+        return unpack(packed)
 
     def _transmit_download(self, step: str, name: str, message: Download) -> Upload | Download:
-        """Return a server's message after packing and unpacking; record its bytes in ``sent``."""
-        self.sent.append((step, name, pack(message)))
-        return unpack(self.sent[-1][2])
+        """Pack a message from the server, record its bytes in ``sent``, and return the unpacked message."""
+        packed = pack(message)
+        self.sent.append((step, name, packed))
+        return unpack(packed)
 
 
 def simulate_sum(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
