@@ -32,10 +32,12 @@ LEAST_DISTANCE, MAX_STEPS, RELATIVE_TOLERANCE = 1e-6, 1000, 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Combined:
-    """Result of a rule, and how much each upload counts in it, from 0 to 1.
+    """Result of a robust rule.
 
-    ``counted`` is 1 or 0 for rules that choose whole uploads, else the share of coordinates in which the upload's value
-    is used; for the geometric median it is the upload's weight over the median weight, at most 1.
+    Args:
+        tensors: The uploads combined into one, without a users dimension.
+        counted: How much each upload counts, from 0 to 1. For rules that choose whole uploads 1 or 0, for the geometric
+            median a weight, else the share of coordinates in which the upload's value is used.
     """
 
     tensors: Tree
@@ -60,10 +62,11 @@ def trimmed_mean(uploads: Tree, hostile: int) -> Combined:
         hostile: Largest number of hostile users to withstand.
     """
 
-    def users_between(t: Tensor) -> Tensor:
-        return t.argsort(dim=0, stable=True)[hostile : len(t) - hostile]
+    def choose_middle_users(t: Tensor) -> Tensor:
+        users_by_value = t.argsort(dim=0, stable=True)  # in each coordinate
+        return users_by_value[hostile : len(t) - hostile]
 
-    return _mean_by_coordinate(uploads, users_between)
+    return _mean_by_coordinate(uploads, choose_middle_users)
 
 
 def krum(uploads: Tree, hostile: int) -> Combined:
@@ -75,30 +78,29 @@ def krum(uploads: Tree, hostile: int) -> Combined:
         uploads: Tensors ``(users, *shape)`` of n users.
         hostile: Largest number of hostile users to withstand.
     """
-    return _mean_of_users(uploads, krum_order(squared_distances(uploads), hostile)[:1])
+    order = krum_order(squared_distances(uploads), hostile)
+    return _mean_of_users(uploads, [order[0]])
 
 
 def multi_krum(uploads: Tree, hostile: int) -> Combined:
     """Return the mean of the ``n - hostile - 2`` uploads with the smallest scores of Krum.
 
-    The score of an upload is the sum of squared distances to its ``n - hostile - 2`` nearest other uploads.
-
-    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4. They leave open how many uploads are averaged; ``n -
-    hostile - 2`` is the largest number that Damaskinos et al. 2019 (AggregaThor) allow.
+    Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; the number of uploads is the largest that Damaskinos et
+    al. 2019 (AggregaThor) allow.
 
     Args:
         uploads: Tensors ``(users, *shape)`` of n users.
         hostile: Largest number of hostile users to withstand.
     """
     order = krum_order(squared_distances(uploads), hostile)
-    return _mean_of_users(uploads, order[: len(order) - hostile - 2])
+    num_chosen = len(order) - hostile - 2
+    return _mean_of_users(uploads, order[:num_chosen])
 
 
 def bulyan(uploads: Tree, hostile: int) -> Combined:
-    """Choose ``n - 2 hostile`` uploads one by one with Krum; return the mean of the values nearest to their median.
+    """Choose ``n - 2 hostile`` uploads one by one with Krum; return a trimmed mean of the chosen uploads.
 
-    In each coordinate the mean is over ``n - 4 hostile`` values. Krum uses at least one neighbour, even when few
-    uploads are left.
+    In each coordinate it is the mean of the ``n - 4 hostile`` chosen values that are nearest to their median.
 
     Source: El Mhamdi et al. 2018, arXiv:1802.07927, Algorithm 2.
 
@@ -110,82 +112,89 @@ def bulyan(uploads: Tree, hostile: int) -> Combined:
     num_users = len(distances)
     remaining, chosen = list(range(num_users)), list[int]()
     while len(chosen) < num_users - 2 * hostile:
-        best = krum_order(distances[remaining][:, remaining], hostile)[0]
+        distances_of_remaining = distances[remaining][:, remaining]
+        best = krum_order(distances_of_remaining, hostile)[0]
         chosen.append(remaining.pop(best))
     num_values = num_users - 4 * hostile
-    of_chosen = _mean_by_coordinate(
-        {name: t[chosen] for name, t in uploads.items()}, lambda t: _users_nearest_to_median(t, num_values)
-    )
-    # For each user the share of coordinates in which its value is part of the mean; 0 for users that were not chosen.
-    counted = torch.zeros(num_users, dtype=torch.float64).index_copy(0, torch.tensor(chosen), of_chosen.counted)
-    return Combined(tensors=of_chosen.tensors, counted=counted)
+
+    def choose_users(t: Tensor) -> Tensor:
+        return _users_nearest_to_median(t, num_values)
+
+    chosen_uploads = {name: t[chosen] for name, t in uploads.items()}
+    combined = _mean_by_coordinate(chosen_uploads, choose_users)
+    counted = torch.zeros(num_users, dtype=torch.float64)  # 0 for users that were not chosen
+    counted = counted.index_copy(0, torch.tensor(chosen), combined.counted)
+    return Combined(tensors=combined.tensors, counted=counted)
 
 
 def geometric_median(uploads: Tree, weights: Float[Tensor, " users"]) -> Combined:
-    """Return the point with the smallest weighted sum of distances, by the smoothed Weiszfeld algorithm; float64.
+    """Return the point v with the smallest weighted sum of distances to the uploads, float64.
 
-    It repeats ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)`` until v hardly moves. It starts
-    from the coordinate-wise median instead of the mean, which a single upload can move arbitrarily far.
+    The smoothed Weiszfeld algorithm repeats ``v = sum_u b_u x_u / sum_u b_u`` with ``b_u = w_u / max(nu, |v - x_u|)``
+    until v hardly moves. It starts here from the median of each coordinate.
 
     Source: Pillutla et al. 2022, arXiv:1912.13445, Algorithm 2.
 
     Args:
-        uploads: Tensors ``(users, *shape)``.
+        uploads: Tensors ``(users, *shape)``: the points x_u.
         weights: The users' weights w_u.
 
     Returns:
-        The point, and as ``counted`` how much each upload counts in it: its last b_u over the median of all, at most 1.
+        The point v, and as ``counted`` each user's ``b_u / median(b)``, at most 1.
     """
-    point = {name: _coordinate_medians(t).double() for name, t in uploads.items()}  # v
-    factors = weights  # b_u
+    v = {name: _coordinate_medians(t).double() for name, t in uploads.items()}
+    b = weights
     for _ in range(MAX_STEPS):
-        distances = norms({name: t.double() - point[name] for name, t in uploads.items()}).clamp(min=LEAST_DISTANCE)
-        factors = weights.to(distances) / distances
-        shares = factors / factors.sum()
-        new_point = {name: torch.tensordot(shares.to(t.device), t.double(), 1) for name, t in uploads.items()}
-        step_length = norms({name: (t - point[name]).unsqueeze(0) for name, t in new_point.items()})
-        point = new_point
+        distances = norms({name: t.double() - v[name] for name, t in uploads.items()}).clamp(min=LEAST_DISTANCE)
+        b = weights.to(distances) / distances
+        shares = b / b.sum()
+        new_v = {name: torch.tensordot(shares.to(t.device), t.double(), 1) for name, t in uploads.items()}
+        step_length = norms({name: (t - v[name]).unsqueeze(0) for name, t in new_v.items()})
+        v = new_v
         if float(step_length) <= RELATIVE_TOLERANCE * float(distances.median()):
             break
-    counted = (factors / factors.quantile(0.5)).clamp(max=1.0)  # 1 for uploads with at least the median weight
-    return Combined(tensors=point, counted=counted.cpu())
+    counted = (b / b.quantile(0.5)).clamp(max=1.0)
+    return Combined(tensors=v, counted=counted.cpu())
 
 
 def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
-    """Return changes scaled down to an L2 norm of at most ``bound``, float64; None for the median of their norms.
+    """Return changes scaled down to an L2 norm of at most ``bound``, float64.
 
     Source: Sun et al. 2019, "Can You Really Backdoor Federated Learning?", arXiv:1911.07963, norm thresholding.
 
     Args:
         changes: Changes ``(users, *shape)``.
-        bound: Largest norm of a change.
+        bound: Largest norm of a change; None for the median of the changes' norms.
     """
-    return clipped(changes, float(norms(changes).quantile(0.5)) if bound is None else bound)
+    if bound is None:
+        bound = float(norms(changes).quantile(0.5))
+    return clipped(changes, bound)
 
 
 def squared_distances(uploads: Tree) -> Float[Tensor, "users users"]:
     """Return the squared L2 distances between all pairs of uploads, float64."""
-    flat_tensors = [t.double().reshape(len(t), -1) for t in uploads.values()]
-    mode = "donot_use_mm_for_euclid_dist"  # products of large values would round small distances away
-    return torch.stack([torch.cdist(t, t, compute_mode=mode).square().cpu() for t in flat_tensors]).sum(0)
+    mode = "donot_use_mm_for_euclid_dist"  # Products of large values would round small distances away.
+    distances_by_tensor: list[Tensor] = []
+    for t in uploads.values():
+        rows = t.double().reshape(len(t), -1)
+        distances_by_tensor.append(torch.cdist(rows, rows, compute_mode=mode).square().cpu())
+    return torch.stack(distances_by_tensor).sum(0)
 
 
 def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[int]:
-    """Return the uploads' indices, the most trustworthy first, by the score of Krum.
+    """Return the uploads' indices by increasing score of Krum; equal scores by increasing sum of all distances.
 
-    The score is the sum of squared distances to the ``n - hostile - 2`` nearest other uploads; the smallest is best.
-    Ties, as of two uploads that are each other's only neighbour, are broken by the sum of all distances, not by
-    position.
+    The score of an upload is the sum of the squared distances to its ``n - hostile - 2`` nearest other uploads.
 
     Args:
         distances: Squared distances between n uploads.
         hostile: Largest number of hostile users to withstand.
     """
-    to_others = distances.clone().fill_diagonal_(torch.inf)
-    num_neighbours = max(1, len(to_others) - hostile - 2)  # Bulyan also calls this for the few uploads that are left.
-    scores = to_others.topk(num_neighbours, largest=False).values.sum(1)
-    keys = list(zip(scores.tolist(), distances.sum(1).tolist(), strict=True))
-    return sorted(range(len(keys)), key=keys.__getitem__)
+    distances_to_others = distances.clone().fill_diagonal_(torch.inf)
+    num_neighbours = max(1, len(distances) - hostile - 2)  # at least 1, as Bulyan also ranks few uploads
+    scores = distances_to_others.topk(num_neighbours, largest=False).values.sum(1).tolist()
+    sums_of_distances = distances.sum(1).tolist()
+    return sorted(range(len(scores)), key=lambda upload: (scores[upload], sums_of_distances[upload]))
 
 
 ChooseUsers = Callable[[Float[Tensor, "users ..."]], Int[Tensor, "chosen ..."]]
@@ -200,31 +209,35 @@ def _mean_by_coordinate(uploads: Tree, choose_users: ChooseUsers) -> Combined:
         choose_users: Returns the users whose values are used, for each coordinate of a tensor.
     """
     num_users = len(next(iter(uploads.values())))
-    tensors: Tree = {}
+    num_coordinates = sum(t[0].numel() for t in uploads.values())
+    means: Tree = {}
     times_chosen = torch.zeros(num_users, dtype=torch.float64)
     for name, t in uploads.items():
-        users = choose_users(t)
-        tensors[name] = _mean(t.gather(0, users))
-        times_chosen += users.flatten().bincount(minlength=num_users).cpu()
-    return Combined(tensors=tensors, counted=times_chosen / sum(t[0].numel() for t in uploads.values()))
+        chosen_users = choose_users(t)
+        means[name] = _mean(t.gather(0, chosen_users))
+        times_chosen += chosen_users.flatten().bincount(minlength=num_users).cpu()
+    return Combined(tensors=means, counted=times_chosen / num_coordinates)
 
 
 def _mean_of_users(uploads: Tree, chosen: Sequence[int]) -> Combined:
-    """Return the mean of the chosen users' uploads; only these count."""
+    """Return the mean of the chosen users' uploads; ``counted`` is 1 for these users, 0 for others."""
     num_users = len(next(iter(uploads.values())))
     counted = torch.zeros(num_users, dtype=torch.float64).index_fill(0, torch.tensor(chosen), 1.0)
-    return Combined(tensors={name: _mean(t[chosen]) for name, t in uploads.items()}, counted=counted)
+    means = {name: _mean(t[chosen]) for name, t in uploads.items()}
+    return Combined(tensors=means, counted=counted)
 
 
 def _middle_users(t: Float[Tensor, "users ..."]) -> Int[Tensor, "chosen ..."]:
-    """Return the indices of the users with the middle values of each coordinate: one, or two of an even number."""
+    """Return for each coordinate the index of the user with the median value, or of two for an even number of users."""
     middle = (len(t) - 1) // 2
-    return t.argsort(dim=0, stable=True)[middle : len(t) - middle]
+    users_by_value = t.argsort(dim=0, stable=True)
+    return users_by_value[middle : len(t) - middle]
 
 
 def _users_nearest_to_median(t: Float[Tensor, "users ..."], count: int) -> Int[Tensor, "chosen ..."]:
-    """Return the indices of the ``count`` users with the values nearest to the median of each coordinate."""
-    return (t - _coordinate_medians(t)).abs().topk(count, dim=0, largest=False).indices
+    """Return for each coordinate the indices of the ``count`` users with the values nearest to the median."""
+    distances = (t - _coordinate_medians(t)).abs()
+    return distances.topk(count, dim=0, largest=False).indices
 
 
 def _coordinate_medians(t: Float[Tensor, "users ..."]) -> Tensor:
@@ -243,7 +256,7 @@ WEIGHTED = ("geometric-median", "norm-bound")
 
 @dataclass(kw_only=True)
 class RobustRule(PrivacyMechanism):
-    """Applies a robust rule instead of the mean, as some uploads may be hostile."""
+    """Aggregates uploads by a robust rule, such as Krum, instead of the mean, as some uploads may be hostile."""
 
     aggregation: AggregationSection
 
@@ -260,8 +273,9 @@ class RobustRule(PrivacyMechanism):
             )
         if not method.shared:  # nothing is uploaded, so the rule has no effect
             return
-        if why := _why_not_boundable(method) if rule == "norm-bound" else _why_not_combinable(method):
-            raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
+        reason = _why_not_boundable(method) if rule == "norm-bound" else _why_not_combinable(method)
+        if reason:
+            raise RecipeError(f"aggregation: {rule} with method {method.name}: {reason}")
         if recipe.training.weighting != "uniform" and rule not in WEIGHTED:
             raise RecipeError(
                 f"training.weighting: got {recipe.training.weighting}, but {rule} gives all users the same weight, "
@@ -290,8 +304,7 @@ class RobustRule(PrivacyMechanism):
 
         Args:
             sizes: All numbers of users that a round may have.
-            same_ranks: Whether all users have the same LoRA rank. If not, a user's missing ranks are padded with zeros,
-                which rules that compare uploads coordinate by coordinate would take for values.
+            same_ranks: Whether all users have the same LoRA rank.
 
         Raises:
             RecipeError: A check fails.
@@ -300,9 +313,9 @@ class RobustRule(PrivacyMechanism):
         for size in sorted(sizes):
             if not aggregation.enough(size):
                 hostile = aggregation.hostile_among(size)
-                least = aggregation.least_uploads(hostile)
+                needed = aggregation.least_uploads(hostile)
                 raise RecipeError(
-                    f"aggregation: {rule} needs {least} users in a round with {hostile} hostile users, but "
+                    f"aggregation: {rule} needs {needed} users in a round with {hostile} hostile users, but "
                     f"training.participation selects {size}; allowed: more users, a smaller aggregation.hostile, or "
                     "another rule"
                 )
@@ -313,32 +326,26 @@ class RobustRule(PrivacyMechanism):
             )
 
     def server_sum(self, received: Received, server_round: ServerRound) -> Received | None:
-        """Return the result of the rule; None if too few uploads have arrived.
-
-        It also sets ``rule_result``, which says how much each upload counts.
+        """Return the result of the rule, or None if too few uploads have arrived; set ``rule_result``.
 
         Args:
             received: The uploads of a round, of which there may be none.
             server_round: The round on the server: its method's server and state, and the participants' names.
         """
         self.rule_result = None
-        if not received.tensors:  # nothing was uploaded, so there is nothing to combine
+        if not received.tensors:
             return received
-        # Rules compare changes, so they need the tensors with which each participant began the round.
-        started = server_round.server.starts(server_round.kept, received)
-        aggregated, self.rule_result = apply_rule(self.aggregation, received, started, server_round.names)
+        # Tensors of each participant at the start of the round, from which its change is measured.
+        initial = server_round.server.starts(server_round.kept, received)
+        aggregated, self.rule_result = apply_rule(self.aggregation, received, initial, server_round.names)
         if aggregated is None:
             _log.warning("%s", self.rule_result.reason)
         return aggregated
 
 
 def _why_not_boundable(method: Method) -> str:
-    """Return why bounding a user's change would not bound its influence on a method's server; empty if it would.
-
-    The influence is bounded if the server knows the tensors from which a user started, and uses only the change from
-    them.
-    """
-    if method.server.knows_starts:
+    """Return why bounding a user's change does not bound its influence on the server; an empty string if it does."""
+    if method.server.knows_starts:  # The server uses only the change from the tensors that it sent.
         return ""
     if method.server.peer_to_peer:
         return "users mix each other's uploads themselves, so the server does not aggregate them"
@@ -349,11 +356,8 @@ def _why_not_boundable(method: Method) -> str:
 
 
 def _why_not_combinable(method: Method) -> str:
-    """Return the reason why a robust rule cannot take the place of the server's mean; empty if it can.
-
-    A rule decides itself how much each upload counts, so the server's weights must not depend on the uploads.
-    """
-    if method.server.clipped_mean:  # the server takes a mean with weights that do not depend on the uploads
+    """Return why a robust rule cannot replace the server's mean; an empty string if it can."""
+    if method.server.clipped_mean:  # The server takes a mean with weights that do not depend on the uploads.
         return ""
     allowed = "" if _why_not_boundable(method) else "; allowed: norm-bound"
     server = type(method.server).__name__
@@ -361,73 +365,75 @@ def _why_not_combinable(method: Method) -> str:
 
 
 _DIGITS = 4
-"""Digits of the shares in events; a small share is not rounded to 0."""
+"""Digits of the shares in events."""
 
 
 def apply_rule(
-    aggregation: AggregationSection, received: Received, started: Tree, names: Sequence[str]
+    aggregation: AggregationSection, received: Received, initial: Tree, names: Sequence[str]
 ) -> tuple[Received | None, RuleResult]:
     """Apply the robust rule of a recipe to the uploads of a round.
 
     Args:
         aggregation: Section ``aggregation`` of the recipe.
         received: The uploads of a round, with weights, ranks and scales of the participants.
-        started: Tensors of each participant before it trained, ``(users, *shape)``.
+        initial: Tensors of each participant before it trained, ``(users, *shape)``.
         names: Names of the participants.
 
     Returns:
-        The uploads for the server's mean, and how much each upload counts. The rule norm-bound returns all uploads,
-        with shortened changes. Other rules return a single upload, their result. With too few uploads for the rule,
-        None is returned instead of uploads, and the server's model stays unchanged.
+        The uploads for the server's mean, and how much each upload counts. The uploads are all uploads with shortened
+        changes for the rule norm-bound, a single upload for other rules, or None if there are too few for the rule.
     """
     rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
-        return None, RuleResult(
-            rule=rule, reason=f"{len(names)} uploads are too few for {rule}; the model stays unchanged"
-        )
+        reason = f"{len(names)} uploads are too few for {rule}; the model stays unchanged"
+        return None, RuleResult(rule=rule, reason=reason)
     received = replace(received, weights=capped(received.weights))  # users may lie about their amount of data
     if rule == "norm-bound":
-        tensors, counted = _shorten_changes(aggregation, received, started)
-        aggregated = replace(received, tensors=tensors)
+        shortened, counted = _shorten_changes(aggregation, received, initial)
+        aggregated = replace(received, tensors=shortened)
     else:
         combined = _apply_combining_rule(aggregation, received)
         aggregated, counted = _as_single_upload(received, combined.tensors), combined.counted
-    # A share that would be rounded to 0 is not rounded: 0 would mean that the upload is left out.
-    shares = [round(share, _DIGITS) or share for share in counted.tolist()]
-    return aggregated, RuleResult(rule=rule, counted=dict(zip(names, shares, strict=True)))
+    shares: dict[str, float] = {}
+    for name, share in zip(names, counted.tolist(), strict=True):
+        rounded = round(share, _DIGITS)
+        shares[name] = rounded if rounded != 0 else share  # A small share is not shown as 0, "left out".
+    return aggregated, RuleResult(rule=rule, counted=shares)
 
 
 def _as_single_upload(received: Received, tensors: Tree) -> Received:
-    """Return an aggregated model as a single upload that belongs to no user, with a weight of 1.
+    """Return the result of a rule as a single upload that belongs to no user, with a weight of 1.
 
     Args:
-        received: Uploads that were aggregated, with their dtypes and roles.
-        tensors: Aggregated tensors, without a users dimension.
+        received: Uploads that were combined, with their dtypes and roles.
+        tensors: Result of the rule, without a users dimension.
     """
     return Received(
         users=[],
         tensors={name: t.to(received.tensors[name].dtype).unsqueeze(0) for name, t in tensors.items()},
         weights=torch.ones(1, dtype=torch.float64),
-        ranks=received.ranks[:1],  # the same for all users: combining rules need equal ranks (check_rounds)
+        ranks=received.ranks[:1],  # all users have equal ranks, see RobustRule.check_rounds
         scales=received.scales[:1],
         roles=received.roles,
     )
 
 
 def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
-    """Return weights clamped to their median and normalised, as users may lie about their amount of data."""
-    clamped = weights.clamp(max=float(weights.quantile(0.5)))
+    """Return weights clamped to their median and normalised to a sum of 1."""
+    median = float(weights.quantile(0.5))
+    clamped = weights.clamp(max=median)
     return clamped / clamped.sum()
 
 
 def _apply_combining_rule(aggregation: AggregationSection, received: Received) -> Combined:
-    """Return the result of the rule in ``aggregation``, for all rules but norm-bound.
+    """Combine the uploads by the recipe's rule, which is not norm-bound.
 
     Args:
-        aggregation: Settings; ``hostile_among`` gives the number of hostile users to withstand.
-        received: The uploads of a round, with weights, ranks and scales of the participants.
+        aggregation: Section ``aggregation`` of the recipe.
+        received: The uploads of a round, with the participants' weights.
     """
-    uploads, hostile = received.tensors, aggregation.hostile_among(len(received.weights))
+    uploads = received.tensors
+    hostile = aggregation.hostile_among(len(received.weights))  # number of hostile users to withstand
     match aggregation.rule:
         case "median":
             return coordinate_median(uploads)
@@ -446,25 +452,24 @@ def _apply_combining_rule(aggregation: AggregationSection, received: Received) -
 
 
 def _shorten_changes(
-    aggregation: AggregationSection, received: Received, started: Tree
+    aggregation: AggregationSection, received: Received, initial: Tree
 ) -> tuple[Tree, Float[Tensor, " users"]]:
-    """Return each user's initial tensors plus its change, shortened to the bound, and the shortening factors.
-
-    Padding beyond a user's smaller LoRA rank is set to zero first, so that it is not part of the change.
+    """Shorten each user's change to the bound of the recipe.
 
     Args:
-        aggregation: Settings with the bound; a text means the median of the changes' norms.
-        received: The uploads of a round, with weights, ranks and scales of the participants.
-        started: Tensors of each participant before it trained, ``(users, *shape)``.
+        aggregation: Section ``aggregation`` of the recipe; its bound is a number, or "median" for that of the norms.
+        received: The uploads of a round, with the participants' LoRA ranks.
+        initial: Tensors of each participant before it trained, ``(users, *shape)``.
 
     Returns:
-        Shortened uploads ``(users, *shape)``, and factors ``(users,)`` from 0 to 1.
+        The initial tensors plus the shortened changes, and the factors ``(users,)`` from 0 to 1 of shortening.
     """
-    initial = without_padding(started, received.ranks)
+    initial = without_padding(initial, received.ranks)
     changes = {name: t.double() - initial[name].double() for name, t in received.tensors.items()}
-    shortened = norm_bound(changes, None if isinstance(aggregation.bound, str) else aggregation.bound)
+    bound = None if aggregation.bound == "median" else aggregation.bound
+    shortened = norm_bound(changes, bound)
     lengths = norms(changes)
-    # A change of zero counts in full, a change of unknown length (NaN) not at all: norm_bound has set it to zero.
-    counted = torch.where(lengths == 0, 1.0, norms(shortened) / lengths).nan_to_num(0.0)
+    factors = norms(shortened) / lengths
+    factors = torch.where(lengths == 0, 1.0, factors).nan_to_num(0.0)  # 0 for a NaN: norm_bound makes the change 0
     tensors = {name: (initial[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}
-    return tensors, counted
+    return tensors, factors
