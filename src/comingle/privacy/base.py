@@ -100,20 +100,18 @@ class ServerRound:
 
 
 def one_model(server: Server, kept: Tree) -> Tree:
-    """Return the model that all users download, for servers that have one.
+    """Return the model that all users download, for servers with a single model.
 
     Args:
         server: Server of the method.
         kept: State of the server.
     """
-    # User 0 stands for all, as all users download the same. Tensors are (users, models, *shape) with one model.
-    return {name: t[0, 0] for name, t in server.download(kept, [0]).items()}
+    download = server.download(kept, [0])  # (users, models, *shape); user 0 stands for all
+    return {name: t[0, 0] for name, t in download.items()}
 
 
 def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
-    """Return the model plus a mean change as the only upload of a round, which belongs to no user.
-
-    A server that takes the mean of the uploads then takes over this model.
+    """Return the model plus a mean change as the only upload of a round, so that the server's mean is this model.
 
     Args:
         model: The model before the round.
@@ -125,7 +123,7 @@ def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]
         users=[],
         tensors={name: t.unsqueeze(0) for name, t in changed.items()},
         weights=torch.ones(1, dtype=torch.float64),
-        ranks=torch.zeros(1, dtype=torch.int64),  # 0: a mean over users is not cut to a user's LoRA rank
+        ranks=torch.zeros(1, dtype=torch.int64),  # 0: the upload is not cut to the LoRA rank of a user
         scales=torch.ones(1),
         roles=roles,
     )
@@ -135,9 +133,10 @@ def mean_as_upload(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]
 class RuleResult:
     """Result of a robust rule on the uploads of a round, for the run's events.
 
-    ``counted`` is how much of each user's upload counts, from 0 to 1, as in :class:`comingle.privacy.robust.Combined`;
-    for norm-bound, the factor by which its change was shortened. It is empty if there were too few uploads, as
-    ``reason`` says.
+    Args:
+        rule: Name of the rule, such as "krum".
+        counted: How much of each user's upload counts, from 0 (left out) to 1; empty if there were too few uploads.
+        reason: Why the rule was not applied; empty if it was.
     """
 
     rule: str
@@ -151,8 +150,10 @@ class RuleResult:
 
     def as_event(self, done: int) -> dict[str, object]:
         """Return the event of round ``done`` (from 1) for ``events.jsonl``."""
-        result = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
-        return {"event": "aggregation", "round": done, "rule": self.rule, **result}
+        event = {"event": "aggregation", "round": done, "rule": self.rule}
+        if not self.counted:
+            return {**event, "reason": self.reason}
+        return {**event, "left_out": self.left_out, "counted": self.counted}
 
 
 @dataclass(kw_only=True)
@@ -191,11 +192,11 @@ class PrivacyMechanism:
         """
 
     def check_rounds(self, sizes: Collection[int], *, same_ranks: bool) -> None:
-        """Check that rounds have enough users for the mechanism, and that their uploads can be compared.
+        """Check that rounds have enough users for the mechanism, and that it allows different LoRA ranks.
 
         Args:
             sizes: All numbers of users that a round may have.
-            same_ranks: Whether all users have the same LoRA rank, so that entries of their uploads correspond.
+            same_ranks: Whether all users have the same LoRA rank.
 
         Raises:
             RecipeError: A check fails.
@@ -211,11 +212,10 @@ class PrivacyMechanism:
     def client_gradients(self, step: PrivateStep) -> tuple[Float[Tensor, " users"], Tree]:
         """Return each user's mean loss and the noisy gradients of its shared tensors for one optimiser step.
 
-        Only for mechanisms that add noise to gradients (DP-SGD); others are never asked.
+        Only called if the mechanism adds noise to gradients (DP-SGD).
 
         Args:
-            step: The users' amounts of work, keys of their random streams, and a function that returns clipped sums of
-                gradients of given examples.
+            step: The users' amounts of work, keys of their random streams, and the clipped sums of given examples.
 
         Returns:
             Losses ``(users,)`` and gradients ``(users, *shape)``, float64.
@@ -291,29 +291,27 @@ def change_updates(mechanisms: Sequence[PrivacyMechanism]) -> bool:
 
 
 def start_references(shared: Tree, bound: float) -> Tree:
-    """Return users' state before the first download: copies of their shared tensors, and their clip norm.
+    """Return users' state before the first download: copies of their shared tensors, and their clip norms.
 
-    Changes are measured from the copies, see :func:`protect_uploads`.
+    A user's change is measured from these copies ("references").
 
     Args:
         shared: Shared tensors, ``(users, *shape)``.
         bound: Clip norm of all users.
     """
+    state = {REFERENCE + name: t.clone() for name, t in shared.items()}
     first = next(iter(shared.values()))
-    bounds = torch.full((len(first),), bound, dtype=torch.float64, device=first.device)
-    return {REFERENCE + name: t.clone() for name, t in shared.items()} | {CLIP_NORM: bounds}
+    state[CLIP_NORM] = torch.full((len(first),), bound, dtype=torch.float64, device=first.device)
+    return state
 
 
 def keep_references(kept: Tree, shared: Tree, clip_norms: Float[Tensor, " users"] | None) -> None:
-    """Store downloaded tensors, and the clip norm if there is a new one, in a user's state.
-
-    Local steps overwrite the shared tensors themselves. The next upload's change, which privacy mechanisms clip, is
-    measured from the stored copies (:func:`protect_uploads`).
+    """Store copies of downloaded tensors in users' state, from which their next change is measured.
 
     Args:
         kept: State of the users, changed in place.
         shared: Downloaded tensors, ``(users, *shape)``.
-        clip_norms: New clip norm of each user, or None.
+        clip_norms: New clip norm of each user, to be stored too; None to keep the old ones.
     """
     for name, t in shared.items():
         kept[REFERENCE + name].copy_(t)
@@ -322,10 +320,12 @@ def keep_references(kept: Tree, shared: Tree, clip_norms: Float[Tensor, " users"
 
 
 def without_bound(tensors: Tree) -> tuple[Tensor | None, Tree]:
-    """Split a download into its clip norms ``(users,)``, or None, and its other tensors."""
+    """Split a download into its clip norms ``(users,)``, or None if it has none, and its other tensors."""
     if CLIP_NORM not in tensors:
         return None, tensors
-    return tensors[CLIP_NORM][:, 0], {name: t for name, t in tensors.items() if name != CLIP_NORM}
+    clip_norms = tensors[CLIP_NORM][:, 0]
+    others = {name: t for name, t in tensors.items() if name != CLIP_NORM}
+    return clip_norms, others
 
 
 def protect_uploads(
@@ -341,7 +341,7 @@ def protect_uploads(
         round_number: Number of the round, from 1.
 
     Returns:
-        The users' uploads (download plus change, in the dtype of ``tensors``, or masked numbers), and their reports.
+        The users' uploads and their reports. Uploads are the last download plus the change, or masked integers.
     """
     references = {name: cohort.kept[REFERENCE + name] for name in tensors}
     update = Update(
@@ -356,5 +356,7 @@ def protect_uploads(
         update = mechanism.client_update(update)
     if update.masked is not None:
         return update.masked, update.reports
-    sent = {name: (references[name].double() + t).to(tensors[name].dtype) for name, t in update.changes.items()}
-    return sent, update.reports
+    uploads: Tree = {}
+    for name, change in update.changes.items():
+        uploads[name] = (references[name].double() + change).to(tensors[name].dtype)
+    return uploads, update.reports

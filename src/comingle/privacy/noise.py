@@ -28,8 +28,6 @@ from comingle.utils.trees import Tree
 def norms(changes: Tree) -> Float[Tensor, " users"]:
     """Return the L2 norm of all tensors of each user together, ``(users,)``, float64.
 
-    In float64 a cohort's norms are equal to those computed for each user alone.
-
     Args:
         changes: Tensors ``(users, *shape)``.
     """
@@ -39,48 +37,64 @@ def norms(changes: Tree) -> Float[Tensor, " users"]:
 
 def scaled(changes: Tree, factors: Float[Tensor, " users"]) -> Tree:
     """Return each user's tensors ``(users, *shape)`` times the user's factor, float64."""
-    return {name: t.double() * factors.view(-1, *[1] * (t.dim() - 1)).to(t.device) for name, t in changes.items()}
+    products: Tree = {}
+    for name, t in changes.items():
+        trailing_ones = [1] * (t.dim() - 1)
+        products[name] = t.double() * factors.view(-1, *trailing_ones).to(t.device)
+    return products
 
 
 def capped_weights(counts: Sequence[int], cap: int | None) -> Float[Tensor, " users"]:
-    """Return ``min(1, count / cap)`` of amounts of data, float64; without a cap all weights are 1."""
-    return torch.tensor([1.0 if cap is None else min(1.0, count / cap) for count in counts], dtype=torch.float64)
+    """Return users' weights ``min(1, count / cap)`` from their amounts of data, float64; 1 without a cap."""
+    if cap is None:
+        return torch.ones(len(counts), dtype=torch.float64)
+    return torch.tensor([min(1.0, count / cap) for count in counts], dtype=torch.float64)
 
 
 def clipped(changes: Tree, bound: Float[Tensor, " users"] | float) -> Tree:
     """Clip each user's change to an L2 norm: return ``change * min(1, bound / norm)``, float64.
 
-    A change with a NaN or an infinite value becomes zero, as its norm is unknown.
+    A change with a NaN or an infinite value becomes zero.
 
     Args:
         changes: Tensors ``(users, *shape)``.
         bound: Clip norm, of all users or of each.
     """
     lengths = norms(changes)
-    factors = (bound / lengths.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1.0)
-    shortened = scaled(changes, torch.where(lengths.isfinite(), factors, 0.0))
-    # 0 times NaN or infinity is NaN. Finite changes stay as they are.
-    return {name: t.nan_to_num_(0.0, 0.0, 0.0) for name, t in shortened.items()}
+    tiny = torch.finfo(torch.float64).tiny  # avoids a division by zero
+    factors = (bound / lengths.clamp(min=tiny)).clamp(max=1.0)
+    factors = torch.where(lengths.isfinite(), factors, 0.0)
+    # 0 times NaN or infinity is NaN, which is replaced by 0.
+    return {name: t.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for name, t in scaled(changes, factors).items()}
 
 
 def without_padding(tree: Tree, ranks: Tensor) -> Tree:
-    """Return LoRA factors ``(users, ..., rank, width)`` with zeros in the rows beyond each user's rank.
-
-    In a cohort, users of smaller ranks have padding there. Padding must not count in norms or get noise.
+    """Return tensors in which the rows of LoRA factors beyond each user's rank, which are padding, are zero.
 
     Args:
-        tree: Tensors by name; those that end in ".a" or ".b" are factors.
-        ranks: Rank of each user; 0 stands for no LoRA.
+        tree: Tensors by name. Names of LoRA factors ``(users, ..., rank, width)`` end in ".a" or ".b".
+        ranks: LoRA rank of each user; 0 for users without LoRA.
     """
-    if not bool(ranks.any()):
+    has_no_lora = not bool(ranks.any())
+    if has_no_lora:
         return tree
-    return {name: t * _rank_mask(t, ranks) if name.endswith((".a", ".b")) else t for name, t in tree.items()}
+    unpadded: Tree = {}
+    for name, t in tree.items():
+        is_factor = name.endswith((".a", ".b"))
+        unpadded[name] = t * _rank_mask(t, ranks) if is_factor else t
+    return unpadded
 
 
 def _rank_mask(factor: Tensor, ranks: Tensor) -> Tensor:
-    """Return 1 for rows of a LoRA factor ``(users, ..., rank, width)`` within each user's rank, 0 for padding."""
-    within = torch.arange(factor.shape[-2], device=factor.device) < ranks.to(factor.device).unsqueeze(1)
-    return within.view(len(ranks), *[1] * (factor.dim() - 3), factor.shape[-2], 1).to(factor)
+    """Return 1 for rows of a LoRA factor ``(users, ..., rank, width)`` within each user's rank, 0 for padding.
+
+    The mask has the shape ``(users, 1, ..., rank, 1)``.
+    """
+    max_rank = factor.shape[-2]
+    rows = torch.arange(max_rank, device=factor.device)
+    is_within = rows < ranks.to(factor.device).unsqueeze(1)  # (users, rank)
+    middle_ones = [1] * (factor.dim() - 3)
+    return is_within.view(len(ranks), *middle_ones, max_rank, 1).to(factor)
 
 
 _BITS = 53
@@ -98,9 +112,10 @@ def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
         parts: Purpose of the numbers, such as user, round and kind of noise.
     """
     count = int(np.prod(shape, dtype=np.int64))
-    half = (count + 1) // 2
-    first, second = uniform(2 * half, key, *parts).reshape(2, half)
-    radius, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
+    num_pairs = (count + 1) // 2  # Each pair of uniform numbers gives a pair of normal numbers.
+    first, second = uniform(2 * num_pairs, key, *parts).reshape(2, num_pairs)
+    radius = np.sqrt(-2.0 * np.log(first))
+    angle = 2.0 * np.pi * second
     drawn = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
     return torch.from_numpy(drawn).view(shape)
 
@@ -109,20 +124,20 @@ def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
     """Return uniform numbers in (0, 1), float64, from a SHAKE-256 stream of the key and the parts.
 
     Args:
-        count: How many.
+        count: Number of uniform numbers.
         key: Secret key.
         parts: Purpose of the numbers, such as user, round and kind of draw.
     """
     stream = hashlib.shake_256(json.dumps([key, *parts]).encode("ascii")).digest(8 * count)
-    # The upper 53 of each 64 bits are an integer m; (m + 0.5) / 2^53 is neither 0, whose logarithm is infinite, nor 1.
-    return ((np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)) + 0.5) * 2.0**-_BITS
+    # m are integers of 53 bits, the upper ones of each 64 bits; (m + 0.5) / 2^53 is never 0 or 1.
+    m = np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)
+    return (m + 0.5) * 2.0**-_BITS
 
 
 def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
-    """Return tensors with Gaussian noise, from a separate stream for each tensor, float64.
+    """Return tensors plus Gaussian noise, float64.
 
-    The stream depends on the tensors' values. If a step is repeated with other values, it gets other noise. The same
-    noise would cancel in the difference of both results.
+    The noise depends on the tensors' values too: equal noise on other values would cancel in the difference.
 
     Args:
         tree: Tensors, float64.
@@ -130,11 +145,12 @@ def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree
         key: Secret key.
         parts: Purpose of the noise.
     """
-    value_digest = digest(tree)
-    return {
-        name: t + deviation * gaussian(tuple(t.shape), key, *parts, name, value_digest).to(t.device)
-        for name, t in tree.items()
-    }
+    values_digest = digest(tree)
+    noisy: Tree = {}
+    for name, t in tree.items():
+        standard_noise = gaussian(tuple(t.shape), key, *parts, name, values_digest)
+        noisy[name] = t + deviation * standard_noise.to(t.device)
+    return noisy
 
 
 def digest(tree: Tree) -> str:
@@ -151,28 +167,28 @@ def new_key() -> str:
 
 
 def load_or_create_key(folder: Path, *, begun: bool = False) -> str:
-    """Return the key of a run's noise from its folder; create it if there is none and the run has not begun.
-
-    The file is readable by its owner only.
+    """Return the key of a run's noise from its folder; create it if the run has not begun.
 
     Args:
         folder: Folder of the run.
         begun: Whether the run has begun, so that a missing key is an error.
 
     Raises:
-        RunError: The key is damaged, or a run that has begun has lost it.
+        RunError: The key is damaged, or the run has begun and its key is missing.
     """
-    path, key = folder / KEY, new_key()
+    path = folder / KEY
     if begun and not path.exists():
         raise RunError(
             f"{path}: missing; another key would draw different noise; restore it, or start a new run elsewhere"
         )
+    key = new_key()
     try:
-        write_new(path, key.encode("ascii"), private=True)
+        write_new(path, key.encode("ascii"), private=True)  # readable by its owner only
     except FileExistsError:
-        key = path.read_text(encoding="ascii", errors="replace").strip()
-        if len(key) != len(new_key()):
+        stored_key = path.read_text(encoding="ascii", errors="replace").strip()
+        if len(stored_key) != len(key):
             raise RunError(
                 f"{path}: damaged; the noise would differ, so the run cannot be resumed; restore it"
             ) from None
+        return stored_key
     return key
