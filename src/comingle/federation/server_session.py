@@ -54,7 +54,7 @@ _REJOIN_INTERVAL_SECONDS, _REJOIN_WAIT_SECONDS = 60.0, 10.0
 """Interval between join tasks for a connected client whose join timed out, and how long a round waits for each."""
 _LOADING_TIMEOUTS = 10
 """How long the server waits for connected clients that are still loading, in multiples of ``join_timeout``."""
-_REASONS = 3
+_MAX_LISTED_REFUSALS = 3
 
 
 @dataclass(kw_only=True)
@@ -136,7 +136,9 @@ class ServerSession:
 
     def most_steps(self, name: str) -> int:
         """Return the largest number of local steps that a user may report with an upload; 0 if users report none."""
-        return self.context.most_steps(self.network.max_samples, name) if self.context.plan.reports_steps else 0
+        if not self.context.plan.reports_steps:
+            return 0
+        return self.context.most_steps(self.network.max_samples, name)
 
     @property
     def joined(self) -> dict[str, Mapping[str, Any]]:
@@ -148,24 +150,25 @@ class ServerSession:
     def join(self) -> None:
         """Send all clients the public part of the federation; wait until all of them, or enough, have joined.
 
-        ``network.join_timeout`` counts from the last client that connected or joined. The server waits longer for
-        connected clients that are still loading. A client that has refused to join may try again. The server waits for
-        such a client only while fewer than ``network.min_participants`` have joined.
+        ``network.join_timeout`` counts from the last client that connected or joined, and is extended while connected
+        clients are loading. A client that has refused to join is asked again only while fewer than
+        ``network.min_participants`` have joined.
 
         Raises:
             RunError: Too few clients have joined.
         """
-        # A task queue begins by having clients join; without tasks it does nothing else.
-        TaskQueue(self, self.public.users, self.network.join_timeout).run()
-        if (count := len(self.joined)) < self.network.min_participants:
-            joined = f"{count} of {len(self.public.users)} users have joined"
-            timeout = f"network.join_timeout is {self.network.join_timeout:g} s"
-            refusals = [client.refusal for client in self.clients.values() if client.refusal]
-            reasons = "".join(f"; {why}" for why in refusals[:_REASONS])
-            raise RunError(f"{joined}; needed: {self.network.min_participants}; {timeout}{reasons}")
+        join_tasks = TaskQueue(self, self.public.users, self.network.join_timeout)
+        join_tasks.run()
+        num_joined, num_needed = len(self.joined), self.network.min_participants
+        if num_joined >= num_needed:
+            return
+        joined = f"{num_joined} of {len(self.public.users)} users have joined"
+        timeout = f"network.join_timeout is {self.network.join_timeout:g} s"
+        refusals = [f"; {client.refusal}" for client in self.clients.values() if client.refusal]
+        raise RunError(f"{joined}; needed: {num_needed}; {timeout}{''.join(refusals[:_MAX_LISTED_REFUSALS])}")
 
     def end(self, rounds: int) -> None:
-        """Notify all clients that the federation has ended, once the server has written its results."""
+        """Notify all clients that the federation has ended, after ``rounds`` rounds."""
         self.ask(dict.fromkeys(self.public.users, ("end",)), rounds, seconds=END_SECONDS)
 
     def ask(
@@ -179,10 +182,6 @@ class ServerSession:
     ) -> dict[str, Answer]:
         """Send each client a task and return the answers that arrive in time, by user.
 
-        For each client that answers, records the number of its last task, and the version of the shared tensors that it
-        has downloaded. If its task had the step "hear", the client has received the verdict: whether the mean
-        validation loss is the lowest so far. Adds the bytes of the messages to the clock's counts.
-
         Args:
             steps: Steps of each client's task, by user. Steps that need the newest download begin with "receive".
             number: For tasks that train: the round, from 0. For other tasks: the number of rounds that are done.
@@ -191,18 +190,19 @@ class ServerSession:
             messages: Messages for steps other than "receive", by user.
         """
 
-        def task_of(name: str) -> Task:
+        def make_task(name: str) -> Task:
             other_messages = [messages[name]] if name in messages else []
             return self._task_with_messages(name, steps[name], number, arguments or {}, other_messages)
 
-        queue = TaskQueue(self, list(steps), self.network.round_timeout if seconds is None else seconds, task_of)
+        timeout = self.network.round_timeout if seconds is None else seconds
+        queue = TaskQueue(self, list(steps), timeout, make_task)
         answers = queue.run()
         for name, answer in answers.items():
             task, client = queue.tasks[name], self.clients[name]
             client.serial = task.serial
-            if "receive" in task.todo:
+            if "receive" in task.todo:  # The client has downloaded the newest version.
                 client.version = self.server.version
-            if "hear" in task.todo:  # the step with which the client receives the verdict
+            if "hear" in task.todo:  # The client has received the verdict.
                 client.verdict = None
             self.clock.download_bytes += _message_bytes(task)
             self.clock.upload_bytes += _message_bytes(answer)
@@ -211,11 +211,10 @@ class ServerSession:
     def _task_with_messages(
         self, name: str, todo: Sequence[str], number: int, arguments: Mapping[str, Any], other_messages: Sequence[bytes]
     ) -> Task:
-        """Return a client's next task, with a download and a verdict on validation losses if they are due.
+        """Return a client's next task, with the download and the verdict that the client has to receive.
 
-        The step "receive" gets a download, or is left out if the client has the newest version. The verdict says
-        whether the mean validation loss of the last evaluation is the lowest so far, so that the client keeps its model
-        as the best one. A verdict that the client has not received is sent with the step "hear", which comes first.
+        The step "receive" is left out if there is nothing to download. A verdict that the client has not received yet
+        adds the step "hear" at the beginning.
 
         Args:
             name: The user.
@@ -230,7 +229,8 @@ class ServerSession:
                 messages.insert(0, pack(self.server.download([name])))
             else:
                 steps.remove("receive")
-        if (verdict := self.clients[name].verdict) is not None:
+        verdict = self.clients[name].verdict
+        if verdict is not None:
             messages.insert(0, pack(verdict))
             steps.insert(0, "hear")
         serial = self.clients[name].serial + 1
@@ -239,11 +239,10 @@ class ServerSession:
     def _is_stale(self, name: str) -> bool:
         """Return whether a client has to download the newest version of the shared tensors.
 
-        There is nothing to download if the client has that version, the method shares nothing, or the server has no
-        download for this user.
+        False if the client has it, the method shares nothing, or the server has no download for this user.
         """
-        shares = bool(self.model.layout.mask(self.context.method.shared).any())
-        if not shares or self.clients[name].version >= self.server.version:
+        shares_nothing = not self.model.layout.mask(self.context.method.shared).any()
+        if shares_nothing or self.clients[name].version >= self.server.version:
             return False
         return bool(self.server.with_download([name]))
 
@@ -261,9 +260,7 @@ class ServerSession:
         arguments: Mapping[str, Any],
         messages: tuple[bytes, ...] = (),
     ) -> Task:
-        """Return a task of this run, which also sends the client the run's number of local steps, once it is known.
-
-        It is known once clients have joined: for some kinds of data it is the largest number of any client.
+        """Return a task of this run, with the largest number of local steps of any client, once clients have joined.
 
         Args:
             name: The user.
@@ -273,7 +270,8 @@ class ServerSession:
             arguments: Values that the steps need (:class:`Task`), without the number of local steps.
             messages: Downloads that the steps need, in their order.
         """
-        if self.local_steps:
+        is_known = self.local_steps > 0
+        if is_known:
             arguments = {**arguments, "local_steps": self.local_steps}
         return Task(
             run=self.run, serial=serial, user=name, todo=todo, round=number, arguments=arguments, messages=messages
@@ -281,24 +279,25 @@ class ServerSession:
 
     # ---------------------------------------------------------------- answers
 
-    def read_answer(self, name: str, task: Task, got: bytes | str) -> Answer | str:
+    def read_answer(self, name: str, task: Task, reply: bytes | str) -> Answer | str:
         """Return a client's answer to a task after checking it, or one line that says what is wrong with it.
 
-        Checked are its format, the values that it reports, and that it answers this task. When a client joins, its
-        number of local steps is checked too, as the learning rate's schedule of all clients depends on it.
+        Checked are its format, the values that it reports, and that it answers this task.
 
         Args:
             name: Name of the user.
             task: The task.
-            got: The reply, or one line that says why there is none.
+            reply: The reply, or one line that says why there is none.
         """
-        if isinstance(got, str):
-            return got
+        if isinstance(reply, str):
+            return reply
         try:
-            answer = unpack_answer(got)
+            answer = unpack_answer(reply)
             answer = replace(answer, reported=check_reported(answer.reported))
-            if task.todo == _JOIN and not answer.refused:
-                self.context.check_steps(int(answer.reported.get("steps", 1)), self.network.max_samples)
+            has_joined = task.todo == _JOIN and not answer.refused
+            if has_joined:
+                local_steps = int(answer.reported.get("steps", 1))
+                self.context.check_steps(local_steps, self.network.max_samples)
         except MessageError as error:
             return str(error)
         if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
@@ -315,15 +314,18 @@ class ServerSession:
                 its last task), "back" (number of the earliest task to which it can revert), "examples" and others.
         """
         client = self.clients[name]
-        client.joined, client.examples = reported, int(reported.get("examples", 0))
+        client.joined = reported
+        client.examples = int(reported.get("examples", 0))
         self.observe({"event": "joined", "user": name})
         self._record_local_steps(name, int(reported.get("steps", 1)))
-        self._align_tasks(name, int(reported.get("done", client.serial)), int(reported.get("back", 0)))
+        last_task = int(reported.get("done", client.serial))
+        earliest_task = int(reported.get("back", 0))
+        self._align_tasks(name, last_task, earliest_task)
 
     def _record_local_steps(self, name: str, steps: int) -> None:
-        """Update the number of local steps per round, from which the learning rate's schedule follows.
+        """Raise ``local_steps`` to a client's number; once a client has carried out a task, only note a larger number.
 
-        It is the largest number of any client, but stays fixed once a client has carried out a task.
+        The schedule of the learning rate has ``local_steps`` steps per round.
 
         Args:
             name: Name of the user.
@@ -336,28 +338,28 @@ class ServerSession:
             schedule = f"the schedule has {self.local_steps}, so further steps use the final learning rate"
             self._note(name, f"takes {steps} local steps per round; {schedule}")
 
-    def _align_tasks(self, name: str, done: int, earliest: int) -> None:
-        """Take over the number of a client's last task if the client cannot continue from the number that is recorded.
+    def _align_tasks(self, name: str, last_task: int, earliest_task: int) -> None:
+        """Continue from the client's last task if the client cannot revert to the last task that the server knows.
 
-        The numbers differ if server or client was restored from an earlier state. A client that is ahead reverts its
-        later tasks, if it still has the state before them. Otherwise the server continues from the client's last task,
-        and sends the client the newest download again.
+        The numbers differ if server or client was restored from an earlier state. For example, the server knows task 3,
+        and the client has carried out task 9 and can revert to task 5: the server continues from task 9.
 
         Args:
             name: Name of the user.
-            done: Number of the last task that the client has carried out.
-            earliest: Number of the earliest task after which the client still has its state.
+            last_task: Number of the last task that the client has carried out.
+            earliest_task: Number of the earliest task after which the client still has its state.
         """
         client = self.clients[name]
-        recorded = client.serial
-        if done < recorded:
-            why = f"has lost its state after task {done}"
-        elif recorded < earliest:
-            why = f"has completed {done} tasks, not {recorded}"
-        else:
+        known_task = client.serial
+        if earliest_task <= known_task <= last_task:  # The client reverts later tasks itself.
             return
-        self._note(name, f"{why}; continuing from task {done}")
-        client.serial, client.version = done, self.first_version
+        if last_task < known_task:
+            why = f"has lost its state after task {last_task}"
+        else:
+            why = f"has completed {last_task} tasks, not {known_task}"
+        self._note(name, f"{why}; continuing from task {last_task}")
+        client.serial = last_task
+        client.version = self.first_version  # so that it gets the newest download
 
     def _note(self, name: str, what: str) -> None:
         """Log an event of a client that changes the meaning of a run's numbers."""
@@ -365,26 +367,25 @@ class ServerSession:
         self.observe({"event": "noted", "user": name, "what": what})
 
     def log_failure(self, name: str, why: str, *, last_logged: str | None, is_left_out: bool = False) -> None:
-        """Log why a client failed, as a warning and as an event of the run.
-
-        A client may fail at each try with the same reason, which is logged only once.
+        """Log why a client failed, as a warning and as an event of the run; the same reason is logged only once.
 
         Args:
             name: Name of the user.
             why: The reason.
             last_logged: The reason that was logged last for this client; None if there is none.
-            is_left_out: Whether the round continues without this client. The warning then says so, and is logged even
+            is_left_out: Whether the round continues without this client. Then the warning says so, and is logged even
                 if the reason is the same.
         """
         is_new = why != last_logged
-        if is_new or is_left_out:
-            consequence = "; the round continues without it" if is_left_out else ""
-            logger.warning("user %r: %s", name, f"{why}{consequence}", extra=AN_EVENT)
+        if is_left_out:
+            logger.warning("user %r: %s; the round continues without it", name, why, extra=AN_EVENT)
+        elif is_new:
+            logger.warning("user %r: %s", name, why, extra=AN_EVENT)
         if is_new:
             self.observe({"event": "failed", "user": name, "reason": why})
 
     def log_decline(self, name: str, why: str) -> None:
-        """Log that a client declined its task, as a warning and as an event of the run; it gets later tasks as usual.
+        """Log that a client declined its task, as a warning and as an event of the run.
 
         Args:
             name: Name of the user.
@@ -406,7 +407,7 @@ class TaskQueue:
         session: ServerSession,
         users: Sequence[str],
         seconds: float,
-        task_of: Callable[[str], Task] | None = None,
+        make_task: Callable[[str], Task] | None = None,
     ):
         """Create the queue of one task for each client; :meth:`run` sends them.
 
@@ -414,118 +415,125 @@ class TaskQueue:
             session: The session.
             users: Names of the clients' users.
             seconds: Timeout for all answers.
-            task_of: Returns the task for a user's client. None to send only join tasks, before the first round.
+            make_task: Returns the task for a user's client. None to send only join tasks, before the first round.
         """
-        self.session, self.seconds, self.task_of = session, seconds, task_of
+        self.session, self.seconds, self.make_task = session, seconds, make_task
         self.pending = set(users)  # users whose clients have not answered yet
-        self.tasks, self.answers = dict[str, Task](), dict[str, Answer]()  # by user, without join tasks
+        self.tasks: dict[str, Task] = {}  # by user, without join tasks
+        self.answers: dict[str, Answer] = {}  # by user
         # Times are on the monotonic clock, dictionaries by user.
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self._packed: dict[str, bytes] = {}  # bytes of the task that was sent last
         self._join_sent: dict[str, float] = {}  # when this queue sent a client a join task
-        self._paused: dict[str, float] = {}  # when a client that failed may get a task again
-        self._failed: dict[str, str] = {}  # why a client failed, as logged last
+        self._paused_until: dict[str, float] = {}  # when a client that failed may get a task again
+        self._logged_failures: dict[str, str] = {}  # why a client failed, as logged last
         self._reasons: dict[str, str] = {}  # why the last request or reply was lost
 
     @property
     def _sends_only_joins(self) -> bool:
         """Whether this is the queue of join tasks, before the first round."""
-        return self.task_of is None
+        return self.make_task is None
 
     def run(self) -> dict[str, Answer]:
-        """Return the answers that arrive in time, by user.
+        """Send the tasks and return the answers that arrive in time, by user.
 
         Tasks of clients that fail are sent again until the timeout. Clients that have not answered by then are marked
-        as away, so that later rounds do not wait for them, unless they are still loading.
+        as away, unless they are still loading.
         """
         session = self.session
         for name in self.pending:
             session.clients[name].declined = ""
         while self.pending:
-            # The channel reads the requests again and again, as clients connect, join and may be asked again.
-            requests = _DueRequests(self._due_requests)
-            for name, got in session.channel.exchange(requests, timeout=self._remaining_seconds()):
-                self._process_reply(name, got)
+            requests = _DueRequests(self._due_requests)  # The channel reads them repeatedly, as clients connect.
+            for name, reply in session.channel.exchange(requests, timeout=self._remaining_seconds()):
+                self._process_reply(name, reply)
             if self._has_just_joined():
                 continue  # A client that joined in time gets its task, even after the timeout.
-            if not self._awaited() or not self._may_retry():  # no client is worth waiting for, or no time is left
+            if not self._awaited() or not self._may_retry():
                 break
             time.sleep(RETRY_SECONDS)
         for name in sorted(self.pending):
             client = session.clients[name]
             if self._is_loading(name):
                 continue
-            if not (client.is_away or client.refusal):
-                self._fail(name, self._reasons.get(name, f"no answer in {self.seconds:g} s"), is_left_out=True)
+            if not client.is_away and not client.refusal:
+                reason = self._reasons.get(name, f"no answer in {self.seconds:g} s")
+                self._log_failure(name, reason, is_left_out=True)
             client.is_away = True
         return self.answers
 
     def _has_just_joined(self) -> bool:
         """Return whether a client is present and has joined, but has not got its task."""
-        clients = [self.session.clients[name] for name in self.pending - self.tasks.keys()]
-        return self.task_of is not None and any(one.is_present and one.joined is not None for one in clients)
+        if self._sends_only_joins:
+            return False
+        without_task = self.pending - self.tasks.keys()
+        return any(self.session.clients[name].is_present and self._has_joined(name) for name in without_task)
 
     def _remaining_seconds(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def _may_retry(self) -> bool:
-        """Return whether there is time for another try before the timeout.
+        """Return whether there is time for another try before the timeout, which is extended if it may be."""
+        if time.monotonic() + RETRY_SECONDS > self._deadline and self._sends_only_joins:
+            self._extend_timeout_for_loading()
+        return time.monotonic() + RETRY_SECONDS <= self._deadline
 
-        In the queue of join tasks, the timeout is extended first if three conditions hold: it is nearly over, clients
-        are still loading, and the clients that have joined or are loading are enough for a round. In all, the queue
-        waits at most ``_loading_seconds`` (10 times ``network.join_timeout``).
+    def _extend_timeout_for_loading(self) -> None:
+        """Extend the timeout of join tasks while connected clients are loading whose joining makes a round possible.
+
+        In all, the queue waits at most ``_loading_seconds``.
         """
         now, session = time.monotonic(), self.session
-        if self._sends_only_joins and now + RETRY_SECONDS > self._deadline:
-            loading = {
-                name
-                for name in self._join_sent.keys() & self.pending
-                if session.clients[name].is_present and not session.clients[name].refusal and name not in self._failed
-            }
-            enough = len(session.joined) + len(loading) >= session.network.min_participants
-            if loading and enough and now < self._began + self._loading_seconds:
-                logger.warning("still waiting for connected clients that are loading: %s", ", ".join(sorted(loading)))
-                self._deadline = now + self.seconds
-        return now + RETRY_SECONDS <= self._deadline
+        loading = []  # clients that have got a join task, and neither failed nor refused
+        for name in sorted(self._join_sent.keys() & self.pending):
+            client = session.clients[name]
+            if client.is_present and not client.refusal and name not in self._logged_failures:
+                loading.append(name)
+        are_enough = len(session.joined) + len(loading) >= session.network.min_participants
+        if loading and are_enough and now < self._began + self._loading_seconds:
+            logger.warning("still waiting for connected clients that are loading: %s", ", ".join(loading))
+            self._deadline = now + self.seconds
 
     def _awaited(self) -> set[str]:
-        """Return the clients for whose answers the queue waits.
+        """Return the clients for whose answers the queue waits: pending ones that are not away.
 
-        It does not wait for clients that are away. Once enough clients have joined for a round, it does not wait for
-        clients that refuse to join either.
+        Once enough clients have joined for a round, it does not wait for clients that refuse to join either.
         """
-        clients = self.session.clients
         have_enough_joined = len(self.session.joined) >= self.session.network.min_participants
-        present = {name for name in self.pending if not clients[name].is_away}
-        return {name for name in present if not (have_enough_joined and clients[name].refusal)}
+        awaited = set()
+        for name in self.pending:
+            client = self.session.clients[name]
+            is_dispensable = have_enough_joined and client.refusal
+            if not client.is_away and not is_dispensable:
+                awaited.add(name)
+        return awaited
 
     # ---------------------------------------------------------------- requests
 
     def _due_requests(self) -> dict[str, bytes]:
         """Find out which clients are connected, and return the requests to which they should reply now, by user.
 
-        Requests go to connected clients that have not answered in this queue yet (``pending``). A client that has
-        joined gets its task, another one a join task if it may join now (:meth:`_may_join`). After a failure, a client
-        gets no request during a pause.
+        A client that has joined gets its task. Another client gets a join task if it may join now. After a failure, a
+        client gets no request during a pause.
         """
         now = time.monotonic()
         connected = set(self.session.channel.present())
         self._update_presence(connected, now)
-        return {
-            name: self._request(name)
-            for name in sorted(connected & self.pending)
-            if self._paused.get(name, 0.0) <= now and (self._has_joined(name) or self._may_join(name, now))
-        }
+        requests = {}
+        for name in sorted(connected & self.pending):
+            is_paused = self._paused_until.get(name, 0.0) > now
+            if is_paused:
+                continue
+            if self._has_joined(name) or self._may_join(name, now):
+                requests[name] = self._request(name)
+        return requests
 
     def _update_presence(self, connected: Set[str], now: float) -> None:
         """Record which clients are connected, and let those that have just connected start afresh.
 
-        A client is away (``is_away``) if an earlier task timed out; the queue does not wait for its answer. This ends
-        when the client has just connected. It also ends if the client is connected, has joined and has not answered in
-        this queue. A client that has just connected may join at once: earlier refusals and the pause after a failure
-        are cleared. If this queue sends only join tasks, its timeout also starts again, so that the client has time to
-        load.
+        A client that has just connected may join at once: earlier refusals and pauses are cleared, and the timeout of
+        join tasks starts again. It is no longer away, nor is a connected client that can answer its task.
 
         Args:
             connected: Names of the connected clients.
@@ -535,12 +543,12 @@ class TaskQueue:
         just_connected = {name for name in connected & clients.keys() if not clients[name].is_present}
         for name, client in clients.items():
             client.is_present = name in connected
-            can_answer = name in connected & self.pending and client.joined is not None
+            can_answer = name in connected & self.pending and self._has_joined(name)
             if name in just_connected or can_answer:
                 client.is_away = False
         for name in just_connected & self.pending:
             clients[name].reset_join()
-            self._paused.pop(name, None)
+            self._paused_until.pop(name, None)
         if just_connected and self._sends_only_joins:
             self._deadline = max(self._deadline, now + self.seconds)
 
@@ -548,30 +556,28 @@ class TaskQueue:
         return self.session.clients[name].joined is not None
 
     def _request(self, name: str) -> bytes:
-        """Return the bytes of a client's join task if it has not joined, otherwise of its task.
+        """Return the bytes of a client's task or, before it has joined, of its join task.
 
-        The bytes are made once. The channel recognises them as the request to which it awaits a reply, so calling this
-        again does not send them twice.
+        Later calls return the same bytes, by which the channel recognises a request that it has sent already.
         """
-        if self.task_of is None or not self._has_joined(name):  # without `task_of` only join tasks are sent
+        if self.make_task is None or not self._has_joined(name):
             if name not in self._join_sent:
-                self._join_sent[name] = time.monotonic()
+                now = time.monotonic()
+                self._join_sent[name] = now
                 client = self.session.clients[name]
                 if client.join_asked is None:  # its first join task since it connected
-                    client.join_asked = self._join_sent[name]
+                    client.join_asked = now
                 self._packed[name] = self.session.join_task(name).pack()
         elif name not in self.tasks:
-            self.tasks[name] = self.task_of(name)
+            self.tasks[name] = self.make_task(name)
             self._packed[name] = self.tasks[name].pack()
         return self._packed[name]
 
     def _may_join(self, name: str, now: float) -> bool:
         """Return whether a connected client that has not joined gets a join task now, or still has time to answer one.
 
-        Before the first round, it always does. During a round, a client that has just connected has
-        ``_loading_seconds`` to load and answer. After that, this function logs a failure and marks the client as away.
-        A client that is away gets another join task every 60 s (``join_reminded`` is the time of the last one), and
-        the round waits 10 s for its answer.
+        Before the first round, it always does. During a round, a client has ``_loading_seconds`` to answer; then it is
+        marked as away. A client that is away gets another join task every 60 s, and has 10 s to answer it.
 
         Args:
             name: Name of the user.
@@ -581,19 +587,23 @@ class TaskQueue:
             return True
         client = self.session.clients[name]
         if client.is_away:
-            if name in self._join_sent:  # This queue has sent it a join task already.
-                return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
-            if client.join_reminded is not None and now - client.join_reminded < _REJOIN_INTERVAL_SECONDS:
-                return False
-            client.join_reminded = now
+            return self._may_rejoin(name, now)
+        has_no_join_task_yet = client.join_asked is None
+        if has_no_join_task_yet or self._is_loading(name):
             return True
-        # It has not got a join task since it connected, or is still loading after one.
-        if client.join_asked is None or self._is_loading(name):
-            return True
-        # The time to load is over.
-        self._fail(name, f"has not joined in {self._loading_seconds:g} s", is_left_out=True)
+        self._log_failure(name, f"has not joined in {self._loading_seconds:g} s", is_left_out=True)
         client.is_away, client.join_reminded = True, now
         return False
+
+    def _may_rejoin(self, name: str, now: float) -> bool:
+        """Return whether a client that is away gets another join task now, or still has time to answer one."""
+        client = self.session.clients[name]
+        if name in self._join_sent:  # This queue has sent it a join task.
+            return now - self._join_sent[name] <= _REJOIN_WAIT_SECONDS
+        if client.join_reminded is not None and now - client.join_reminded < _REJOIN_INTERVAL_SECONDS:
+            return False
+        client.join_reminded = now
+        return True
 
     def _is_loading(self, name: str) -> bool:
         """Return whether a client may still be loading its base model and data, after a join task during a round.
@@ -619,9 +629,8 @@ class TaskQueue:
     def _process_reply(self, name: str, reply: bytes | str) -> None:
         """Process a client's reply to its join task or task.
 
-        If request or reply was lost, the request is sent again after a pause. A client refuses a task if the task does
-        not fit its state. It is then left out of this queue and joins again, and reports its state. A client that
-        declines a task because of conditions of its user is only left out of this queue.
+        If request or reply was lost, the request is sent again after a pause. A client that refuses or declines its
+        task is left out of this queue; one that refuses has to join again.
 
         Args:
             name: Name of the user.
@@ -632,13 +641,10 @@ class TaskQueue:
         is_join = name not in self.tasks  # A client gets its task only after it has joined.
         task = self.session.join_task(name) if is_join else self.tasks[name]
         answer = self.session.read_answer(name, task, reply)
-        if isinstance(answer, str):  # The request or the reply was lost; this is the reason.
-            self._reasons[name] = answer
-            if self._remaining_seconds():  # Otherwise `run` logs the reason when it gives up.
-                self._pause(name, RETRY_SECONDS)
-                self._fail(name, answer)
+        if isinstance(answer, str):
+            self._process_loss(name, answer)
             return
-        self._failed.pop(name, None)  # The client works again, so its next failure is logged even if it is the same.
+        self._logged_failures.pop(name, None)  # The client works now, so its next failure is logged in any case.
         if is_join:
             self._process_join(name, task, answer)
         elif answer.declined:
@@ -647,15 +653,21 @@ class TaskQueue:
         elif answer.refused:
             self.pending.discard(name)
             self.session.clients[name].joined = None  # It gets a join task again, and reports its last task.
-            self._fail(name, answer.refused, is_left_out=True)
+            self._log_failure(name, answer.refused, is_left_out=True)
         else:
             self._finish(name, task, answer)
+
+    def _process_loss(self, name: str, reason: str) -> None:
+        """Record why a client's request or reply was lost, and pause before the next try, if there is time for one."""
+        self._reasons[name] = reason  # `run` logs it at the timeout.
+        if self._remaining_seconds() > 0:
+            self._pause(name, RETRY_SECONDS)
+            self._log_failure(name, reason)
 
     def _process_join(self, name: str, task: Task, answer: Answer) -> None:
         """Process the answer to a join task: record that the client has joined, or why it refuses to.
 
-        During a round, a client that refuses is marked as away, so that the round does not wait for it. In a later
-        round it gets another join task. A client that has joined then gets its task of the round.
+        During a round, a client that refuses is marked as away; it gets another join task in a later round.
 
         Args:
             name: Name of the user.
@@ -674,14 +686,14 @@ class TaskQueue:
         client.reset_join()
         client.is_away = False
         self.session.record_join(name, answer.reported)
-        if self._sends_only_joins:  # The join task is all that this queue sends.
+        if self._sends_only_joins:  # Otherwise the client gets its task of the round now.
             # The timeout (`network.join_timeout`) counts from the last client that has joined.
             self._deadline = max(self._deadline, time.monotonic() + self.seconds)
             self._finish(name, task, answer)
 
-    def _fail(self, name: str, why: str, *, is_left_out: bool = False) -> None:
-        self.session.log_failure(name, why, last_logged=self._failed.get(name), is_left_out=is_left_out)
-        self._failed[name] = why
+    def _log_failure(self, name: str, why: str, *, is_left_out: bool = False) -> None:
+        self.session.log_failure(name, why, last_logged=self._logged_failures.get(name), is_left_out=is_left_out)
+        self._logged_failures[name] = why
 
     def _finish(self, name: str, task: Task, answer: Answer) -> None:
         """Store a client's answer to its task, and emit an event "step" for progress bars and the event log.
@@ -705,22 +717,24 @@ class TaskQueue:
         )
 
     def _pause(self, name: str, seconds: float) -> None:
-        self._paused[name] = time.monotonic() + seconds
+        """Send a client no request for some seconds, and then a new one."""
+        self._paused_until[name] = time.monotonic() + seconds
         self._join_sent.pop(name, None)
 
 
 class _DueRequests(Mapping[str, bytes]):
-    """Mapping of due requests, computed anew at each iteration; requests that were due before stay readable."""
+    """Requests by user; each iteration computes anew which ones are due, and earlier ones stay readable."""
 
-    def __init__(self, look: Callable[[], dict[str, bytes]]):
-        self._compute, self._known = look, dict[str, bytes]()
+    def __init__(self, compute: Callable[[], dict[str, bytes]]):
+        self._compute = compute
+        self._known: dict[str, bytes] = {}
 
     def __getitem__(self, name: str) -> bytes:
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
         due = self._compute()
-        self._known |= due
+        self._known.update(due)
         return iter(list(due))
 
     def __len__(self) -> int:
@@ -728,7 +742,7 @@ class _DueRequests(Mapping[str, bytes]):
 
 
 def _message_bytes(message: Task | Answer) -> int:
-    return sum(len(one) for one in message.messages)
+    return sum(len(part) for part in message.messages)
 
 
 def start_session(
@@ -764,14 +778,13 @@ def start_session(
         observe=observe,
         network=network,
     )
-    session.clients = {name: ClientSession(version=session.first_version) for name in public.users}
-    clients = session.clients
+    clients = {name: ClientSession(version=session.first_version) for name in public.users}
+    session.clients = clients
 
     def compute_work_by_user() -> dict[str, Work]:
         reported = {name: client.examples for name, client in clients.items() if client.examples is not None}
         return context.work_by_user(reported)
 
-    # Users' work depends on their numbers of examples, which clients report only when they join. So the privacy account
-    # gets the function, and calls it whenever it computes a privacy loss.
+    # Called whenever the privacy account computes a loss, as clients report their numbers of examples when they join.
     server.mechanisms.set_works(compute_work_by_user)
     return session
