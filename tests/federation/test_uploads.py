@@ -98,7 +98,7 @@ class Client:
     @property
     def held(self) -> tuple[int, int]:
         """Number of sessions and of tracked replies."""
-        return len(self.state._object_push_sessions), len(self.state._uploads)
+        return len(self.state._object_push_sessions), len(self.state._pending_replies)
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ class UploadLimits:
 
 
 @dataclass(kw_only=True)
-class _UntakenReply:
-    """A client's reply, from the registration of its object tree until the app reads it."""
+class _PendingReply:
+    """A client's reply that the app has not read yet; its objects may still be missing."""
 
     node_id: int
     session_id: str
@@ -111,6 +111,15 @@ class _UntakenReply:
     """Unix time after which a complete reply is dropped."""
     deadline_monotonic: float
     """Time on the monotonic clock after which an incomplete reply is dropped."""
+
+
+@dataclass(kw_only=True)
+class _IncompleteMessage:
+    """A message of the server whose objects have not all been stored yet."""
+
+    receiver: int
+    missing: set[str]
+    """IDs of the missing objects."""
 
 
 class LimitedLinkState(InMemoryLinkState):
@@ -131,9 +140,8 @@ class LimitedLinkState(InMemoryLinkState):
         """
         super().__init__(federation_manager, object_store)
         self._limits = limits or UploadLimits()
-        # Replies that the app has not read yet, by the ID of the reply, which is that of its root object.
-        self._uploads: dict[str, _UntakenReply] = {}
-        self._incomplete: dict[str, tuple[int, set[str]]] = {}  # by push session: the receiver, and missing objects
+        self._pending_replies: dict[str, _PendingReply] = {}  # by the ID of the reply, which is that of its root object
+        self._incomplete: dict[str, _IncompleteMessage] = {}  # messages of the server, by push session
         self._wakers: dict[int, set[Callable[[], object]]] = {}  # by node: wake the requests that wait for a message
 
     def store_message_and_object_tree(
@@ -141,36 +149,35 @@ class LimitedLinkState(InMemoryLinkState):
     ) -> tuple[bool, list[str]]:
         """Store a message without its content, and register the objects of the content, which are uploaded later.
 
-        A client's reply is refused if it exceeds the limits. Otherwise it is tracked until the app reads it. Until all
-        objects of a reply have arrived, it is dropped if no object arrives for ``idle_seconds``. A reply whose objects
-        have all arrived is dropped some time after the message that it answers has expired. The server's own messages
-        have no limits.
+        A client's reply is refused if it exceeds the limits. The server's own messages have no limits.
 
         Args:
             message: The message.
             object_tree: IDs of its objects.
-            session_id: Flower's push session, through which the client uploads the objects.
+            session_id: Flower's push session, through which the objects are uploaded.
 
         Returns:
             Whether it is stored, and the IDs of the objects to upload.
         """
-        if (node_id := message.metadata.src_node_id) == SUPERLINK_NODE_ID:
+        sender = message.metadata.src_node_id
+        if sender == SUPERLINK_NODE_ID:
             return self._store_servers_message(message, object_tree, session_id)
         with self.lock:
-            self._expire()
-            if problem := self._problem(message, object_tree):
-                self._refuse(node_id, problem)
+            self._delete_expired_replies()
+            problem = self._reply_problem(message, object_tree)
+            if problem:
+                self._log_refusal(sender, problem)
                 stored, to_upload = False, list[str]()
             else:
                 stored, to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
             if stored:
-                answered = self.message_ins_store[message.metadata.reply_to_message_id].metadata
-                self._uploads[object_tree.object_id] = _UntakenReply(
-                    node_id=node_id,
+                request = self.message_ins_store[message.metadata.reply_to_message_id].metadata
+                self._pending_replies[object_tree.object_id] = _PendingReply(
+                    node_id=sender,
                     session_id=session_id,
                     objects=frozenset(part.object_id for part in iterate_object_tree(object_tree)),
                     missing=set(to_upload),
-                    expires_at_unix=answered.created_at + answered.ttl + _SPARE_SECONDS,
+                    expires_at_unix=request.created_at + request.ttl + _SPARE_SECONDS,
                     deadline_monotonic=time.monotonic() + self._limits.idle_seconds,
                 )
             if not to_upload:  # The reply was refused, or all its objects are here already.
@@ -180,7 +187,7 @@ class LimitedLinkState(InMemoryLinkState):
     def _store_servers_message(
         self, message: Message, object_tree: ObjectTree, session_id: str
     ) -> tuple[bool, list[str]]:
-        """Store a message of the server, and wake its receiver once all objects of the message are here.
+        """Store a message of the server, and wake its receiver if all objects of the message are here.
 
         Arguments and result are those of :meth:`store_message_and_object_tree`.
         """
@@ -188,26 +195,26 @@ class LimitedLinkState(InMemoryLinkState):
         with self.lock:
             stored, to_upload = super().store_message_and_object_tree(message, object_tree, session_id)
             if stored and to_upload:
-                self._incomplete[session_id] = (receiver, set(to_upload))
+                self._incomplete[session_id] = _IncompleteMessage(receiver=receiver, missing=set(to_upload))
         if stored and not to_upload:
             self._wake(receiver)
         return stored, to_upload
 
     def _store_servers_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
-        """Store an object of a message of the server; wake the receiver, which waits, once no object is missing.
+        """Store an object of a message of the server, and wake the message's receiver if no object is missing now.
 
         Arguments and result are those of :meth:`store_object`.
         """
+        completed = None
         with self.lock:
             is_stored = super().store_object(run_id, session_id, object_id, object_content)
-            # By push session, `_incomplete` has the receiver and the missing objects of messages that lack some.
-            receiver, missing = self._incomplete.get(session_id, (0, set[str]()))
-            missing.discard(object_id)
-            is_complete = session_id in self._incomplete and not missing
-            if is_complete:
-                del self._incomplete[session_id]
-        if is_complete:
-            self._wake(receiver)
+            message = self._incomplete.get(session_id)
+            if message is not None:
+                message.missing.discard(object_id)
+                if not message.missing:
+                    completed = self._incomplete.pop(session_id)
+        if completed is not None:
+            self._wake(completed.receiver)
         return is_stored
 
     async def wait_for_message(self, node_id: int, seconds: float) -> None:
@@ -223,9 +230,10 @@ class LimitedLinkState(InMemoryLinkState):
             loop.call_soon_threadsafe(arrived.set)
 
         with self.lock:
-            messages = self.message_ins_store.values()
-            if any(m.metadata.dst_node_id == node_id and not m.metadata.delivered_at for m in messages):
-                return
+            for message in self.message_ins_store.values():
+                is_delivered = bool(message.metadata.delivered_at)
+                if message.metadata.dst_node_id == node_id and not is_delivered:
+                    return
             self._wakers.setdefault(node_id, set()).add(wake)
         try:
             with suppress(TimeoutError):
@@ -244,11 +252,9 @@ class LimitedLinkState(InMemoryLinkState):
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         """Store an object, a part of a message's content; drop a client's reply if it exceeds the limit of bytes.
 
-        The objects of a message are registered before they arrive (:meth:`store_message_and_object_tree`).
-
         Args:
             run_id: The run.
-            session_id: The push session in which the message was registered.
+            session_id: The push session in which the message was registered (:meth:`store_message_and_object_tree`).
             object_id: The object's SHA-256.
             object_content: Its bytes.
 
@@ -256,21 +262,29 @@ class LimitedLinkState(InMemoryLinkState):
             Whether it is stored.
         """
         with self.lock:  # Prevents a deadlock: Flower's methods acquire its two locks in different orders.
-            reply_id = next((key for key, reply in self._uploads.items() if reply.session_id == session_id), None)
-            if reply_id is None:  # A message of the server, which is not limited, or an object without a session.
-                # Flower would look for the session of such an object, and a client could evade its limit.
-                return bool(session_id) and self._store_servers_object(run_id, session_id, object_id, object_content)
-            upload = self._uploads[reply_id]
+            reply_id = self._reply_of_session(session_id)
+            if reply_id is None:
+                if not session_id:  # Flower would look for the session, and a client could evade its limit.
+                    return False
+                return self._store_servers_object(run_id, session_id, object_id, object_content)
+            reply = self._pending_replies[reply_id]
             limit = self._limits.total_bytes
-            if self._bytes_of(upload.node_id) + len(object_content) > limit:
-                self._drop(reply_id)
-                self._refuse(upload.node_id, f"more than {limit} bytes pending; allowed: {limit}")
+            if self._pending_bytes(reply.node_id) + len(object_content) > limit:
+                self._delete_reply(reply_id)
+                self._log_refusal(reply.node_id, f"more than {limit} bytes pending; allowed: {limit}")
                 return False
             if not super().store_object(run_id, session_id, object_id, object_content):
                 return False
-            upload.missing.discard(object_id)
-            upload.deadline_monotonic = time.monotonic() + self._limits.idle_seconds
+            reply.missing.discard(object_id)
+            reply.deadline_monotonic = time.monotonic() + self._limits.idle_seconds
             return True
+
+    def _reply_of_session(self, session_id: str) -> str | None:
+        """Return the ID of the client's reply whose objects a push session uploads; None for the server's sessions."""
+        for reply_id, reply in self._pending_replies.items():
+            if reply.session_id == session_id:
+                return reply_id
+        return None
 
     def get_object(self, run_id: int, object_id: str) -> bytes | None:
         """Return an object's content."""
@@ -278,7 +292,7 @@ class LimitedLinkState(InMemoryLinkState):
             return super().get_object(run_id, object_id)
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
-        """Return messages for a client, after dropping replies that have expired.
+        """Return messages for a client, after deleting replies that have expired.
 
         Args:
             node_id: The client's node.
@@ -286,85 +300,84 @@ class LimitedLinkState(InMemoryLinkState):
             run_id: The run; None for any.
         """
         with self.lock:
-            self._expire()
+            self._delete_expired_replies()
             return super().get_message_ins(node_id, limit, run_id=run_id)
 
-    def _problem(self, message: Message, tree: ObjectTree) -> str:
+    def _reply_problem(self, message: Message, tree: ObjectTree) -> str:
         """Return why a reply is refused, before its content is sent; an empty string if it is accepted.
 
-        Checks the client's number of pending replies, and the number, IDs and children of the reply's objects. Flower
-        splits the content into objects, each named by its SHA-256, and an object lists the IDs of its children.
+        Checks the client's number of pending replies, and the number, IDs and children of the reply's objects.
 
         Args:
             message: The reply, without its content.
-            tree: IDs of its objects, which a faulty or hostile client may have made up.
+            tree: IDs of its objects, each the SHA-256 of its bytes; a hostile client may have made them up.
         """
         node_id, limits = message.metadata.src_node_id, self._limits
         if tree.object_id != message.metadata.message_id:
             return "got objects of another message"
-        others = [name for name, reply in self._uploads.items() if reply.node_id == node_id and name != tree.object_id]
-        if len(others) >= limits.replies:
+        num_others = 0  # other pending replies of this client
+        for reply_id, reply in self._pending_replies.items():
+            if reply.node_id == node_id and reply_id != tree.object_id:
+                num_others += 1
+        if num_others >= limits.replies:
             return f"{limits.replies + 1} pending replies; allowed: {limits.replies}"
-        children: dict[str, list[str]] = {}
+        # An object must have the same children wherever it occurs, here and in earlier messages. Otherwise it could
+        # expand to a tree of any size when the reply is read.
+        known_children: dict[str, list[str]] = {}
         for count, part in enumerate(iterate_object_tree(tree), start=1):
             if count > limits.objects:
                 return f"more than {limits.objects} objects; allowed: {limits.objects}"
             if not is_valid_sha256_hash(part.object_id):
                 return "an object ID is not a SHA-256 hash"
-            # Each object must have the same children wherever it occurs, here and in earlier messages. Otherwise it
-            # could expand to a tree of any size when the reply is read.
-            declared = [child.object_id for child in part.children]
-            if part.object_id not in children:
-                children[part.object_id] = self._registered(part.object_id, declared)
-            if children[part.object_id] != declared:
+            children = [child.object_id for child in part.children]
+            if part.object_id not in known_children:
+                known_children[part.object_id] = self._registered_children(part.object_id, children)
+            if known_children[part.object_id] != children:
                 return f"object {part.object_id[:12]} has two different lists of children"
         return ""
 
-    def _registered(self, object_id: str, default: list[str]) -> list[str]:
+    def _registered_children(self, object_id: str, default: list[str]) -> list[str]:
         """Return the IDs of the children with which an object is registered; ``default`` if it is not registered."""
         if object_id not in self.object_store:
             return default
         return [child.object_id for child in self.object_store.get_object_tree(object_id).children]
 
-    def _bytes_of(self, node_id: int) -> int:
+    def _pending_bytes(self, node_id: int) -> int:
         """Return how many bytes of a client's pending replies have arrived; objects in several replies count once."""
         objects: set[str] = set()
-        for reply in self._uploads.values():
+        for reply in self._pending_replies.values():
             if reply.node_id == node_id:
                 objects |= reply.objects
         return sum(len(self.object_store.get(object_id) or b"") for object_id in objects)
 
-    def _expire(self) -> None:
-        """Stop tracking replies that the app has read; delete those that have expired or are not completed in time.
-
-        A client whose reply was not completed is named on stderr.
-        """
-        for reply_id, upload in list(self._uploads.items()):
+    def _delete_expired_replies(self) -> None:
+        """Delete replies that have expired or were not completed in time; stop tracking those that the app has read."""
+        for reply_id, reply in list(self._pending_replies.items()):
             was_read = reply_id not in self.object_store  # Flower deletes the objects of a reply that was read.
             if was_read:
-                self._drop(reply_id)
-            elif upload.missing and time.monotonic() > upload.deadline_monotonic:
-                self._drop(reply_id)
-                self._refuse(upload.node_id, f"not completed within {self._limits.idle_seconds:g} s")
-            elif time.time() > upload.expires_at_unix:
-                self._drop(reply_id)
+                self._delete_reply(reply_id)
+            elif reply.missing and time.monotonic() > reply.deadline_monotonic:
+                self._delete_reply(reply_id)
+                self._log_refusal(reply.node_id, f"not completed within {self._limits.idle_seconds:g} s")
+            elif time.time() > reply.expires_at_unix:
+                self._delete_reply(reply_id)
 
-    def _drop(self, reply_id: str) -> None:
+    def _delete_reply(self, reply_id: str) -> None:
         """Stop tracking a client's reply, end its push session, and delete the reply and its objects if still here.
 
         Args:
             reply_id: ID of the reply, which is that of its root object.
         """
-        upload = self._uploads.pop(reply_id)
-        self._cleanup_push_session(upload.session_id, cleanup_messages=False)
+        reply = self._pending_replies.pop(reply_id)
+        self._cleanup_push_session(reply.session_id, cleanup_messages=False)
         if reply_id in self.object_store:
             self.object_store.delete(reply_id)
             self._on_push_session_expired({reply_id})  # Flower's method that deletes the message itself
 
-    def _refuse(self, node_id: int, problem: str) -> None:
+    def _log_refusal(self, node_id: int, problem: str) -> None:
         node = self.nodes.get(node_id)
-        who = printable(node.name) if node and node.name else str(node_id)
-        print(f"comingle: refused a reply of client {who}: {problem}", file=sys.stderr, flush=True)
+        client = printable(node.name) if node and node.name else str(node_id)
+        print(f"comingle: refused a reply of client {client}: {problem}", file=sys.stderr, flush=True)
 
 
 FLEET = "/v1/fleet/"
@@ -403,7 +416,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, state: LimitedLinkState, *, keys_only: bool) -> None:
         self._app, self._state, self._keys_only = app, state, keys_only
-        self._seen: dict[tuple[bytes, int], float] = {}
+        self._used_signatures: dict[tuple[bytes, int], float] = {}  # when each was used, on the monotonic clock
         self._lock = threading.Lock()
         self._started = time.time()
 
@@ -411,20 +424,25 @@ class Gate:
         """Pass the request on, or respond with the status that refuses it."""
         if scope["type"] == "lifespan":  # start or end of the server, no request
             await self._app(scope, receive, send)
-        elif scope["type"] != "http":
+            return
+        if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # "policy violation": no WebSockets
-        elif (refusal := self._refusal(scope)) is not None:
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
             await refusal(scope, receive, send)
-        elif scope["path"] == f"{FLEET}pull-messages" and (node_id := self._node_of(scope)) is not None:
-            await self._hold(node_id, scope, receive, send)
+            return
+        is_poll = scope["path"] == f"{FLEET}pull-messages"
+        node_id = self._node_of_sender(scope) if is_poll else None
+        if node_id is not None:
+            await self._hold_poll(node_id, scope, receive, send)
         else:
             await self._forward_with_limit(scope, receive, send)
 
-    async def _hold(self, node_id: int, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _hold_poll(self, node_id: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a poll on once there is a message for the client, or after some seconds.
 
-        If the client disconnects meanwhile, the poll is dropped. Otherwise the message would count as delivered, and be
-        lost.
+        A poll whose client has disconnected is dropped, as the message would be lost.
 
         Args:
             node_id: The client's node.
@@ -432,14 +450,13 @@ class Gate:
             receive: Returns the next part of the body, and then waits until the client disconnects.
             send: Sends the response.
         """
-        body = b""
-        while True:
+        body, has_more = b"", True
+        while has_more:
             part = await receive()
             body += part.get("body", b"")
             if part["type"] == "http.disconnect" or len(body) > MAX_OTHER_BODY_BYTES:
                 return
-            if not part.get("more_body"):
-                break
+            has_more = part.get("more_body", False)
         disconnected = asyncio.ensure_future(receive())
         waiting = asyncio.ensure_future(self._state.wait_for_message(node_id, POLL_SECONDS))
         try:
@@ -449,19 +466,26 @@ class Gate:
         finally:
             waiting.cancel()
             disconnected.cancel()
-        parts: list[types.Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        # The body was read above, so the Fleet API gets it from memory.
+        unread_parts: list[types.Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> types.Message:
-            return parts.pop() if parts else await receive()
+            if unread_parts:
+                return unread_parts.pop()
+            return await receive()
 
         await self._app(scope, receive_again, send)
 
-    def _node_of(self, scope: Scope) -> int | None:
+    def _node_of_sender(self, scope: Scope) -> int | None:
         """Return the node of the client that sends a request, by its public key; None without a registered key."""
-        name = FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode("latin-1")
-        encoded = next((value for key, value in scope["headers"] if key.lower() == name), b"")
+        header = FLEET_HTTP_PUBLIC_KEY_HEADER.lower().encode("latin-1")
+        encoded_key = b""
+        for name, value in scope["headers"]:
+            if name.lower() == header:
+                encoded_key = value
+                break
         try:
-            return self._state.get_node_id_by_public_key(base64.b64decode(encoded, validate=True))
+            return self._state.get_node_id_by_public_key(base64.b64decode(encoded_key, validate=True))
         except ValueError:  # not base64
             return None
 
@@ -470,10 +494,13 @@ class Gate:
         if scope["method"] != "POST" or not str(scope["path"]).startswith(FLEET):
             return PlainTextResponse("not found\n", status_code=404)
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
-        if len(headers) != len(scope["headers"]):  # The gate and Flower might read different values.
+        has_repeated_header = len(headers) != len(scope["headers"])
+        if has_repeated_header:  # The gate and Flower might read different values.
             return PlainTextResponse("repeated header\n", status_code=400)
-        if self._keys_only and (problem := self._signature_problem(self._state, headers)):
-            return JSONResponse({"detail": problem}, status_code=401)
+        if self._keys_only:
+            problem = self._signature_problem(self._state, headers)
+            if problem:
+                return JSONResponse({"detail": problem}, status_code=401)
         if int(headers.get("content-length") or 0) > _max_body_bytes(scope):
             return PlainTextResponse("too large\n", status_code=413)
         return None
@@ -482,8 +509,7 @@ class Gate:
         """Return why the request's signature is refused; an empty string if it is valid.
 
         A client signs the time of its request. Each signature is accepted once, so that a recorded request cannot be
-        replayed. The signed text does not name the server, so a request could be replayed at another server with the
-        same key. Therefore each federation needs keys of its own.
+        replayed at this server. The signed text does not name the server, so each federation needs keys of its own.
 
         Args:
             state: Where keys are registered.
@@ -492,23 +518,23 @@ class Gate:
         try:
             key = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
             signature = base64.b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
-            signed = headers[TIMESTAMP_HEADER]
-            signed_at = datetime.datetime.fromisoformat(signed.decode("ascii")).timestamp()
+            signed_text = headers[TIMESTAMP_HEADER]
+            signed_at = datetime.datetime.fromisoformat(signed_text.decode("ascii")).timestamp()
             if state.get_node_id_by_public_key(key) is None:
                 return UNKNOWN_KEY
-            if not verify_signature(bytes_to_public_key(key), signed, signature):
+            if not verify_signature(bytes_to_public_key(key), signed_text, signature):
                 return "the signature is not valid"
-            # (r, s) and (r, -s) are both valid signatures, so r alone identifies one.
-            (r, _) = decode_dss_signature(signature)
+            (r, _s) = decode_dss_signature(signature)
         except (KeyError, ValueError, TypeError, UnicodeError):
             return "not signed"
-        age = time.time() - signed_at
-        if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
-            return f"signed {age:.0f} s ago by this server's clock; set the clocks of client and server"
-        # An earlier process of this server may have accepted it already. The client retries with a new signature.
-        if signed_at < self._started:
+        age_seconds = time.time() - signed_at
+        if not -SYSTEM_TIME_TOLERANCE < age_seconds < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+            return f"signed {age_seconds:.0f} s ago by this server's clock; set the clocks of client and server"
+        if signed_at < self._started:  # An earlier process of this server may have accepted the signature.
             return "signed before this server started; sign again"
-        return "" if self._is_new((key, r)) else "the signature was used before"
+        if not self._is_new((key, r)):
+            return "the signature was used before"
+        return ""
 
     def _is_new(self, signature: tuple[bytes, int]) -> bool:
         """Record a signature, and return whether it has not been used before.
@@ -519,26 +545,27 @@ class Gate:
             signature: The public key, and ``r`` of the ECDSA signature ``(r, s)``. ``s`` is left out, as ``(r, -s)``
                 is valid, too, and would count as another signature.
         """
+        # A signature is accepted from SYSTEM_TIME_TOLERANCE before the signed time, as clocks differ, until
+        # TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE after it.
+        longest_valid_seconds = TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE
         now = time.monotonic()
         with self._lock:
-            for old, seen in list(self._seen.items())[:2]:  # Oldest first. Removing two per addition bounds the size.
-                # A signature is accepted from SYSTEM_TIME_TOLERANCE before the signed time, as clocks differ, until
-                # TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE after it.
-                if now - seen > TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE:
-                    del self._seen[old]
-            if signature in self._seen:
+            two_oldest = list(self._used_signatures.items())[:2]  # Removing two per addition bounds the size.
+            for old_signature, used_at in two_oldest:
+                if now - used_at > longest_valid_seconds:
+                    del self._used_signatures[old_signature]
+            if signature in self._used_signatures:
                 return False
-            self._seen[signature] = now
+            self._used_signatures[signature] = now
             return True
 
     async def _forward_with_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the Fleet API, which reads its body in parts, until the parts exceed the limit.
 
-        The header may declare a smaller length, or none. To the Fleet API it then looks as if the client had
-        disconnected.
+        To the Fleet API it then looks as if the client had disconnected.
 
         Args:
-            scope: The request without its body.
+            scope: The request without its body, whose header may declare a wrong length.
             receive: Returns the next part of the body.
             send: Sends the response.
         """
@@ -546,29 +573,29 @@ class Gate:
 
         async def receive_with_limit() -> types.Message:
             nonlocal bytes_left
-            message = await receive()
-            bytes_left -= len(message.get("body", b""))
-            return message if bytes_left >= 0 else {"type": "http.disconnect"}
+            part = await receive()
+            bytes_left -= len(part.get("body", b""))
+            if bytes_left < 0:
+                return {"type": "http.disconnect"}
+            return part
 
         await self._app(scope, receive_with_limit, send)
 
 
 def _max_body_bytes(scope: Scope) -> int:
-    return MAX_OBJECT_BODY_BYTES if scope["path"] == f"{FLEET}push-object" else MAX_OTHER_BODY_BYTES
+    carries_object = scope["path"] == f"{FLEET}push-object"
+    return MAX_OBJECT_BODY_BYTES if carries_object else MAX_OTHER_BODY_BYTES
 
 
 class _OwnMessagesOnly(BaseHTTPMiddleware):
-    """Refuses replies whose sender is not the node that has signed the request.
-
-    A request holds one reply and the tree of its objects; any other number is refused.
-    """
+    """Refuses replies whose sender is not the node that has signed the request."""
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """Pass a request on, or refuse it: 400 for a wrong number of replies, 401 for another node's reply."""
         pushed = getattr(request.state, "protobuf_request", None)
         if not isinstance(pushed, PushMessagesRequest):
             return await call_next(request)
-        if not len(pushed.messages_list) == len(pushed.message_object_trees) == 1:
+        if len(pushed.messages_list) != 1 or len(pushed.message_object_trees) != 1:
             return JSONResponse({"detail": "expected one reply with one tree of objects"}, status_code=400)
         if pushed.messages_list[0].metadata.src_node_id != pushed.node.node_id:
             return JSONResponse({"detail": "got a reply of another node"}, status_code=401)
@@ -657,7 +684,7 @@ def create_active_run(state: LinkState) -> int:
     """Create the federation's only run in Flower's state, so that this process can send messages to clients.
 
     In Flower, a ServerApp is a task of a run, which an executor claims and keeps alive with heartbeats. Here this
-    process does so itself. Also sets the :class:`TaskIdentity` of this process, which Flower's grid reads.
+    process does so itself.
 
     Args:
         state: Flower's state of nodes, runs and messages.
@@ -678,14 +705,15 @@ def create_active_run(state: LinkState) -> int:
         primary_task_type=TaskType.SERVER_APP,
     )
     (run,) = state.get_run_info(run_ids=[run_id])
-    task = run.primary_task_id
-    assert task is not None
-    started = state.claim_task(task) and state.activate_task(task)
+    task_id = run.primary_task_id
+    assert task_id is not None
+    started = state.claim_task(task_id) and state.activate_task(task_id)
     assert started, "a run that was just created can be started"
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, task, SUPERLINK_NODE_ID
+    # Flower's grid reads the identity of this process here.
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, task_id, SUPERLINK_NODE_ID
 
     def keep_alive() -> None:
-        while state.acknowledge_task_heartbeat(task):
+        while state.acknowledge_task_heartbeat(task_id):
             time.sleep(_TASK_HEARTBEAT_SECONDS)
 
     threading.Thread(target=keep_alive, daemon=True).start()
@@ -695,6 +723,10 @@ def create_active_run(state: LinkState) -> int:
 def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
     """Register each user's public key under the user's name.
 
+    Args:
+        state: Flower's state of nodes, runs and messages.
+        keys: Files with a public key in OpenSSH format, by user.
+
     Raises:
         RecipeError: A file holds a key of another kind.
     """
@@ -702,8 +734,8 @@ def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
         key = load_ssh_public_key(path.read_bytes())
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise RecipeError(f"{path}: got another kind of key; allowed: an elliptic-curve key")
-        public = public_key_to_bytes(key)
-        state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public, HEARTBEAT_DEFAULT_INTERVAL, name=name)
+        key_bytes = public_key_to_bytes(key)
+        state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key_bytes, HEARTBEAT_DEFAULT_INTERVAL, name=name)
 
 
 def serve_fleet_api(
@@ -745,21 +777,20 @@ def serve_fleet_api(
     sockets = None if bound is None else [bound]
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
     thread.start()
-    until = time.monotonic() + _START_SECONDS
+    give_up_at = time.monotonic() + _START_SECONDS
     while not server.started:
-        if not thread.is_alive() or time.monotonic() > until:
+        has_failed = not thread.is_alive()
+        if has_failed or time.monotonic() > give_up_at:
             raise RuntimeError(f"cannot listen on {host}:{port}")
         time.sleep(0.02)
     return server
 
 
 def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
-    """Return Flower's factory of server states, whose only state is in memory and has limits on clients' replies.
-
-    The state holds nodes, runs and messages.
+    """Return Flower's factory of the server's state of nodes, runs and messages: a single state, which is in memory.
 
     Args:
-        limits: Limits on each client; None for the defaults.
+        limits: Limits on each client's replies; None for the defaults.
     """
     objects, manager = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME), NoOpFederationManager()
     factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
